@@ -6,9 +6,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from prefixkit.engine.call import Call
 from prefixkit.engine.page_needs import check_fits
@@ -18,6 +20,8 @@ from prefixkit.engine.running import RunningBatch
 from prefixkit.engine.runs.run import Run
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.engine.score import Score, score
+from prefixkit.engine.sharing_report import Report
+from prefixkit.engine.values import Head, Marked, values
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
 from prefixkit.sampling.params import as_integer
@@ -94,19 +98,25 @@ class Engine:
         call: Call | None = None,
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt; see ``engine/score.py``."""
+        with self._reporting(call) as report:
+            chunk = self.prefill_chunk
+            return score(
+                self.runner, self.store, prompts, continuations, prefill_chunk=chunk, vocab=vocab, report=report
+            )
+
+    def values(self, marked: Marked, head: Head, call: Call | None = None) -> list[Tensor]:
+        """What a head makes of the hidden states at wanted tokens; see ``engine/values.py``."""
+        with self._reporting(call) as report:
+            return values(self.runner, self.store, marked, head, prefill_chunk=self.prefill_chunk, report=report)
+
+    @contextmanager
+    def _reporting(self, call: Call | None) -> Iterator[Report]:
+        """The report of a call without a loop; after an interrupt the store has a new tree."""
         report, began, cache = (Call() if call is None else call).report, time.perf_counter(), self.store.cache
         self.runner.start_call()
         report.start(lambda: {**counters_of(self.runner), **counters_of_cache(cache)})
         try:
-            return score(
-                self.runner,
-                self.store,
-                prompts,
-                continuations,
-                prefill_chunk=self.prefill_chunk,
-                vocab=vocab,
-                report=report,
-            )
+            yield report
         except KeyboardInterrupt:
             self.store.restart()
             raise

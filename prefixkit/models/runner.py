@@ -19,7 +19,7 @@ from prefixkit.attention.step import Step
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
 from prefixkit.models.facts import ModelFacts, patched_facts
-from prefixkit.models.families import logits_of
+from prefixkit.models.families import logits_of, pretrained_model
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.passes import random_part
 from prefixkit.models.step_cache import StepCache
@@ -115,6 +115,30 @@ class ModelRunner:
 
     def compute(self, step: Step) -> Tensor:
         """The same, but the logits in the dtype that the model gives them."""
+        kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
+
+        def logits(**inputs: Any) -> Tensor | None:
+            found = logits_of(self.call(**inputs, **kept))
+            return found if found is None or kept else found[:, step.logit_rows]
+
+        return self._run(step, logits)
+
+    def hidden(self, step: Step) -> Tensor:
+        """The same, but ``[rows, hidden_size]`` what the language-model head would take: the last hidden states.
+
+        Raises:
+            UnsupportedModel: the model below the head gives none.
+        """
+        body = pretrained_model(self.model).base_model
+
+        def states(**inputs: Any) -> Tensor | None:
+            found: Tensor | None = getattr(body(**inputs), "last_hidden_state", None)
+            return None if found is None else found[:, step.logit_rows]
+
+        return self._run(step, states)
+
+    def _run(self, step: Step, compute: Callable[..., Tensor | None]) -> Tensor:
+        """A step through the model, or a part of it that has all attention layers."""
         if (dropout := random_part(self.model)) is not None:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
@@ -124,14 +148,14 @@ class ModelRunner:
         with self._turn, torch.inference_mode():
             try:
                 self.cache.begin(step)
-                kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
-                logits = logits_of(self.call(**self.cache.inputs(), **kept))
+                made = compute(**self.cache.inputs())
                 self.cache.end()
             except BaseException:
                 self.cache.abandon(step)
                 raise
-            assert logits is not None, "the model can generate"
-            return logits[0] if kept else logits[0][step.logit_rows]
+            if made is None:
+                raise UnsupportedModel(f"{type(self.model).__name__} gives no last hidden states below its head")
+            return made[0]
 
 
 def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
@@ -172,7 +196,7 @@ def runner_of(
     """
     model, device, planner = facts.model, pool.spec.device, planner_of(facts)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    eager = EagerRunner(plain, planner, device)
+    eager = EagerRunner(plain, planner, device, hidden=plain.hidden)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":
         planning = None if backend.graph_planning is None else backend.graph_planning(planner)

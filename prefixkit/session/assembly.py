@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.uncomputed import prefill_chunk_for
-from prefixkit.engine.contexts import context_of
+from prefixkit.engine.contexts import Continued
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import MemoryPolicy
@@ -62,13 +62,9 @@ def make_scorer(
     """The same for prompts with continuations that are scored, which samples nothing and captures no graphs."""
     spec = facts.spec
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    contexts = [
-        context_of(prompts, continuations, (index, number))
-        for index, each in enumerate(continuations)
-        for number in range(len(each))
-    ]
+    texts = Continued.of(prompts, continuations)
     once = SamplingParams(max_new_tokens=1)  # whose pages are those of its prompt
-    requests = [Request(index, tokens, once) for index, tokens in enumerate(contexts)]
+    requests = [Request(text, texts.tokens(text), once) for text in range(len(texts))]
     # Logits as computed and in float32, and their log-softmax.
     workspace = step_bytes(facts.config, spec, (), chunk) + 3 * MOST_LOGIT_BYTES
     stores = stores_of(facts.inner)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
+from prefixkit.engine.values import Marked
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
@@ -133,6 +134,43 @@ def scored_tokens(
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
     return encoded, found
+
+
+def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> Marked:
+    """Token ids of prompts, and the positions at which something is wanted; everything is checked.
+
+    Args:
+        facts: Of the model.
+        tokenizer, prompts: As of :func:`prefixkit.generate`.
+        at: ``"last"``, ``"all"``, or positions: a list for each prompt.
+        one: Whether there is one prompt, whose list this is.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.Session.values`.
+    """
+    encoded = _encoded(facts, tokenizer, prompts)
+    if isinstance(at, str):
+        if at not in ("last", "all"):
+            raise ValueError(f"at must be 'last', 'all' or positions, got {at!r}")
+        return Marked(encoded, [np.arange(0 if at == "all" else len(tokens) - 1, len(tokens)) for tokens in encoded])
+    each = [at] if one else as_list("at", at, "lists of positions, one for each prompt")
+    if len(each) != len(encoded):
+        raise ValueError(f"at must be one list of positions for each prompt, got {len(each)} for {len(encoded)}")
+    pairs = enumerate(zip(each, encoded, strict=True))
+    return Marked(encoded, [_positions(own, len(tokens), index) for index, (own, tokens) in pairs])
+
+
+def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
+    """Positions in a prompt of ``length`` tokens, from the end where negative; ascending and different."""
+    positions = np.asarray(given)
+    if positions.ndim != 1 or not positions.size or not np.issubdtype(positions.dtype, np.integer):
+        raise TypeError(f"prompt {prompt}: at must be a list of integers, at least one, got {given!r}")
+    found = np.where(positions < 0, positions + length, positions).astype(np.int64)
+    if found.min() < 0 or found.max() >= length:
+        raise ValueError(f"prompt {prompt} has {length} tokens, and at={positions.tolist()} leaves them")
+    if (np.diff(found) <= 0).any():
+        raise ValueError(f"prompt {prompt}: positions must be ascending and different, got {positions.tolist()}")
+    return found
 
 
 def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence[Sequence[NDArray[np.int32]]]) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from prefixkit.engine.call import Call
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
+from prefixkit.engine.values import Head
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt
@@ -16,6 +17,7 @@ from prefixkit.session.requests import (
     beam_requests,
     checked_requests,
     longest_scored,
+    marked_tokens,
     prompt_requests,
     sampling_requests,
     scored_tokens,
@@ -217,6 +219,40 @@ class Session(SessionMemory):
             with in_step(own):
                 result = self._run(facts, requests, True)
             return take(own, requests, result)
+
+    def values(self, prompts: Any, head: Head, *, at: Any = "last") -> Any:
+        """What a head makes of the model's hidden states: a reward or value head, or a process reward model's.
+
+        Tokens that prompts share are computed once, and those that the session has seen are not computed again, but
+        for the ones that values are wanted of.
+
+        Args:
+            prompts: One prompt, which may be a :class:`SearchNode`, or a list of them.
+            head: From ``[tokens, hidden_size]`` last hidden states, which the language-model head would take, in the
+                dtype and on the device of the model, to a tensor ``[tokens, ...]``: a ``torch.nn.Linear``, for example.
+                It is called once for each step, without gradients.
+            at: After which tokens: ``"last"``, ``"all"``, or a list of positions, from the end where negative; for a
+                list of prompts a list of such lists.
+
+        Returns:
+            For the one prompt a tensor ``[positions, ...]`` on the CPU; for a list of prompts a list of them.
+
+        Raises:
+            SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; or ``at`` is out of range, or the
+                head gives something else.
+            KVBudgetTooSmall: a prompt does not fit the pool; nothing was computed.
+            UnsupportedModel: the model below its language-model head gives no last hidden states.
+        """
+        with self._busy():
+            given, one = with_tokens(self, "prompts", prompts)
+            facts = patched_facts(self.model)
+            marked = marked_tokens(facts, self.tokenizer, given, at, one)
+            check_length(facts, max(map(len, marked.texts)))
+            with self._lent_store(facts, marked.texts) as store:
+                call = Call()
+                self._report = call.report
+                found = self._engine(facts, store).values(marked, head, call)
+            return found[0] if one else found
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
         """How likely given continuations are; tokens that prompts and continuations share are computed once.

@@ -1,21 +1,19 @@
-"""Computing contexts over a prefix tree, step by step, and what their continuations' tokens come to."""
+"""Computing contexts over a prefix tree, step by step, and handing out what is wanted of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.uncomputed import tokens_of
 from prefixkit.engine.contexts import Contexts
 from prefixkit.engine.sharing_report import BatchCounts, Report
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Batch, Outputs, Runner, Targets
+from prefixkit.runners.batch import Batch, Outputs, Results, Runner
 from prefixkit.runners.tree_step import launch_step
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence
@@ -31,18 +29,18 @@ class _Rows:
         nodes: The node of each part.
         begin: ``[parts]`` the first of its tokens that runs.
         bound: ``[parts + 1]`` bounds of each part's rows.
-        place: ``[parts]`` the place of the part's first row.
-        wanted: ``[rows]`` whether the logits of a row are wanted; only then its place counts.
+        first_index: ``[parts]`` the index of the part's first row, see ``Contexts``.
+        wanted: ``[rows]`` whether something is wanted after a row; only then its index counts.
     """
 
     nodes: list[Node]
     begin: Longs
     bound: Longs
-    place: Longs
+    first_index: Longs
     wanted: NDArray[np.bool_]
 
     def steps(self, most: int, most_wanted: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows with so many rows at most, and so many whose logits are wanted."""
+        """Ranges of rows with so many rows at most, and so many after which something is wanted."""
         count, begin = np.cumsum(self.wanted), 0
         while begin < len(count):
             before = int(count[begin - 1]) if begin else 0
@@ -52,18 +50,19 @@ class _Rows:
 
 
 @dataclass(eq=False)
-class Scoring:
-    """Computes contexts, as many at a time as the pool holds.
+class ContextRun:
+    """Computes contexts, as many at a time as the store holds.
 
     Attributes:
         runner: Runs steps.
         store: Where KV lives.
         contexts: What is to be computed.
         chunk: Tokens that a step computes at most.
-        most_wanted: Of how many of them the logits may be wanted.
+        most_wanted: After how many of them something may be wanted.
         report: What was computed is added to it.
-    Attributes:
-        logprobs, greedy: ``[scored]`` the results, in the order of the call.
+        outputs: From query rows, one for each of some wanted tokens, and from a range of ``contexts.number`` that says
+            which, to what the rows give.
+        accept: Takes the results of a step, and the same range; they may be read later.
         held: The sequences of the contexts that are in the tree.
     """
 
@@ -73,11 +72,9 @@ class Scoring:
     chunk: int
     most_wanted: int
     report: Report
+    outputs: Callable[[Longs, slice], Outputs]
+    accept: Callable[[Results, slice], None]
     held: list[Sequence] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        count = len(self.contexts.target)
-        self.logprobs, self.greedy = np.full(count, np.nan, np.float32), np.zeros(count, np.bool_)
 
     def run(self) -> None:
         begin = 0
@@ -112,48 +109,38 @@ class Scoring:
         self.report.add_batch(BatchCounts(0, 0, 0, 0, held, alone), self.store.pool.spec.bytes_per_token)
         return end
 
-    def _rows(self, first: int) -> _Rows:
-        """What has to run of the contexts that are held, from ``first`` on.
+    def _rows(self, begin_at: int) -> _Rows:
+        """What has to run of the contexts that are held, from ``begin_at`` on.
 
         Of the first one that is all that is uncomputed, for its ancestors may have been evicted since, and what is
         wanted of its own tokens; of the others, of their own tokens.
         """
         contexts = self.contexts
-        nodes, begins, places, wanted = list[Node](), list[int](), list[int](), list[NDArray[np.bool_]]()
-        for number, sequence in enumerate(self.held, first):
+        nodes, begins, indices, wanted = list[Node](), list[int](), list[int](), list[NDArray[np.bool_]]()
+        for number, sequence in enumerate(self.held, begin_at):
             shared = contexts.shared[number]
-            for node in _path(sequence.node, shared if number > first else 0):
-                place = contexts.first[number] - shared + node.start  # of the node's first token, if it is an own one
+            for node in _path(sequence.node, shared if number > begin_at else 0):
+                first = contexts.first[number] - shared + node.start  # of the node's first token, if it is an own one
                 skip = min(max(shared - node.start, 0), node.length)
                 asked = np.zeros(node.length, np.bool_)
-                asked[skip:] = contexts.wanted[place + skip : place + node.length]
+                asked[skip:] = contexts.wanted[first + skip : first + node.length]
                 begin = min(node.computed, int(asked.argmax())) if asked.any() else node.computed
                 if begin < node.length:
                     nodes.append(node)
                     begins.append(begin)
-                    places.append(place + begin)
+                    indices.append(first + begin)
                     wanted.append(asked[begin:])
         bound = np.cumsum([0, *map(len, wanted)])
-        return _Rows(nodes, np.array(begins, np.int64), bound, np.array(places, np.int64), np.concatenate(wanted))
+        return _Rows(nodes, np.array(begins, np.int64), bound, np.array(indices, np.int64), np.concatenate(wanted))
 
     def _compute(self, rows: _Rows) -> None:
-        """Run all rows, and read what came of them at the end: until then the host does not wait for a device."""
-        results = list[tuple[slice, Tensor, Tensor]]()
         for begin, end in rows.steps(self.chunk, self.most_wanted):
-            results += self._launch(rows, begin, end)
+            self._launch(rows, begin, end)
             counts = BatchCounts(1, end - begin, *self.runner.reads, 0, 0)
             self.report.add_batch(counts, self.store.pool.spec.bytes_per_token)
-        number = np.concatenate([self.contexts.number[which] for which, _, _ in results])
-        logprobs = torch.cat([logprobs for _, logprobs, _ in results]).cpu().numpy()
-        if len(broken := number[np.isnan(logprobs)]):
-            raise _broken_logits(self.contexts, int(broken.min()))
-        self.logprobs[number] = logprobs
-        self.greedy[number] = torch.cat([greedy for _, _, greedy in results]).cpu().numpy()
 
-    def _launch(self, rows: _Rows, begin: int, end: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Run rows ``[begin, end)``; which scored tokens that gives, their log-probabilities, and whether greedy
-        decoding takes them.
-        """
+    def _launch(self, rows: _Rows, begin: int, end: int) -> None:
+        """Run rows ``[begin, end)``."""
         tree, contexts = self.store.tree, self.contexts
         snapshot, nodes = tree.snapshot(), tree.nodes()
         first, last = np.searchsorted(rows.bound, begin, "right") - 1, np.searchsorted(rows.bound, end)
@@ -164,22 +151,20 @@ class Scoring:
         order = np.argsort(index)
         queries = Queries(*(of[order].astype(np.int32) for of in (index, low, high)))
         step = StepTree(snapshot, queries)
-        # Rows whose logits are wanted: by place, and in the order of the step.
+        # Rows after which something is wanted: by index, and in the order of the step.
         asked = begin + np.flatnonzero(rows.wanted[begin:end])
         part = np.searchsorted(rows.bound, asked, "right") - 1
-        within, place = rows.begin[part] - low[part - first], rows.place[part] + asked - rows.bound[part]
+        within, at = rows.begin[part] - low[part - first], rows.first_index[part] + asked - rows.bound[part]
         row = step.first_row[index[part - first]] + within + asked - rows.bound[part]
-        which, targets = slice(0, 0), None
+        which = slice(0, 0)
         if len(asked):
-            which = slice(*np.searchsorted(contexts.place, (place[0], place[-1] + 1)).tolist())
-            targets = Targets(row[np.searchsorted(place, contexts.place[which])], contexts.target[which])
-        batch = Batch(step, tokens_of(queries, nodes), Outputs(targets=targets))
+            which = slice(*np.searchsorted(contexts.index, (at[0], at[-1] + 1)).tolist())
+        rows_of = row[np.searchsorted(at, contexts.index[which])]
+        outputs = self.outputs(rows_of, which) if len(asked) else Outputs()
+        batch = Batch(step, tokens_of(queries, nodes), outputs)
         launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
-        if targets is None:
-            return []
-        results = self.runner.read()
-        assert results.target_logprobs is not None and results.target_greedy is not None, "asked for"
-        return [(which, results.target_logprobs, results.target_greedy)]
+        if len(asked):
+            self.accept(self.runner.read(), which)
 
 
 def _path(node: Node, begin: int) -> list[Node]:
@@ -189,12 +174,3 @@ def _path(node: Node, begin: int) -> list[Node]:
         path.append(above)
         above = above.parent
     return path[::-1]
-
-
-def _broken_logits(contexts: Contexts, number: int) -> ValueError:
-    """What to raise where a token, counted through all continuations, has no log-probability."""
-    prompt, continuation, token = contexts.whose(number)
-    return ValueError(
-        f"the logits before token {token} of continuation {continuation} of prompt {prompt} hold NaN, +inf or no "
-        "finite value, so it has no log-probability; look at what the model computed"
-    )
