@@ -24,9 +24,9 @@ from benchmarks.runner import ROOT, Row, Run, arguments, replay_us, wall_seconds
 from benchmarks.tree_attention.inputs import GPU, Pool, make
 from benchmarks.tree_attention.workloads import workload
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.capacity import capacity_for
-from prefixkit.attention.gpu_cost import H200
-from prefixkit.attention.plan import make_plan
+from prefixkit.attention.gpu.capacity import capacity_for
+from prefixkit.attention.gpu.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -159,8 +159,8 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     for heads, kv_heads in ((32, 8), (8, 1)):
         shape = HeadShape(heads, kv_heads, 128, 2)
         rows = partial(decompose, step, shape, H200.sharing)
-        sizes: dict[str, Any] = {"gqa_group": shape.gqa_group, "kv_heads": shape.kv_heads, "cost": H200}
-        plan = partial(make_plan, [rows()], step.length, case[1].num_rows, **sizes)
+        heads_of: dict[str, Any] = {"gqa_group": shape.gqa_group, "kv_heads": shape.kv_heads}
+        plan = partial(make_gpu_plan, [rows()], step.length, case[1].num_rows, num_sms=132, cost=H200, **heads_of)
         row: Row = {"case": name, "heads": [heads, kv_heads]}
         for what, action in (("rows_us", rows), ("plan_us", plan)):
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))

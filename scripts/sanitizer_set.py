@@ -68,7 +68,7 @@ def tree_attention() -> None:
 
 def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
-    from prefixkit.attention.capacity import capacity_for
+    from prefixkit.attention.gpu.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
     from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, specified
 

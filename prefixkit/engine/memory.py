@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixkit.attention.capacity import MOST_PARTIAL_BYTES
+from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.page_needs import pages_per_run
 from prefixkit.engine.request import Request
 from prefixkit.engine.waiting_queue import admission_order

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape

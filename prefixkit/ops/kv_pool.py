@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.staging import upload
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.arguments import FLOATS
 

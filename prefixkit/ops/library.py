@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from prefixkit.attention.capacity import scratch_ints
-from prefixkit.attention.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
+from prefixkit.attention.gpu.capacity import scratch_ints
+from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
 from prefixkit.attention.variants import lookup
 from prefixkit.ops import arguments
 from prefixkit.ops.backend import backend_for
@@ -198,7 +198,7 @@ def plan_tree(
     num_sms: int,
     cost: Sequence[float],
 ) -> None:
-    """The plan that ``attention.plan.make_plan`` specifies, array by array, for a tree whose arrays are on the device.
+    """The plan that ``attention.gpu.gpu_plan`` specifies, array by array, for a tree whose arrays are on the device.
 
     All tensors are int32 and contiguous.
 
@@ -209,7 +209,7 @@ def plan_tree(
         own: ``[nodes]`` query rows in each node.
         counts, tile_items, decode_items, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written;
             their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
-        scratch: ``[scratch_ints(...)]`` (``attention.capacity``), whose content after the call means nothing.
+        scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), whose content after the call means nothing.
         heads: Query heads, KV heads, head size, bytes of an element.
         num_sms: Blocks to plan for.
         cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.

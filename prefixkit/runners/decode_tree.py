@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
+from prefixkit.attention.gpu.staging import Staged
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.staging import Staged
 from prefixkit.attention.step import Step
 
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
-from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, Targets

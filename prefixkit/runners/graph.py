@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.capacity import PlanTooLarge
+from prefixkit.attention.gpu.capacity import PlanTooLarge
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.staging import upload
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Results, Sampling

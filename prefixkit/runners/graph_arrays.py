@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.gpu.capacity import PlanCapacity
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.staging import upload
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results

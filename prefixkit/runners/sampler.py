@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.staging import upload
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.ops import library  # noqa: F401  defines the op
 from prefixkit.ops.sampling_records import ACTIVE, MOST_VOCAB, RECORD_INTS, STEP, mask, records, words
 from prefixkit.sampling.specification import Ids, SamplingBatch

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
@@ -218,7 +219,7 @@ def gpu_plan_of(
     gpu: GpuCost = H200,
 ) -> Plan:
     """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, their KV is split."""
-    return make_plan(
+    return make_gpu_plan(
         [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
         StepTree(case.snapshot, case.queries).length,
         case.queries.num_rows,

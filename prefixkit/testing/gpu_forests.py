@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu_cost import H200, H200_COST
+from prefixkit.attention.gpu.gpu_cost import H200, H200_COST
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step

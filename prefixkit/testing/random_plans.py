@@ -9,9 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
-from prefixkit.attention.capacity import OVERFLOW, PlanCapacity
-from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
@@ -59,7 +60,7 @@ def random_tree(
 def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> Plan:
     """The plan that any planner must make."""
     rows = decompose(StepTree(snapshot, queries), shape, cost.sharing)
-    return make_plan(
+    return make_gpu_plan(
         [rows],
         StepTree(snapshot, queries).length,
         queries.num_rows,

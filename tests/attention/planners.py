@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.backends.cuda.device_planner import CudaPlanner

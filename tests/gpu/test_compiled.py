@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import prefixkit
-from prefixkit.attention.capacity import PlanCapacity, capacity_for
+from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step

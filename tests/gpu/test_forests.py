@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu_cost import H200_COST
+from prefixkit.attention.gpu.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.step import Step
 from prefixkit.ops import backend

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.capacity import OVERFLOW, PlanTooLarge, capacity_for
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu.capacity import OVERFLOW, PlanTooLarge, capacity_for
+from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache

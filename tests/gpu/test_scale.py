@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.gpu_cost import H200_COST
+from prefixkit.attention.gpu.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.ops import backend
 from prefixkit.testing.gpu_forests import attend, fill, step_of

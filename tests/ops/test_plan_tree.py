@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from prefixkit.attention.capacity import PlanCapacity, capacity_for, scratch_ints
-from prefixkit.attention.gpu_cost import GpuCost
+from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for, scratch_ints
+from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from prefixkit.attention.capacity import PlanCapacity
+from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import H200, GpuCost, Role
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.sharing import TILE_ROWS, CostModel
 from prefixkit.backends.cuda.measure import GROUP, HEAD_DIM, Memory, Point, Shared
 

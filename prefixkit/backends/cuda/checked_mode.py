@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
-from prefixkit.attention.capacity import OVERFLOW
+from prefixkit.attention.gpu.capacity import OVERFLOW
 from prefixkit.ops.arguments import capturing
 from prefixkit.tree.ragged import ranges
 

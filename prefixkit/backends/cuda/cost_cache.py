@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from prefixkit.attention.gpu_cost import H200, GpuCost, Role
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda import calibrate, measure
 from prefixkit.cuda import kernel_cache

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
-from prefixkit.attention.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
-from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.gpu.staging import upload
+from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
-from prefixkit.attention.staging import upload
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
@@ -56,7 +57,7 @@ class CudaPlanner(Planner):
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
 
     def specify(self, tree: StepTree) -> Plan:
-        return make_plan(
+        return make_gpu_plan(
             self.formats(tree),
             tree.length,
             tree.queries.num_rows,

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.gpu_cost import H200, GpuCost, Role
-from prefixkit.attention.plan import make_plan
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, Role
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, TILE_ROWS, HeadShape
-from prefixkit.attention.staging import upload
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -82,7 +82,7 @@ class Memory:
         shape, rows = HeadShape(heads, kv_heads, HEAD_DIM, 2), tree.queries.num_rows
         formats = [decompose(tree, shape, cost.sharing, shared)]
         options = {"gqa_group": shape.gqa_group, "kv_heads": kv_heads, "num_sms": self.num_sms}
-        work = upload(make_plan(formats, tree.length, rows, cost=cost, **options).arrays(), self.device)
+        work = upload(make_gpu_plan(formats, tree.length, rows, cost=cost, **options).arrays(), self.device)
         start, length, indptr, pages, first_slot = tree.arrays()
         places = np.linspace(0, max(self.pages - len(pages), 0), CALLS, dtype=np.int32)
         trees = [upload([start, length, indptr, place + pages, first_slot], self.device) for place in places]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefixkit.attention.capacity import NODE_INTS, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
-from prefixkit.attention.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.capacity import NODE_INTS, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.staging import Staged, carve, carved_size
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.staging import Staged, carve, carved_size
 from prefixkit.backends.cuda.kernels import PLAN, PLAN_LARGE, PLAN_NODES
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.cuda import jit
@@ -92,7 +92,7 @@ def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor
 
 
 class GraphPlanner:
-    """Makes plans equal to ``make_plan``'s, on the GPU, into static buffers.
+    """Makes plans equal to ``make_gpu_plan``'s, on the GPU, into static buffers.
 
     :meth:`upload` uploads a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
     every replay, from what the tree's tensors hold then: uploaded by the host before, or written by kernels.

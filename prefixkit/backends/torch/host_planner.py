@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_cost import H200
+from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
-from prefixkit.attention.staging import upload
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.layer_program import Program, compile_program

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.capacity import OVERFLOW
-from prefixkit.attention.gpu_cost import GpuCost
-from prefixkit.attention.plan import make_plan
+from prefixkit.attention.gpu.capacity import OVERFLOW
+from prefixkit.attention.gpu.gpu_cost import GpuCost
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.tree.snapshot import Ints, TreeSnapshot
@@ -31,7 +31,7 @@ def plan_tree(*arguments: Any) -> None:
     queries = Queries(node, (tree.length - rows)[node], tree.length[node])
     counts[2] = queries.num_rows
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
-    plan = make_plan(
+    plan = make_gpu_plan(
         [decompose(StepTree(tree, queries), shape, gpu.sharing)],
         tree.length,
         queries.num_rows,

@@ -1,6 +1,6 @@
 // From tiles to items: partial rows, the segments of KV splits, the order of merging, and the order of the lists.
 //
-// _order_items, _split, _number_partials and _sort of attention/plan.py.
+// _order_items, _split and _sort of attention/gpu/gpu_plan.py, _number_partials of attention/plan.py.
 #pragma once
 #include "planner/plan_state.cuh"
 

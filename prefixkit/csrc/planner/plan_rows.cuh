@@ -1,6 +1,6 @@
 // From nodes to tiles: prefix sums over the tree, the decision what is shared, and the segments of each BSR row.
 //
-// decide_sharing of attention/sharing.py, decompose of attention/bsr.py, and _tile of attention/plan.py.
+// decide_sharing of attention/sharing.py, decompose of attention/bsr.py, and _tile of attention/gpu/gpu_plan.py.
 #pragma once
 #include "planner/plan_state.cuh"
 

@@ -1,4 +1,4 @@
-// How many KV splits each tile gets: choose_splits and busiest of attention/kv_split.py, a warp for each candidate.
+// How many KV splits each tile gets: choose_splits and busiest of attention/gpu/kv_split.py, a warp for each candidate.
 #pragma once
 #include "planner/plan_state.cuh"
 

@@ -13,7 +13,7 @@ constexpr int OPEN_END = 0x7fffffff;
 static_assert(CANDIDATES == WARPS, "a warp per candidate");
 static_assert(COUNTER_INTS >= LEVEL_INTS + 2 * BINS, "counters are too few");
 
-// Of roles with one worker on a multiprocessor, and with many: the CANDIDATES of attention/kv_split.py.
+// Of roles with one worker on a multiprocessor, and with many: the CANDIDATES of attention/gpu/kv_split.py.
 __constant__ int CANDIDATE_SPLITS[2][CANDIDATES] = {
     {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16,
      18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48, 56, 64, 80, 96, 132},

@@ -1,4 +1,4 @@
-// A plan for tree_attention, made on the GPU: what attention/plan.py specifies, bit by bit, in one launch.
+// A plan for tree_attention, made on the GPU: what attention/gpu/gpu_plan.py specifies, bit by bit, in one launch.
 //
 // shapes   a tree of `nodes` in depth-first order with `own` query rows in each; six arrays of fixed capacity come out.
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda.calibrate import DECODE_POINTS, SHAPES, TILE_POINTS, Fit, cost_from, fit, fit_sharing
 from prefixkit.backends.cuda.measure import Point, Shared

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefixkit.attention.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 
 

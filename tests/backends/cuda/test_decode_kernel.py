@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.gpu_cost import H200
-from prefixkit.attention.plan import Plan, make_plan
+from prefixkit.attention.gpu.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
@@ -107,7 +108,7 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     kv_heads = k.shape[2]
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
-    plan = make_plan(
+    plan = make_gpu_plan(
         [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.gqa_group)],
         length,
         rows,

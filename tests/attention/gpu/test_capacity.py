@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from prefixkit.attention.bsr import decompose
-from prefixkit.attention.capacity import PlanCapacity, PlanTooLarge, capacity_for
-from prefixkit.attention.gpu_cost import H200, H200_COST
-from prefixkit.attention.plan import make_plan
+from prefixkit.attention.gpu.capacity import PlanCapacity, PlanTooLarge, capacity_for
+from prefixkit.attention.gpu.gpu_cost import H200, H200_COST
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
@@ -45,7 +45,7 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         formats = [decompose(StepTree(snapshot, queries), shape, H200_COST, shared if rng.random() < 0.5 else None)]
         length = StepTree(snapshot, queries).length
         heads = {"gqa_group": group, "kv_heads": kv_heads}
-        plan = make_plan(formats, length, queries.num_rows, num_sms=sms, cost=H200, **heads)
+        plan = make_gpu_plan(formats, length, queries.num_rows, num_sms=sms, cost=H200, **heads)
         capacity.check(size_of(plan))
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixkit.attention.gpu_cost import H200, GpuCost
-from prefixkit.attention.kv_split import EXTRA
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.kv_split import EXTRA
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_share
 

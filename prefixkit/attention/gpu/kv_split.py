@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.gpu_cost import POINT, Role
+from prefixkit.attention.gpu.gpu_cost import POINT, Role
 
 Longs = NDArray[np.int64]
 

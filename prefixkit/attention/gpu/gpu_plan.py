@@ -1,0 +1,184 @@
+"""Plans for our kernels: BSR rows split into work items that fit one GPU.
+
+Tile items (more than 8 query heads, up to a tile's) take the tensor-core tile path, one at a time on each
+multiprocessor; decode items (up to 8) take the decode path, one on each of four warps of a multiprocessor.  Both lists
+run from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``,
+``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+
+This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
+it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.bsr import BSR, OPEN
+from prefixkit.attention.gpu.gpu_cost import GpuCost
+from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
+from prefixkit.attention.plan import BsrRows, Longs, Plan, finish_plan, gather_rows
+from prefixkit.attention.sharing import DECODE_ROWS
+from prefixkit.tree.snapshot import Ints
+
+# Items are sorted by length to this part of the longest.
+ORDER_LEVELS = 128
+
+
+def make_gpu_plan(
+    formats: Sequence[BSR],
+    length: Ints,
+    num_rows: int,
+    *,
+    gqa_group: int,
+    kv_heads: int,
+    num_sms: int,
+    cost: GpuCost,
+) -> Plan:
+    """Split the BSR rows of formats into work items; the same input always gives the same plan.
+
+    Args:
+        formats, length, num_rows: As ``make_plan`` takes them.
+        gqa_group: Query heads per KV head.
+        kv_heads: KV heads; each item runs once for each.
+        num_sms: Multiprocessors that share the work.
+        cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
+            GQA group into slices.
+    """
+    rows = gather_rows(formats, length)
+    tile_rows = cost.sharing.tile_heads
+    tiles = _tile(rows, gqa_group, tile_rows)
+    entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
+    splits = np.ones(len(tiles.row), dtype=np.int64)
+    for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
+        if mine.any():
+            splits[mine] = choose_splits(role, tiles.tokens[mine], entries, num_sms)
+    tile, split = _order_items(rows, tiles, splits)
+    items, segments, kv_tiles = _split(rows, tiles, splits, tile, split, cost)
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    num_tile_items = int(on_tensor_cores.sum())
+    hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
+    return finish_plan(items, segments, num_rows, num_tile_items, _sort(kv_tiles, on_tensor_cores), hints)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """BSR rows split into tiles that a role can hold; ``first`` and ``count``: the tiles of each BSR row."""
+
+    row: Longs
+    begin: Longs
+    end: Longs
+    tokens: Longs
+    on_tensor_cores: NDArray[np.bool_]
+    first: Longs
+    count: Longs
+
+
+def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
+    queries = rows.q_end - rows.q_begin
+    step = np.where(queries * gqa_group <= DECODE_ROWS, queries, max(1, most // gqa_group))
+    count = -(-queries // step)
+    first = np.cumsum(count) - count
+    row = np.repeat(np.arange(len(queries)), count)
+    begin = rows.q_begin[row] + (np.arange(len(row)) - first[row]) * step[row]
+    end = np.minimum(begin + step[row], rows.q_end[row])
+    # An own-node row ends with its queries, each at its own token: a tile looks no further than its last one.
+    stop = rows.seg_begin + rows.seg_count
+    is_open = rows.segments[stop - 1, 2] == OPEN
+    hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
+    tokens = (rows.before[stop] - rows.before[rows.seg_begin])[row] - np.maximum(hidden, 0)
+    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS, first, count)
+
+
+def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
+    """Tile and KV split of each item.  A BSR row's shared-prefix tiles of one split are adjacent, for the L2 cache."""
+    first = np.cumsum(splits) - splits
+    tile = np.repeat(np.arange(len(splits)), splits)
+    split = np.arange(len(tile)) - first[tile]
+    several = (rows.causal == 0) & (tiles.count > 1)
+    if not several.any() or int(splits.max()) == 1:
+        return tile, split
+    # All tiles of a shared-prefix row but the last have the same splits.
+    row = tiles.row[tile]
+    number, others = tile - tiles.first[row], tiles.count[row] - 1
+    full, last = splits[tiles.first[row]], splits[tiles.first[row] + others]
+    ahead = np.where(number < others, np.minimum(split, last), 0)
+    before = np.where(number < others, split * others + number, np.minimum(split + 1, full) * others + split)
+    position = np.where(several[row], first[tiles.first[row]] + before + ahead, np.arange(len(tile)))
+    order = np.empty(len(tile), dtype=np.int64)
+    order[position] = np.arange(len(tile))
+    return tile[order], split[order]
+
+
+def _split(
+    rows: BsrRows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
+) -> tuple[Longs, Longs, Longs]:
+    """Items, all segments, each item's KV tiles; an unsplit tile has its BSR row's segments, a KV split new ones."""
+    row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
+    on_tensor_cores = tiles.on_tensor_cores[tile]
+    kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
+    whole = np.where(on_tensor_cores, kv_tiles_of(cost.tile, tokens), kv_tiles_of(cost.decode, tokens))
+    low = whole * split // of * kv_tile
+    high = np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
+    items = np.zeros((len(tile), 8), dtype=np.int64)
+    items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
+    items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
+    some = np.flatnonzero(of > 1)
+    segments = rows.segments
+    if len(some):
+        begin, count, added = _split_segments(rows, row[some], low[some], high[some], split[some] + 1 == of[some])
+        items[some, 3], items[some, 4] = len(segments) + begin, 2 * count + rows.causal[row[some]]
+        segments = np.concatenate((segments, added))
+    return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
+
+
+def _split_segments(
+    rows: BsrRows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
+) -> tuple[Longs, Longs, Longs]:
+    """Tokens ``[low, high)`` of BSR rows as new segments: first one, how many, and all of them.  Row ends stay OPEN."""
+    base, final = rows.before[rows.seg_begin[row]], (rows.seg_begin + rows.seg_count - 1)[row]
+    is_open = is_end & (rows.segments[final, 2] == OPEN)
+    first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
+    last = np.where(is_open, final, np.searchsorted(rows.before, base + high) - 1)
+    count = last - first + 1
+    begin = np.cumsum(count) - count
+    item = np.repeat(np.arange(len(row)), count)
+    source = first[item] + np.arange(len(item)) - begin[item]
+    added = rows.segments[source]
+    starts, origin = added[:, 1].copy(), rows.before[source]
+    size = rows.before[source + 1] - origin
+    added[:, 1] += np.maximum((base + low)[item] - origin, 0)
+    closed = starts + np.minimum(size, (base + high)[item] - origin)
+    added[:, 2] = np.where(is_open[item] & (source == final[item]), OPEN, closed)
+    return begin, count, added
+
+
+def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
+    """Tile items, then decode items; the longest first, and among those alike in their order."""
+    key = np.zeros(len(kv_tiles), dtype=np.uint16)
+    for mine, base in ((on_tensor_cores, ORDER_LEVELS - 1), (~on_tensor_cores, 2 * ORDER_LEVELS - 1)):
+        if mine.any():
+            key[mine] = base - kv_tiles[mine] * (ORDER_LEVELS - 1) // kv_tiles[mine].max()
+    return np.argsort(key, kind="stable")
+
+
+def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
+    """1 where all tile items of a KV head go before those of the next: the KV of fewer heads is in the cache then.
+
+    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost
+    between heads, which is no matter where items are many, or about equally long.
+    """
+    if kv_heads == 1 or items * kv_heads <= num_sms:
+        return 0
+    tokens = tiles.tokens[tiles.on_tensor_cores]
+    longest = int(kv_tiles_of(cost.tile, tokens).max()) * cost.tile.kv_tile
+    return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
+
+
+def _streams(tiles: _Tiles, cost: GpuCost) -> int:
+    """1 where decode items take three times as long as tile items, or more: more of their KV should be in flight."""
+    tiled, decoded = int(tiles.tokens[tiles.on_tensor_cores].sum()), int(tiles.tokens[~tiles.on_tensor_cores].sum())
+    return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)
