@@ -159,8 +159,7 @@ def plans(run: Run, name: str, case: Case, repeats: int) -> None:
     for heads, kv_heads in ((32, 8), (8, 1)):
         shape = HeadShape(heads, kv_heads, 128, 2)
         rows = partial(decompose, step, shape, H200.sharing)
-        heads_of: dict[str, Any] = {"gqa_group": shape.gqa_group, "kv_heads": shape.kv_heads}
-        plan = partial(make_gpu_plan, [rows()], step.length, case[1].num_rows, num_sms=132, cost=H200, **heads_of)
+        plan = partial(make_gpu_plan, [rows()], step.length, case[1].num_rows, shape, 132, H200)
         row: Row = {"case": name, "heads": [heads, kv_heads]}
         for what, action in (("rows_us", rows), ("plan_us", plan)):
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))

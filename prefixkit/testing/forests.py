@@ -219,15 +219,9 @@ def gpu_plan_of(
     gpu: GpuCost = H200,
 ) -> Plan:
     """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, their KV is split."""
-    return make_gpu_plan(
-        [decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)],
-        StepTree(case.snapshot, case.queries).length,
-        case.queries.num_rows,
-        gqa_group=case.shape.gqa_group,
-        kv_heads=case.shape.kv_heads,
-        num_sms=num_sms,
-        cost=replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows)),
-    )
+    tree, gpu = StepTree(case.snapshot, case.queries), replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows))
+    formats = [decompose(tree, case.shape, cost, shared)]
+    return make_gpu_plan(formats, tree.length, case.queries.num_rows, case.shape, num_sms, gpu)
 
 
 def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None) -> Plan:

@@ -59,16 +59,9 @@ def random_tree(
 
 def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> Plan:
     """The plan that any planner must make."""
-    rows = decompose(StepTree(snapshot, queries), shape, cost.sharing)
-    return make_gpu_plan(
-        [rows],
-        StepTree(snapshot, queries).length,
-        queries.num_rows,
-        gqa_group=shape.gqa_group,
-        kv_heads=shape.kv_heads,
-        num_sms=num_sms,
-        cost=cost,
-    )
+    tree = StepTree(snapshot, queries)
+    formats = [decompose(tree, shape, cost.sharing)]
+    return make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, cost)
 
 
 def held_by(work: Sequence[Tensor]) -> list[Ints]:

@@ -35,8 +35,7 @@ def plan_of(case, heads, kv_heads, *, num_sms=7, cost=SMALL):
     _, queries, formats, length = case
     if cost is None:
         return make_plan(formats, length, queries.num_rows)
-    heads = {"gqa_group": heads // kv_heads, "kv_heads": kv_heads}
-    return make_gpu_plan(formats, length, queries.num_rows, num_sms=num_sms, cost=cost, **heads)
+    return make_gpu_plan(formats, length, queries.num_rows, HeadShape(heads, kv_heads, 64, 2), num_sms, cost)
 
 
 def items_of(plan):

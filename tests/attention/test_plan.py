@@ -166,7 +166,7 @@ def test_any_order_of_formats_gives_the_same_items():
         shape, length = HeadShape(6, 2, 64, 2), StepTree(snapshot, queries).length
         rows = decompose(StepTree(snapshot, queries), shape, H200_COST)
         plans = [
-            make_gpu_plan(formats, length, queries.num_rows, gqa_group=3, kv_heads=2, num_sms=5, cost=SMALL)
+            make_gpu_plan(formats, length, queries.num_rows, shape, 5, SMALL)
             for formats in (
                 [rows],
                 [_part(rows, ~rows.causal), _part(rows, rows.causal)],

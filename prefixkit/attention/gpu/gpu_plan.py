@@ -21,7 +21,7 @@ from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
 from prefixkit.attention.plan import BsrRows, Longs, Plan, finish_plan, gather_rows
-from prefixkit.attention.sharing import DECODE_ROWS
+from prefixkit.attention.sharing import DECODE_ROWS, HeadShape
 from prefixkit.tree.snapshot import Ints
 
 # Items are sorted by length to this part of the longest.
@@ -29,27 +29,19 @@ ORDER_LEVELS = 128
 
 
 def make_gpu_plan(
-    formats: Sequence[BSR],
-    length: Ints,
-    num_rows: int,
-    *,
-    gqa_group: int,
-    kv_heads: int,
-    num_sms: int,
-    cost: GpuCost,
+    formats: Sequence[BSR], length: Ints, num_rows: int, shape: HeadShape, num_sms: int, cost: GpuCost
 ) -> Plan:
     """Split the BSR rows of formats into work items; the same input always gives the same plan.
 
     Args:
         formats, length, num_rows: As ``make_plan`` takes them.
-        gqa_group: Query heads per KV head.
-        kv_heads: KV heads; each item runs once for each.
+        shape: The heads; each item runs once for each KV head.
         num_sms: Multiprocessors that share the work.
         cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
             GQA group into slices.
     """
     rows = gather_rows(formats, length)
-    tile_rows = cost.sharing.tile_heads
+    gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads
     tiles = _tile(rows, gqa_group, tile_rows)
     entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
     splits = np.ones(len(tiles.row), dtype=np.int64)

@@ -57,15 +57,8 @@ class CudaPlanner(Planner):
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
 
     def specify(self, tree: StepTree) -> Plan:
-        return make_gpu_plan(
-            self.formats(tree),
-            tree.length,
-            tree.queries.num_rows,
-            gqa_group=self.shape.gqa_group,
-            kv_heads=self.shape.kv_heads,
-            num_sms=self.num_sms,
-            cost=self.gpu,
-        )
+        rows = tree.queries.num_rows
+        return make_gpu_plan(self.formats(tree), tree.length, rows, self.shape, self.num_sms, self.gpu)
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""

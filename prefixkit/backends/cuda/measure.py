@@ -81,8 +81,7 @@ class Memory:
         """Median microseconds of a call."""
         shape, rows = HeadShape(heads, kv_heads, HEAD_DIM, 2), tree.queries.num_rows
         formats = [decompose(tree, shape, cost.sharing, shared)]
-        options = {"gqa_group": shape.gqa_group, "kv_heads": kv_heads, "num_sms": self.num_sms}
-        work = upload(make_gpu_plan(formats, tree.length, rows, cost=cost, **options).arrays(), self.device)
+        work = upload(make_gpu_plan(formats, tree.length, rows, shape, self.num_sms, cost).arrays(), self.device)
         start, length, indptr, pages, first_slot = tree.arrays()
         places = np.linspace(0, max(self.pages - len(pages), 0), CALLS, dtype=np.int32)
         trees = [upload([start, length, indptr, place + pages, first_slot], self.device) for place in places]

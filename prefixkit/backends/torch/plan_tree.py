@@ -31,15 +31,8 @@ def plan_tree(*arguments: Any) -> None:
     queries = Queries(node, (tree.length - rows)[node], tree.length[node])
     counts[2] = queries.num_rows
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
-    plan = make_gpu_plan(
-        [decompose(StepTree(tree, queries), shape, gpu.sharing)],
-        tree.length,
-        queries.num_rows,
-        gqa_group=shape.gqa_group,
-        kv_heads=shape.kv_heads,
-        num_sms=num_sms,
-        cost=gpu,
-    )
+    formats = [decompose(StepTree(tree, queries), shape, gpu.sharing)]
+    plan = make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, gpu)
     made = list(zip(work, plan.arrays(), strict=True))
     if all(len(array) <= len(target) for target, array in made):
         for target, array in made:

@@ -44,8 +44,7 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         shared = rng.random(len(parents)) < rng.random()
         formats = [decompose(StepTree(snapshot, queries), shape, H200_COST, shared if rng.random() < 0.5 else None)]
         length = StepTree(snapshot, queries).length
-        heads = {"gqa_group": group, "kv_heads": kv_heads}
-        plan = make_gpu_plan(formats, length, queries.num_rows, num_sms=sms, cost=H200, **heads)
+        plan = make_gpu_plan(formats, length, queries.num_rows, shape, sms, H200)
         capacity.check(size_of(plan))
 
 

@@ -97,9 +97,7 @@ def test_tiles_of_a_shared_node_that_read_the_same_piece_follow_each_other():
     leaf = np.arange(1, 257, dtype=np.int32)
     queries = Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf])
     formats = [decompose(StepTree(snapshot, queries), HeadShape(8, 1, 128, 2), H200_COST)]
-    plan = make_gpu_plan(
-        formats, StepTree(snapshot, queries).length, 256, gqa_group=8, kv_heads=1, num_sms=132, cost=H200
-    )
+    plan = make_gpu_plan(formats, StepTree(snapshot, queries).length, 256, HeadShape(8, 1, 128, 2), 132, H200)
     begins = plan.tile_items[:, 6].tolist()
     runs = 1 + sum(a != b for a, b in pairwise(begins))
     pieces = len(set(begins))
@@ -157,9 +155,7 @@ def test_many_tile_items_or_equal_ones_go_head_by_head(lengths, leaves, kv_heads
     queries = Queries(last, np.full(len(last), 15), np.full(len(last), 16))
     shape = HeadShape(4 * kv_heads, kv_heads, 128, 2)
     formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
-    plan = make_gpu_plan(
-        formats, StepTree(snapshot, queries).length, len(last), gqa_group=4, kv_heads=kv_heads, num_sms=132, cost=H200
-    )
+    plan = make_gpu_plan(formats, StepTree(snapshot, queries).length, len(last), shape, 132, H200)
     assert plan.counts[4] == by_head
 
 
@@ -168,8 +164,6 @@ def test_a_plan_says_whether_its_decode_items_take_longer(prefix, own, streams):
     leaves = 256
     snapshot = tree([-1] + [0] * leaves, [prefix] + [own] * leaves)
     queries = Queries(np.arange(1, leaves + 1), np.full(leaves, own - 1), np.full(leaves, own))
-    formats = [decompose(StepTree(snapshot, queries), HeadShape(32, 8, 128, 2), H200_COST)]
-    assert (
-        make_gpu_plan(formats, snapshot.length, leaves, gqa_group=4, kv_heads=8, num_sms=132, cost=H200).counts[5]
-        == streams
-    )
+    shape = HeadShape(32, 8, 128, 2)
+    formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
+    assert make_gpu_plan(formats, snapshot.length, leaves, shape, 132, H200).counts[5] == streams

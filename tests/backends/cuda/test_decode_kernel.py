@@ -108,15 +108,8 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
     kv_heads = k.shape[2]
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
-    plan = make_gpu_plan(
-        [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.gqa_group)],
-        length,
-        rows,
-        gqa_group=case.shape.gqa_group,
-        kv_heads=kv_heads,
-        num_sms=blocks,
-        cost=H200,
-    )
+    formats = [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.gqa_group)]
+    plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
     tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
