@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-_on = os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0")
+_on = ContextVar("PREFIXKIT_CHECK", default=os.environ.get("PREFIXKIT_CHECK", "0") not in ("", "0"))
 
 
 def checked() -> bool:
     """Whether page and slot numbers are to be checked, and errors to be raised at the launch that made them."""
-    return _on
+    return _on.get()
 
 
 @contextmanager
 def checked_mode(on: bool = True) -> Iterator[None]:
-    """Checked mode on or off, whatever the environment says; for tests, in one thread."""
-    global _on
-    before, _on = _on, on
+    """Checked mode on or off, whatever the environment says; for tests, in this thread."""
+    before = _on.set(on)
     try:
         yield
     finally:
-        _on = before
+        _on.reset(before)

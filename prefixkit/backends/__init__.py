@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from prefixkit.ops.backend import Backend, Choice, register
+from prefixkit.threads import once
 
 
-@cache
+@once
 def _torch() -> Backend:
     from prefixkit.backends.torch import host_planner, plain_kv, plain_sampling, plan_tree, run_program
 
@@ -25,12 +24,13 @@ def _torch() -> Backend:
     )
 
 
-@cache
+@once
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
 
-    ops = kv.kv_append, kv.rotary_append, attention.tree_attention, kv.advance, sampling.sample, plan_launch.plan_tree
-    return Backend("cuda", device_planner.planner_for, *ops, device_planner.graph_planning)
+    append = kv.Append()
+    ops = append.kv_append, append.rotary_append, attention.TreeAttention(), kv.advance, sampling.sample
+    return Backend("cuda", device_planner.planner_for, *ops, plan_launch.plan_tree, device_planner.graph_planning)
 
 
 def _probe_cuda(device: torch.device) -> Choice:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -15,20 +14,18 @@ import torch
 
 from prefixkit.cuda import kernel_cache
 from prefixkit.cuda.nvrtc import Binary, Unit, arch_for, compile_unit, nvrtc_version, supported_archs
+from prefixkit.threads import once
 
 log = logging.getLogger("prefixkit")
-
-_lock = threading.Lock()
-_loaded: dict[tuple[Unit, int], dict[str, Function]] = {}
 
 
 class LoadError(RuntimeError):
     """The driver refused machine code."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Function:
-    """A kernel on one device."""
+    """A kernel on one device; launches change :attr:`allowed_shared` alone."""
 
     name: str  # its name expression
     handle: int  # CUfunction
@@ -36,6 +33,7 @@ class Function:
     parameter_bytes: int  # of its parameter, a struct
     max_shared: int  # bytes of dynamic shared memory that a block can have
     owners: Any  # objects that must live as long as the handle
+    allowed_shared: int = 48 * 1024  # bytes of dynamic shared memory that a launch may ask for so far
 
 
 @cache
@@ -61,6 +59,7 @@ def binary(unit: Unit, arch: str) -> Binary:
     return cached
 
 
+@once
 def load(unit: Unit, device: int) -> dict[str, Function]:
     """A unit's kernels on a device, by name expression, compiled or read at most once per process.
 
@@ -71,16 +70,10 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
         UnsupportedArch: not for this GPU.
         LoadError: the driver does not take it.
     """
-    kernels = _loaded.get((unit, device))
-    if kernels is None:
-        with _lock:
-            kernels = _loaded.get((unit, device))
-            if kernels is None:
-                arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-                with torch.cuda.device(device):
-                    torch.cuda.current_stream(device)
-                    kernels = _loaded[unit, device] = _load(binary(unit, arch), arch, device)
-    return kernels
+    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)
+        return _load(binary(unit, arch), arch, device)
 
 
 def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:

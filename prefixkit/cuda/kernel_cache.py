@@ -19,13 +19,13 @@ from filelock import FileLock, Timeout
 
 from prefixkit.cuda.nvrtc import FLAGS, Binary, Unit, sources
 from prefixkit.paths import cache_dir, put
+from prefixkit.threads import once
 
 log = logging.getLogger("prefixkit")
 
 FORMAT = b"prefixkit kernel 2\n"
 # Nothing takes longer to compile; a process that has waited this long compiles by itself.
 LOCK_SECONDS = 120.0
-_complained: set[Path] = set()
 
 
 def folder() -> Path:
@@ -50,7 +50,7 @@ def read(path: Path) -> Binary | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _complain(path.parent, error)
+        _complain(path.parent, error.strerror or str(error))
         return None
     head, body = data[: len(FORMAT) + 64], data[len(FORMAT) + 64 :]
     if head != FORMAT + sha256(body).hexdigest().encode():
@@ -68,7 +68,7 @@ def write(path: Path, binary: Binary) -> bool:
     try:
         put(path, FORMAT + sha256(body).hexdigest().encode() + body)
     except OSError as error:
-        _complain(path.parent, error)
+        _complain(path.parent, error.strerror or str(error))
         return False
     return True
 
@@ -93,12 +93,11 @@ def making(path: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
             lock.release()
 
 
-def _complain(path: Path, error: OSError) -> None:
-    if path not in _complained:
-        _complained.add(path)
-        log.warning(
-            "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
-            "a folder that can be written",
-            path,
-            error.strerror or error,
-        )
+@once
+def _complain(path: Path, reason: str) -> None:
+    log.warning(
+        "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
+        "a folder that can be written",
+        path,
+        reason,
+    )

@@ -24,8 +24,6 @@ _T = TypeVar("_T")
 
 # Larger than any struct of ours; the driver takes up to 4 KB.
 STRUCT_BYTES = 4096
-# More dynamic shared memory than this has to be allowed for a kernel before its launch.
-FREE_SHARED = 48 * 1024
 
 
 class CudaError(RuntimeError):
@@ -62,7 +60,7 @@ class _Buffer(threading.local):
 
 
 _buffer = _Buffer()
-_shared: dict[int, int] = {}
+_allowing = threading.Lock()
 
 
 def launch(
@@ -104,7 +102,7 @@ def launch(
     if current_device() != device:
         with torch.cuda.device(device):
             return launch(function, layout, values, grid, block, shared, describe, cooperative, pdl, cluster)
-    if shared > FREE_SHARED and _shared.get(function.handle, 0) < shared:
+    if shared > function.allowed_shared:
         _allow_shared(function, shared, describe)
     layout.packer.pack_into(_buffer.bytes, 0, *values)
     stream = raw_stream(device)
@@ -151,10 +149,13 @@ def _config(
 
 def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) -> None:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.handle), attribute, shared)
-    if int(status):
-        fail(int(status), f"{function.name} with {shared} B of shared memory", describe)
-    _shared[function.handle] = shared
+    with _allowing:  # another thread may allow more
+        if shared <= function.allowed_shared:
+            return
+        (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.handle), attribute, shared)
+        if int(status):
+            fail(int(status), f"{function.name} with {shared} B of shared memory", describe)
+        function.allowed_shared = shared
 
 
 def fail(status: int, what: str, describe: Callable[[], str] = str) -> None:

@@ -15,8 +15,7 @@ from prefixkit.cuda.struct_layout import TENSOR_MAP
 COLUMNS = 64
 GROUP = 16
 
-# Of layers, those of pools that are gone included: 3 MiB of maps at most.
-_maps: LaunchCache[tuple[bytes, ...]] = LaunchCache()
+TensorMaps = tuple[bytes, ...]
 
 
 def holds_groups(page_size: int) -> bool:
@@ -24,16 +23,18 @@ def holds_groups(page_size: int) -> bool:
     return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
 
 
-def cached_tensor_maps(k_pages: Tensor, v_pages: Tensor, signature: Hashable) -> tuple[bytes, ...]:
-    """:func:`tensor_maps` of a layer's pages, made once for their addresses and signature.
+def cached_tensor_maps(
+    made: LaunchCache[TensorMaps], k_pages: Tensor, v_pages: Tensor, signature: Hashable
+) -> TensorMaps:
+    """:func:`tensor_maps` of a layer's pages, ``made`` once for their addresses and signature.
 
     ``signature`` is what maps depend on besides the addresses: the shape, strides and dtype, which K and V share.
     """
     key = k_pages.data_ptr(), v_pages.data_ptr(), signature
-    return _maps.get(key) or _maps.store(key, tensor_maps(k_pages, v_pages))
+    return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages))
 
 
-def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> tuple[bytes, ...]:
+def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> TensorMaps:
     """The six maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
     group of slots, of one slot, and of a group over the whole head size.
 

@@ -25,6 +25,7 @@ from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.threads import once
 
 log = logging.getLogger("prefixkit")
 
@@ -202,7 +203,7 @@ def backend_for(device: torch.device) -> Backend:
 
 def choose_again() -> None:
     """Clear the choices for GPUs: the next call for each reads ``PREFIXKIT_BACKEND`` anew; for tests."""
-    _on_gpu.cache_clear()
+    _on_gpu.clear()
 
 
 @cache
@@ -210,7 +211,7 @@ def _on_cpu() -> Backend:
     return _registration("torch")[0]()
 
 
-@cache
+@once
 def _on_gpu(device: torch.device) -> Backend:
     choice = choose(device)
     (log.info if choice.name == "cuda" else log.warning)("attention on %s runs on %s", device, choice)

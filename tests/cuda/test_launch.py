@@ -10,7 +10,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
-from prefixkit.cuda.launch import CudaError, LaunchCache, _config  # noqa: E402
+from prefixkit.cuda.launch import LaunchCache, _config  # noqa: E402
 
 IDS = driver.CUlaunchAttributeID
 COOPERATIVE, PDL = IDS.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, IDS.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -75,16 +75,16 @@ def test_tensor_maps_are_made_once_for_a_layer_and_cached_up_to_a_number(monkeyp
         return (made[-1][0].to_bytes(8, "little"),)
 
     monkeypatch.setattr(cuda_maps, "tensor_maps", make)
-    monkeypatch.setattr(cuda_maps, "_maps", LaunchCache())
+    cache = LaunchCache()
     for _ in range(5):
         for k, v in layers:
-            assert cuda_maps.cached_tensor_maps(k, v, "signature") == (k.data_ptr().to_bytes(8, "little"),)
+            assert cuda_maps.cached_tensor_maps(cache, k, v, "signature") == (k.data_ptr().to_bytes(8, "little"),)
     assert len(made) == 3
-    cuda_maps.cached_tensor_maps(*layers[0], "another signature at the same address")
+    cuda_maps.cached_tensor_maps(cache, *layers[0], "another signature at the same address")
     assert len(made) == 4
     for number in range(3 * LaunchCache.SIZE):
-        cuda_maps.cached_tensor_maps(*layers[0], number)
-        assert len(cuda_maps._maps) <= LaunchCache.SIZE
+        cuda_maps.cached_tensor_maps(cache, *layers[0], number)
+        assert len(cache) <= LaunchCache.SIZE
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 2**20 - 1, 2**20, 2**20 + 1])
@@ -99,22 +99,3 @@ def test_partial_states_go_when_the_call_returns():
     held = weakref.ref(cuda_attention.partials_workspace(1000, torch.device("cpu")))
     gc.collect()
     assert held() is None
-
-
-def test_there_is_a_counter_for_every_graph_however_many_are_captured(monkeypatch):
-    """As long as something runs without a graph now and then, which alone can allocate."""
-    zeros, graphs = torch.zeros, iter(range(10**6))
-    monkeypatch.setattr(cuda_attention, "_counters", {})
-    monkeypatch.setattr(cuda_attention, "_capture_id", lambda stream: next(graphs))
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with pytest.raises(CudaError, match="call it once before"):
-        cuda_attention._counter(0, 7, capturing=True)
-    alone = cuda_attention._counter(0, 7, capturing=False)
-    assert cuda_attention._counter(0, 7, capturing=False) == alone
-    seen = {alone}
-    for count in range(3 * cuda_attention._COUNTERS):
-        seen.add(cuda_attention._counter(0, 7, capturing=True))
-        if count % 1000 == 0:
-            assert cuda_attention._counter(0, 7, capturing=False) == alone
-    assert len(seen) == 1 + 3 * cuda_attention._COUNTERS, "no two share one"

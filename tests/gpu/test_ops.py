@@ -257,15 +257,15 @@ def test_ops_replay_in_a_graph_on_changed_inputs():
 
 
 def test_the_first_call_may_be_inside_a_capture():
-    from prefixkit.backends.cuda import kv as cuda_kv
+    from prefixkit.backends.cuda.kv import Append
     from prefixkit.cuda import jit
 
     key, value, k_pages, v_pages, slots = small()
-    jit._loaded.clear()
-    cuda_kv._appends.clear()
+    jit.load.clear()
+    append = Append()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+        append.kv_append(key, value, k_pages, v_pages, slots)
     graph.replay()
     assert torch.equal(k_pages.view(12, 2, 64)[:4], key)
 

@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on tree_attention takes this kernel."""
     monkeypatch.setenv(KERNEL_VARIABLE, kernel)
-    monkeypatch.setattr(cuda_attention, "_launches", LaunchCache())
+    monkeypatch.setattr(backend.backend_for(GPU).tree_attention, "launches", LaunchCache())
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
 
 
 def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it(caplog, monkeypatch):
-    monkeypatch.setattr(cuda_attention, "_logged", set())
+    cuda_attention.say_plain_torch.clear()
     case = deep_case(4, torch.float32, 8, 96)
     out, lse = run(case, {}, 1)
     exact, exact_lse = dense(case)

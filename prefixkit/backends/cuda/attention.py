@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -14,24 +15,22 @@ from prefixkit.attention.variants import lookup
 from prefixkit.backends.cuda import variant_header
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS
+from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.torch import run_program
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
-from prefixkit.cuda.launch import CudaError, LaunchCache, launch, signature_of
+from prefixkit.cuda.launch import LaunchCache, launch, signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.cuda.tensor_maps import cached_tensor_maps, holds_groups
+from prefixkit.cuda.tensor_maps import TensorMaps, cached_tensor_maps, holds_groups
 from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_packed, check_positions
 from prefixkit.ops.backend import NotCapturable
+from prefixkit.threads import once
 from prefixkit.torch_private import raw_stream, stream_captures
 
 log = logging.getLogger("prefixkit")
 
-# Counters for the grid barrier of a launch: one per stream, and one per captured graph.
-_COUNTERS = 4096
-# Left for graphs whenever something runs without one: at most this many may be captured in between.
-_SPARE_COUNTERS = 2048
 LOG2E = math.log2(math.e)
 # Without tensor maps a row's address is a 32-bit number of 16 bytes.
 MOST_BYTES = 2**36
@@ -46,6 +45,7 @@ class _Prepared:
     """A launch without its arguments' addresses.  ``function`` is None where plain torch serves."""
 
     function: jit.Function | None
+    barriers: BarrierCounters | None = None
     blocks: int = 0
     threads: int = 0
     shared: int = 0
@@ -57,73 +57,121 @@ class _Prepared:
     pages_signature: tuple[int, ...] = ()
 
 
-_launches: LaunchCache[_Prepared] = LaunchCache()
-_last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
-_counters: dict[int, tuple[list[Tensor], dict[object, int]]] = {}
-_logged: set[str] = set()
+class _CheckedPlan(threading.local):
+    """The plan of a thread's last call: its tensors, by their identity, and their addresses."""
+
+    def __init__(self) -> None:
+        self.ids: tuple[object, ...] = ()
+        self.addresses: tuple[int, ...] = ()
+        self.tensors: tuple[Tensor, ...] = ()  # referenced, so that no other tensor gets their ids
+
+    def check(self, q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
+        """Addresses of work and nodes, checked once for all layers."""
+        ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
+        if ids != self.ids:
+            check_packed(q.shape[0], work, nodes)
+            tensors = (q_positions, *work, *nodes)
+            if work[0].device != q.device:
+                raise BadDevice(
+                    f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
+                )
+            check_positions(q, q_positions)
+            if not all(tensor.is_contiguous() for tensor in tensors):
+                raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
+            self.addresses = tuple(tensor.data_ptr() for tensor in (*work, *nodes))
+            self.ids, self.tensors = ids, tensors
+        return self.addresses
 
 
-def tree_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor],
-    scale: float,
-    variant: str,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
+class TreeAttention:
+    """The op, and what its calls reuse: prepared launches, tensor maps, and the counters of grid barriers.
 
-    Raises:
-        BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
-        CudaError: the launch failed.
+    Attributes:
+        launches: Prepared launches by :func:`launch_signature`.
     """
-    signature = launch_signature(variant, q, k_pages, v_pages, sinks)
-    prepared = _launches.get(signature)
-    if prepared is None:
-        prepared = _launches.store(signature, _prepare(q, k_pages, v_pages, q_positions, variant, sinks))
-    function, uses_tma = prepared.function, prepared.uses_tma
-    if function is None:
-        if len(plan) == WORK_TENSORS + TREE_TENSORS:
-            raise NotCapturable(
-                f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
-                f"{q.dtype} nor a variant without a CUDA body; run eagerly"
+
+    def __init__(self) -> None:
+        self.launches: LaunchCache[_Prepared] = LaunchCache()
+        # Of layers, those of pools that are gone included: 3 MiB of maps at most.
+        self._maps: LaunchCache[TensorMaps] = LaunchCache()
+        self._barriers, self._plan = once(BarrierCounters), _CheckedPlan()
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        q_positions: Tensor,
+        plan: Sequence[Tensor],
+        scale: float,
+        variant: str,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
+
+        Raises:
+            BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
+            CudaError: the launch failed.
+        """
+        signature = launch_signature(variant, q, k_pages, v_pages, sinks)
+        prepared = self.launches.get(signature)
+        if prepared is None:
+            prepared = self.launches.store(
+                signature, _prepare(self._barriers, q, k_pages, v_pages, q_positions, variant, sinks)
             )
-        return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
-    work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
-    if not q.is_contiguous() or q.data_ptr() & 15:
-        q = q.clone(memory_format=torch.contiguous_format)
-    if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
-        raise BadShape("tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool")
-    maps = cached_tensor_maps(k_pages, v_pages, prepared.pages_signature) if uses_tma else ()
-    addresses = _plan_pointers(q, q_positions, work, nodes)
-    if checked():
-        check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
-    rows, heads, head_dim = q.shape
-    device = function.device
-    stream, capturing = raw_stream(device), stream_captures()
-    out = torch.empty_like(q)
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    partials = work[5].shape[0] * heads  # every partial row merges once
-    workspace = partials_workspace(partials * (head_dim + 1), q.device)  # freed on return
-    partial_out = workspace.data_ptr()
-    values: tuple[int | float | bytes, ...] = (
-        *maps,
-        *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), q_positions.data_ptr(), out.data_ptr(), lse.data_ptr()),
-        *(partial_out, partial_out + 4 * partials * head_dim, _counter(device, stream, capturing)),
-        *addresses,
-        *prepared.numbers,
-        *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
-        *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
-    )
-    layout, grid, describe = (
-        ATTENTION_LAYOUT[uses_tma],
-        (prepared.blocks, 1, 1),
-        _describe(q, k_pages, work, nodes, variant),
-    )
-    launch(function, layout, values, grid, prepared.threads, prepared.shared, describe, cooperative=True, pdl=uses_tma)
-    return out, lse
+        function, barriers, uses_tma = prepared.function, prepared.barriers, prepared.uses_tma
+        if function is None or barriers is None:
+            if len(plan) == WORK_TENSORS + TREE_TENSORS:
+                raise NotCapturable(
+                    f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
+                    f"{q.dtype} nor a variant without a CUDA body; run eagerly"
+                )
+            return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
+        work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
+        if not q.is_contiguous() or q.data_ptr() & 15:
+            q = q.clone(memory_format=torch.contiguous_format)
+        if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+            raise BadShape(
+                "tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool"
+            )
+        maps = cached_tensor_maps(self._maps, k_pages, v_pages, prepared.pages_signature) if uses_tma else ()
+        addresses = self._plan.check(q, q_positions, work, nodes)
+        if checked():
+            check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
+        rows, heads, head_dim = q.shape
+        device = function.device
+        stream, capturing = raw_stream(device), stream_captures()
+        counter = barriers.address(("graph", _capture_id(stream)) if capturing else stream, capturing)
+        out = torch.empty_like(q)
+        lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+        partials = work[5].shape[0] * heads  # every partial row merges once
+        workspace = partials_workspace(partials * (head_dim + 1), q.device)  # freed on return
+        partial_out = workspace.data_ptr()
+        values: tuple[int | float | bytes, ...] = (
+            *maps,
+            *(
+                q.data_ptr(),
+                k_pages.data_ptr(),
+                v_pages.data_ptr(),
+                q_positions.data_ptr(),
+                out.data_ptr(),
+                lse.data_ptr(),
+            ),
+            *(partial_out, partial_out + 4 * partials * head_dim, counter),
+            *addresses,
+            *prepared.numbers,
+            *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
+            *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
+        )
+        layout, grid, describe = (
+            ATTENTION_LAYOUT[uses_tma],
+            (prepared.blocks, 1, 1),
+            _describe(q, k_pages, work, nodes, variant),
+        )
+        launch(
+            function, layout, values, grid, prepared.threads, prepared.shared, describe, cooperative=True, pdl=uses_tma
+        )
+        return out, lse
 
 
 def launch_signature(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
@@ -140,7 +188,13 @@ def launch_signature(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sink
 
 
 def _prepare(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
+    barriers: Callable[[torch.device], BarrierCounters],
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    key: str,
+    sinks: Tensor | None,
 ) -> _Prepared:
     """Check what differs from layer to layer, and find the kernel."""
     variant = lookup(key)
@@ -178,6 +232,7 @@ def _prepare(
     parameters = variant_header.on_device(key, heads, q.device).data_ptr()
     return _Prepared(
         ATTENTION_LAYOUT[kernel.uses_tma].check(function),
+        barriers(k_pages.device),
         blocks,
         kernel.threads,
         shared,
@@ -191,30 +246,14 @@ def _prepare(
 
 
 def _by_torch(why: str) -> _Prepared:
-    if why not in _logged:
-        _logged.add(why)
-        log.warning("tree_attention runs in plain torch: %s", why)
+    say_plain_torch(why)
     return _Prepared(None)
 
 
-def _plan_pointers(q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
-    """Addresses of work and nodes, checked once for all layers: the last call's tensors are known by their identity."""
-    global _last
-    ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
-    last = _last
-    if ids != last[0]:
-        check_packed(q.shape[0], work, nodes)
-        tensors = (q_positions, *work, *nodes)
-        if work[0].device != q.device:
-            raise BadDevice(
-                f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
-            )
-        check_positions(q, q_positions)
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
-        # The tensors are referenced, so that no other tensor gets their ids.
-        last = _last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
-    return last[1]
+@once
+def say_plain_torch(why: str) -> None:
+    """Say once why our kernels do not compute attention."""
+    log.warning("tree_attention runs in plain torch: %s", why)
 
 
 def partials_workspace(elements: int, device: torch.device) -> Tensor:
@@ -226,24 +265,6 @@ def partials_workspace(elements: int, device: torch.device) -> Tensor:
     """
     step = 1 << max(elements.bit_length() - 4, 0)
     return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)
-
-
-def _counter(device: int, stream: int, capturing: bool) -> int:
-    """Address of a counter that no other launch in flight uses: those of one stream, or one graph, run in order."""
-    blocks, taken = _counters.setdefault(device, ([], {}))
-    key: object = ("graph", _capture_id(stream)) if capturing else stream
-    number = taken.setdefault(key, len(taken))
-    capacity = _COUNTERS * len(blocks)
-    if capturing:
-        if number >= capacity:
-            del taken[key]
-            raise CudaError(
-                "tree_attention: call it once before capturing it in a CUDA graph, so that it can set up memory"
-            )
-    elif len(taken) > capacity - _SPARE_COUNTERS:  # graphs to come cannot allocate
-        blocks.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", device)))
-        torch.cuda.synchronize(device)  # other streams may use it next
-    return blocks[number // _COUNTERS].data_ptr() + 4 * (number % _COUNTERS)
 
 
 def _capture_id(stream: int) -> int:

@@ -29,33 +29,62 @@ _THREADS, _ADVANCE_THREADS = 256, 128
 _VECTOR = 16
 
 # Launches but for their pointers: the kernel, the rest of its argument, its blocks; of rotations, whether PDL is there.
-_appends: LaunchCache[tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]] = LaunchCache()
-# None: signatures that the kernel does not take.
-_rotations: LaunchCache[tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None] = LaunchCache()
+_Appending = tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]
+_Rotation = tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool]
 
 
-def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """``kv_append``."""
-    pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-    signature = (
-        aligned,
-        *signature_of(key),
-        *signature_of(value),
-        *signature_of(k_pages),
-        *signature_of(v_pages),
-        *signature_of(slots),
-    )
-    prepared = _appends.get(signature)
-    if prepared is None:
-        check_append(key, value, k_pages, v_pages, slots)
-        if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
-            return kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
-        prepared = _appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
-    function, constants, grid = prepared
-    if checked():
-        check_append_slots("kv_append", slots, k_pages)
-    launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, describe("kv_append", key, k_pages))
+class Append:
+    """The ops ``kv_append`` and ``rotary_append``, and the launches that they have prepared."""
+
+    def __init__(self) -> None:
+        self._appends: LaunchCache[_Appending] = LaunchCache()
+        self._rotations: LaunchCache[tuple[_Rotation | None]] = LaunchCache()  # None: the kernel does not take it
+
+    def kv_append(self, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        """``kv_append``."""
+        pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
+        aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
+        signature = (
+            aligned,
+            *signature_of(key),
+            *signature_of(value),
+            *signature_of(k_pages),
+            *signature_of(v_pages),
+            *signature_of(slots),
+        )
+        prepared = self._appends.get(signature)
+        if prepared is None:
+            check_append(key, value, k_pages, v_pages, slots)
+            if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
+                return self.kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
+            prepared = self._appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
+        function, constants, grid = prepared
+        if checked():
+            check_append_slots("kv_append", slots, k_pages)
+        launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, describe("kv_append", key, k_pages))
+
+    def rotary_append(self, *tensors: Tensor) -> Tensor:
+        """``rotary_append``: one launch, or plain torch and ``kv_append`` where vectors of 16 bytes do not fit."""
+        q, key, value, cos, sin, k_pages, v_pages, slots = tensors
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
+        signature = (aligned, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
+        known = self._rotations.get(signature)
+        if known is None:
+            check_rotary(*tensors)
+            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if aligned else None,))
+            if known[0] is None:
+                log.info("rotary_append on %s runs as torch and kv_append: not all of it lies at 16 bytes", q.device)
+        if (prepared := known[0]) is None:
+            self.kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
+            return rotate(q, cos, sin)
+        function, constants, grid, pdl = prepared
+        if checked():
+            check_append_slots("rotary_append", slots, k_pages)
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
+        launch(function, layouts.ROTARY, values, grid, _THREADS, 0, describe("rotary_append", q, key, k_pages), pdl=pdl)
+        return rotated
 
 
 def describe(op: str, *tensors: Tensor) -> Callable[[], str]:
@@ -68,9 +97,7 @@ def describe(op: str, *tensors: Tensor) -> Callable[[], str]:
     return described
 
 
-def _prepare_append(
-    key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligned: int
-) -> tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]:
+def _prepare_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligned: int) -> _Appending:
     tokens, kv_heads, head_dim = key.shape
     num_pages, page_size = k_pages.shape[:2]
     strides, head = _byte_strides(key, value, k_pages, v_pages), head_dim * key.element_size()
@@ -91,34 +118,9 @@ def _byte_strides(*tensors: Tensor) -> list[int]:
     ]
 
 
-def rotary_append(
-    q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
-) -> Tensor:
-    """``rotary_append``: one launch, or plain torch and ``kv_append`` where vectors of 16 bytes do not fit."""
-    tensors = (q, key, value, cos, sin, k_pages, v_pages, slots)
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
-    signature = (aligned, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
-    if signature not in _rotations:
-        check_rotary(*tensors)
-        if _rotations.store(signature, _prepare_rotary(*tensors) if aligned else None) is None:
-            log.info("rotary_append on %s runs as torch and kv_append: not all of it lies at 16 bytes", q.device)
-    prepared = _rotations[signature]
-    if prepared is None:
-        kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
-        return rotate(q, cos, sin)
-    function, constants, grid, pdl = prepared
-    if checked():
-        check_append_slots("rotary_append", slots, k_pages)
-    rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    values = (*pointers[:5], rotated.data_ptr(), *pointers[5:], *constants)
-    launch(function, layouts.ROTARY, values, grid, _THREADS, 0, describe("rotary_append", q, key, k_pages), pdl=pdl)
-    return rotated
-
-
 def _prepare_rotary(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
-) -> tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool] | None:
+) -> _Rotation | None:
     """None where vectors of 16 bytes do not fit."""
     (tokens, heads, head_dim), kv_heads = q.shape, key.shape[1]
     num_pages, page_size = k_pages.shape[:2]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants import Variant, lookup
 from prefixkit.ops.arguments import BadShape
+from prefixkit.threads import once
 
 HEADER = "variant_body.cuh"
 _ARGUMENTS = "int q_position, int kv_position, int head, const float* parameters"
@@ -63,12 +64,7 @@ def parameters(variant: Variant, heads: int, device: torch.device) -> Tensor:
     return torch.cat([body.parameters.to(device) for body in bodies])
 
 
-_on_device: dict[tuple[str, int, torch.device], Tensor] = {}
-
-
+@once
 def on_device(key: str, heads: int, device: torch.device) -> Tensor:
     """:func:`parameters` of a registered variant, made once; they stay where they are: captured graphs read them."""
-    cached = key, heads, device
-    if cached not in _on_device:
-        _on_device.setdefault(cached, parameters(lookup(key), heads, device))  # another thread's, if that was first
-    return _on_device[cached]
+    return parameters(lookup(key), heads, device)

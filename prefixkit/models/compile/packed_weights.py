@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.models.weights.borrowed import borrowed
+from prefixkit.threads import EventCount
 from prefixkit.torch_private import tensors_over
 
 # Kernels load vectors of so many bytes: each weight must begin at a multiple.
 ALIGN = 16
 # The attribute of a packed weight's storage: a number that the weights which were packed together have in common.
 _PACK = "_prefixkit_pack"
-_moves = 0
+_moves = EventCount()
 
 
 def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
@@ -69,10 +70,9 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
             torch.cuda.synchronize(whole.device)
         for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
             weight.data = torch.from_dlpack(part)  # type: ignore[attr-defined]  # its storage keeps the whole alive
-    global _moves
-    _moves += 1
+    number = _moves.add()
     for weight in weights:
-        setattr(weight.untyped_storage(), _PACK, _moves)
+        setattr(weight.untyped_storage(), _PACK, number)
     return whole
 
 
@@ -85,7 +85,6 @@ def unpack(weights: Iterable[Tensor]) -> None:
     Args:
         weights: Any tensors; those that are not packed stay as they are.
     """
-    global _moves
     packs: dict[int, list[Tensor]] = defaultdict(list)
     for weight in weights:
         # Weights of other types or layouts were never packed, and may have no storage.
@@ -104,9 +103,9 @@ def unpack(weights: Iterable[Tensor]) -> None:
                 empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
                 weight.data = empty.set_(copy, weight.storage_offset(), weight.shape, weight.stride())
             storages.clear()
-        _moves += 1
+        _moves.add()
 
 
 def moves() -> int:
     """How often weights of any model have been moved in this process."""
-    return _moves
+    return _moves.count

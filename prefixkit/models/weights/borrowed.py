@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from prefixkit.threads import EventCount, once
 from prefixkit.torch_private import storage_over
-
-_lock = threading.Lock()
-_steps: int | None = None  # None: nothing counts them yet
 
 
 def borrowed(
@@ -30,17 +26,18 @@ def optimizer_steps() -> int:
 
     Fused optimizers write to parameters and leave torch's version counters as they are.
     """
-    global _steps
-    with _lock:
-        if _steps is None:
-            register_optimizer_step_post_hook(_count_step)
-            _steps = 0
-        return _steps
+    return _steps().count
 
 
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps = (_steps or 0) + 1
+@once
+def _steps() -> EventCount:
+    steps = EventCount()
+
+    def count(*_: object) -> None:
+        steps.add()
+
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

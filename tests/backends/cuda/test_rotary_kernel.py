@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,6 @@ pytest.importorskip("cuda.bindings.driver")
 from prefixkit.backends.cuda import kv
 from prefixkit.backends.cuda.kernels import ROTARY, rotary_name
 from prefixkit.checking import checked_mode
-from prefixkit.cuda.launch import LaunchCache
 from prefixkit.ops.arguments import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
@@ -33,6 +33,8 @@ def library(tmp_path_factory):
 
 class Gpu:
     """A GPU that has nothing but this kernel; remembers what it was asked to launch."""
+
+    append = kv.Append()  # the ops, new in each test
 
     def __init__(self, library):
         self.library, self.loaded, self.launched = library, 0, []
@@ -57,7 +59,7 @@ class Gpu:
 @pytest.fixture
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
-    monkeypatch.setattr(kv, "_rotations", LaunchCache())
+    monkeypatch.setattr(Gpu, "append", kv.Append())
     monkeypatch.setattr(kv, "launch", lambda *args, **options: gpu.launch(*args, **options))
     monkeypatch.setattr("prefixkit.cuda.jit.load", gpu.load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
@@ -68,7 +70,7 @@ def compare(rows, shape, slots, head_major=True):
     """Kernel and op on the same rows, each with pages of its own: bits of all that they return and write."""
     before = [bits(x) for x in rows]
     (k, v, pool), (op_k, op_v, op_pool) = (nan_pages(shape, rows[0].dtype, head_major) for _ in range(2))
-    rotated = kv.rotary_append(*rows, k, v, slots)
+    rotated = Gpu.append.rotary_append(*rows, k, v, slots)
     there = (slots >= 0) & (slots < shape[0] * shape[1])
     torch.ops.prefixkit.rotary_append(*(x[there] for x in rows), op_k, op_v, slots[there])
     # Whose slot does not exist is rotated all the same.
@@ -114,7 +116,7 @@ def test_tokens_without_a_slot_write_nothing(dtype, gpu):
 @pytest.mark.parametrize("slots", [*SLOTS.values(), *WRONG.values()], ids=[*SLOTS, *WRONG])
 def test_the_kernel_keeps_the_contract_of_slots(slots, gpu):
     appended = Appended(slots, head_major=True)
-    appended.by("rotary_append", kv.rotary_append)
+    appended.by("rotary_append", Gpu.append.rotary_append)
     appended.check(*rotations(appended))
     assert len(gpu.launched) == 1
 
@@ -139,7 +141,7 @@ def test_numbers_that_no_model_should_have(gpu):
         slots = random_slots(rng, 200, 208)
         k, v, _ = nan_pages((13, 16, 2, 64), dtype, True)
         op_k, op_v, _ = nan_pages((13, 16, 2, 64), dtype)
-        found = [kv.rotary_append(*rows, k, v, slots), k]
+        found = [Gpu.append.rotary_append(*rows, k, v, slots), k]
         expected = [torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots), op_k]
         for one, other in zip(found, expected, strict=True):
             # Which NaN is made is not the op's to say; whether -0 is, is.
@@ -187,7 +189,7 @@ def test_pages_of_keys_and_of_values_have_layouts_of_their_own(keys_head_major, 
         _, v, v_pool = nan_pages((8, 16, 2, 64), dtype, not keys_head_major)
         v = v[::2]
         op_k, op_v, _ = nan_pages((4, 16, 2, 64), dtype)
-        rotated = kv.rotary_append(*rows, k, v, slots)
+        rotated = Gpu.append.rotary_append(*rows, k, v, slots)
         expected = torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots)
         for one, other in ((rotated, expected), (k, op_k), (v, op_v)):
             assert torch.equal(bits(one), bits(other))
@@ -248,14 +250,14 @@ FORMS |= {
 
 @pytest.fixture
 def appended(monkeypatch):
-    """``kv.kv_append`` on this GPU; counts."""
+    """``kv_append`` on this GPU; counts."""
     calls = []
 
-    def kv_append(key, value, k_pages, v_pages, slots):
+    def kv_append(self, key, value, k_pages, v_pages, slots):
         calls.append(len(slots))
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
 
-    monkeypatch.setattr(kv, "kv_append", kv_append)
+    monkeypatch.setattr(kv.Append, "kv_append", kv_append)
     return calls
 
 
@@ -274,7 +276,7 @@ def test_what_vectors_do_not_fit_is_left_to_torch_with_one_line(form, gpu, appen
             expected = torch.ops.prefixkit.rotary_append(*rows, op_k, op_v, slots)
             args = [*rows, k, v, slots]
             args[at] = how(args[at])
-            rotated = kv.rotary_append(*args)
+            rotated = Gpu.append.rotary_append(*args)
             found = (rotated, args[5], args[6])
             assert all(torch.equal(bits(x), bits(y)) for x, y in zip(found, (expected, op_k, op_v), strict=True))
             assert rotated.is_contiguous()
@@ -306,10 +308,10 @@ def test_more_threads_than_32_bits_number_are_left_to_torch(tokens, fits, gpu, m
     """Two for each token, in blocks of 256; tensors without memory."""
     launched = []
     gpu.launch = lambda *args, **options: launched.append(args[3])
-    monkeypatch.setattr(kv, "kv_append", lambda *args: None)
+    monkeypatch.setattr(kv.Append, "kv_append", lambda *args: None)
     x, pages = (torch.empty(shape, device="meta").half() for shape in ((tokens, 1, 16), (2**27, 16, 1, 16)))
     slots = torch.empty(tokens, device="meta").long()
-    assert kv.rotary_append(x, x, x, x[:, 0], x[:, 0], pages, pages, slots).shape == x.shape
+    assert Gpu.append.rotary_append(x, x, x, x[:, 0], x[:, 0], pages, pages, slots).shape == x.shape
     assert launched == ([(2**24 - 1, 1, 1)] if fits else [])
 
 
@@ -318,7 +320,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(gpu):
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     q, *rest = random_rows(rng, torch.bfloat16, 7, 4, 2, 64)
     with pytest.raises(BadShape, match="rotary_append: q must have shape"):
-        kv.rotary_append(q[:6], *rest, k, v, torch.arange(7))
+        Gpu.append.rotary_append(q[:6], *rest, k, v, torch.arange(7))
     assert not gpu.launched and not gpu.loaded and pool.isnan().all()
 
 
@@ -327,10 +329,38 @@ def test_slots_that_do_not_exist_are_refused_in_checked_mode(gpu):
     k, v, pool = nan_pages((3, 16, 2, 64), torch.bfloat16)
     rows = random_rows(rng, torch.bfloat16, 4, 4, 2, 64)
     with checked_mode(), pytest.raises(IndexError, match=r"rotary_append: slots must be 0..47, got 1..48"):
-        kv.rotary_append(*rows, k, v, torch.tensor([1, 2, 3, 48]))
+        Gpu.append.rotary_append(*rows, k, v, torch.tensor([1, 2, 3, 48]))
     with checked_mode(), pytest.raises(ValueError, match="distinct"):
-        kv.rotary_append(*rows, k, v, torch.tensor([1, 2, -1, 1]))
+        Gpu.append.rotary_append(*rows, k, v, torch.tensor([1, 2, -1, 1]))
     assert not gpu.launched and pool.isnan().all()
     with checked_mode():
         compare(rows, (3, 16, 2, 64), torch.tensor([-1, 5, -1, 47]))
     assert len(gpu.launched) == 1
+
+
+def test_a_signature_may_be_dropped_by_another_thread_before_its_call_has_used_it(gpu, appended, monkeypatch):
+    """Prefills have many lengths, and what is prepared for them is dropped when it is too much."""
+    monkeypatch.setattr(kv.LaunchCache, "SIZE", 1)
+    k, v, _ = nan_pages((3, 16, 2, 64), torch.bfloat16)
+
+    def call(tokens, how):
+        q, *others = random_rows(fresh_rng(), torch.bfloat16, tokens, 4, 2, 64)
+        return Gpu.append.rotary_append(how(q), *others, k, v, torch.full((tokens,), -1))
+
+    class Meanwhile(logging.Handler):
+        """Another thread gets its turn where this one says what it has prepared."""
+
+        def emit(self, record):
+            with ThreadPoolExecutor(1) as other:
+                other.submit(call, 8, torch.clone).result()
+
+    logger, handler = logging.getLogger("prefixkit"), Meanwhile(logging.INFO)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert call(7, at_two_bytes).shape == (7, 4, 64)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert appended == [7] and len(gpu.launched) == 1

@@ -1,0 +1,46 @@
+"""State that threads share: what is made once, and counts that lose nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class once(Generic[T]):
+    """``functools.cache`` whose function runs once for the same arguments, also where threads ask together.
+
+    Arguments are positional.  Other threads wait only for what is not made yet.
+    """
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make, self._made, self._lock = make, dict[tuple[Hashable, ...], T](), threading.RLock()
+
+    def __call__(self, *key: Hashable) -> T:
+        try:
+            return self._made[key]
+        except KeyError:
+            pass
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(*key)
+            return self._made[key]
+
+    def clear(self) -> None:
+        """Make everything anew when it is asked for next."""
+        self._made.clear()
+
+
+class EventCount:
+    """How many events all threads have counted."""
+
+    def __init__(self) -> None:
+        self.count, self._lock = 0, threading.Lock()
+
+    def add(self) -> int:
+        """Count an event; returns the count, which no other event gets."""
+        with self._lock:
+            self.count += 1
+            return self.count
