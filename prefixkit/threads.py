@@ -10,26 +10,20 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):
-    """``functools.cache`` whose function runs once for the same arguments, also where threads ask together.
-
-    Arguments are positional.  Other threads wait only for what is not made yet.
-    """
+    """``functools.cache`` whose function runs once for the same arguments, also where threads ask for them together."""
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make, self._made, self._lock = make, dict[tuple[Hashable, ...], T](), threading.RLock()
 
     def __call__(self, *key: Hashable) -> T:
-        try:
-            return self._made[key]
-        except KeyError:
-            pass
-        with self._lock:
-            if key not in self._made:
-                self._made[key] = self._make(*key)
-            return self._made[key]
+        if key not in self._made:
+            with self._lock:
+                if key not in self._made:
+                    self._made[key] = self._make(*key)
+        return self._made[key]
 
     def clear(self) -> None:
-        """Make everything anew when it is asked for next."""
+        """Make everything anew when it is asked for next; no other thread may ask meanwhile."""
         self._made.clear()
 
 

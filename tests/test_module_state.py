@@ -13,11 +13,13 @@ TABLES = {
     ("attention/variants.py", "_REGISTRY"): "ops take keys of variants, as torch.library takes names of ops",
     ("ops/backend.py", "_registered"): "backends register themselves when they are imported",
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
+    ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
     ("models/compile/made.py", "_made"): "weak, likewise",
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
     ("models/weights/content.py", "_contents"): "weak, likewise",
     ("models/weights/state.py", "_readers"): "belongs to classes of modules, which are others'",
+    ("runners/capture.py", "_released"): "streams of captures that are gone: cuBLAS holds memory for each for good",
     ("torch_private.py", "missing"): "what this torch lacks, noted when it is looked up",
 }
 MUTATES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"}

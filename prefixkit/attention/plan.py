@@ -76,16 +76,7 @@ def make_plan(formats: Sequence[BSR], length: Ints, num_rows: int) -> Plan:
 def finish_plan(
     items: Longs, segments: Longs, num_rows: int, num_tile_items: int, order: Longs, hints: tuple[int, int]
 ) -> Plan:
-    """The plan of some items: their partial rows numbered.
-
-    Args:
-        items: As those of a :class:`Plan`, root first, without ``partial_begin`` and the columns after the fifth.
-        segments: ``[segments, 3]`` as in the plan.
-        num_rows: Query rows of the step.
-        num_tile_items: How many come first in ``order``.
-        order: ``[items]`` the items as the plan lists them.
-        hints: Elements 4 and 5 of the plan's ``counts``.
-    """
+    """Number the partial rows of items, which come root first, and list the items in ``order``, tile items first."""
     items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
     items[:, 5:8] = segments[items[:, 3]]
     ordered = items[order].astype(np.int32)

@@ -95,9 +95,5 @@ def making(path: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 @once
 def _complain(path: Path, reason: str) -> None:
-    log.warning(
-        "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
-        "a folder that can be written",
-        path,
-        reason,
-    )
+    what = "compiled kernels cannot be kept in %s (%s), so every process compiles them again; set PREFIXKIT_CACHE to "
+    log.warning(what + "a folder that can be written", path, reason)

@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -195,7 +194,7 @@ def backend_for(device: torch.device) -> Backend:
         BackendError: see :func:`choose`.
     """
     if device.type == "cpu":
-        return _on_cpu()
+        return _registration("torch")[0]()
     # A CPU tensor among tensors on a GPU: the op's own check names it.
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _on_gpu(torch.device(device.type, index))
@@ -204,11 +203,6 @@ def backend_for(device: torch.device) -> Backend:
 def choose_again() -> None:
     """Clear the choices for GPUs: the next call for each reads ``PREFIXKIT_BACKEND`` anew; for tests."""
     _on_gpu.clear()
-
-
-@cache
-def _on_cpu() -> Backend:
-    return _registration("torch")[0]()
 
 
 @once

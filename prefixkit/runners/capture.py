@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from prefixkit.threads import once
-
 # Beginning a capture waits for the whole device, which is an error while another thread captures.
 _capturing = threading.Lock()
+# Streams of captures that are gone, by device, the longest gone first.
+_released: dict[int, deque[Any]] = {}
 
 
 class Graph(Protocol):
@@ -76,12 +76,6 @@ class Captured:
         self.graph.replay()
 
 
-@once
-def _released(device: int) -> deque[Any]:
-    """Streams of captures that are gone, the longest gone first."""
-    return deque()
-
-
 class CudaCapture:
     """Captures CUDA graphs in a memory pool that they share.
 
@@ -93,7 +87,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        released = _released(torch.cuda.current_device())
+        released = _released.setdefault(torch.cuda.current_device(), deque())
         try:
             self._stream = released.popleft()
         except IndexError:

@@ -7,8 +7,9 @@ import numpy as np
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.sharing import CPU_COST, HeadShape
-from prefixkit.backends.cuda.device_planner import CudaPlanner
-from prefixkit.backends.torch.host_planner import TorchPlanner
+from prefixkit.attention.step import Step
+from prefixkit.backends.cuda.device_planner import CudaPlanner, plan_in_torch
+from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner, find_plan
 from prefixkit.tree.node import Sequence
 from prefixkit.tree.radix import PrefixTree
 
@@ -25,6 +26,13 @@ def cuda_planner() -> CudaPlanner:
 
 
 PLANNERS = {"torch": cpu_planner, "cuda": cuda_planner}
+
+
+def in_torch(step: Step) -> BoundPlan:
+    """A step's plan for plain torch; of a plan for the kernels it is made now."""
+    found = find_plan(step.plan[0]) if len(step.plan) == 1 else plan_in_torch(step.plan)
+    assert found is not None
+    return found
 
 
 def runs(*triples: tuple[int, int, int]) -> Queries:

@@ -14,11 +14,12 @@ from torch import Tensor
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
+from prefixkit.backends.torch import run_program
 from prefixkit.backends.torch.host_planner import NoSuchPlan, find_plan
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.arguments import BadShape
 from prefixkit.tree.radix import PrefixTree
-from tests.attention.planners import PLANNERS, cpu_planner, grown_tree, runs
+from tests.attention.planners import PLANNERS, cpu_planner, grown_tree, in_torch, runs
 
 CPU = torch.device("cpu")
 
@@ -36,12 +37,12 @@ def decode(planner: Planner, tree: PrefixTree, *leaves: int) -> Step:
 
 
 def attention(step: Step, rows: int | None = None, pages: int = 64) -> tuple[Tensor, Tensor]:
-    """The op of this step, on as many rows as it has or others."""
+    """Attention of this step in plain torch, on as many rows as it has or others."""
     rows = step.num_rows if rows is None else rows
     numbers = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=numbers) for shape in ((rows, 4, 8), (pages, 4, 2, 8), (pages, 4, 2, 8)))
     positions = torch.zeros(rows, dtype=torch.int64)
-    out, lse = torch.ops.prefixkit.tree_attention(q, k, v, positions, step.plan[-1:], 0.3, "causal")
+    out, lse = run_program.tree_attention(q, k, v, positions, in_torch(step), 0.3, "causal")
     return out, lse
 
 
@@ -62,8 +63,8 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes(plann
     assert planner.plans_made == 1
     assert second.planned.plan is first.planned.plan
     assert [step.length.tolist() for step in (first, second)] == [[5, 1, 1], [5, 2, 2]]
-    assert find_plan(second.plan[-1]).tree.length.tolist() == [5, 2, 2]
-    assert find_plan(second.plan[-1]).tree.positions.tolist() == [6, 6]
+    assert in_torch(second).tree.length.tolist() == [5, 2, 2]
+    assert in_torch(second).tree.positions.tolist() == [6, 6]
     assert second.kv_tokens_read == first.kv_tokens_read + 2
     tree.release(forks[0])
     decode(planner, tree, 1)
@@ -131,7 +132,7 @@ def test_steps_of_one_planner_stay_good_side_by_side(planner: Planner) -> None:
     third = decode(planner, tree, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, first.plan, strict=True))
     assert all(map(torch.equal, results, attention(first)))
-    assert len({int(step.plan[-1]) for step in (first, second, third)}) == 3
+    assert len({id(in_torch(step)) for step in (first, second, third)}) == 3
 
 
 def test_queries_that_cannot_be_leave_the_last_plan_as_it_was(planner: Planner) -> None:
@@ -156,7 +157,7 @@ def test_arrays_travel_beside_the_plan_in_their_dtypes(planner: Planner) -> None
 
 
 def bound(step: Step) -> weakref.ref[object]:
-    return weakref.ref(find_plan(step.plan[-1]))
+    return weakref.ref(in_torch(step))
 
 
 def test_a_renewed_plan_does_not_keep_earlier_ones_alive(planner: Planner) -> None:

@@ -12,7 +12,7 @@ from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.variants import lookup
-from prefixkit.backends.cuda.device_planner import WORK_TENSORS
+from prefixkit.backends.cuda.device_planner import WORK_TENSORS, over_tree
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.torch.host_planner import bind
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
@@ -26,7 +26,7 @@ GPU = torch.device("cuda")
 class OnGpu:
     """Arguments of ``tree_attention`` in the op's order, but for the variant.
 
-    ``bound`` keeps alive what the plan's handle names.  For the kernels the plan begins with the work and the tree.
+    ``step`` is the plan as a planner makes it: the work and the tree for the kernels, a handle for plain torch.
     """
 
     q: Tensor
@@ -36,12 +36,12 @@ class OnGpu:
     plan: list[Tensor]
     scale: float
     sinks: Tensor | None
-    bound: StepPlan
+    step: StepPlan
 
     @property
     def nodes(self) -> list[Tensor]:
         """The tree's tensors: start, length, page_indptr, pages, first_slot; of a plan for the kernels."""
-        return self.plan[WORK_TENSORS:-1]
+        return self.plan[WORK_TENSORS:]
 
     def arguments(self, variant: str = "causal") -> tuple[object, ...]:
         sinks = self.sinks if lookup(variant).has_sinks else None
@@ -69,18 +69,22 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
 
 
 def on_gpu(case: Case, plan: Plan) -> OnGpu:
-    """The plan of the device's planner: work, tree and a handle for the kernels, for plain torch the handle."""
-    bound = bind(plan, StepTree(case.snapshot, case.queries))
-    arrays = [] if by_torch(case) else [*int_tensors(*plan.arrays()), *node_tensors(case)]
+    """The case with a plan as the device's planner makes it."""
+    tree = StepTree(case.snapshot, case.queries)
+    if by_torch(case):
+        step = bind(plan, tree)
+    else:
+        work, nodes = ([t.to(GPU) for t in part] for part in (int_tensors(*plan.arrays()), node_tensors(case)))
+        step = over_tree(StepPlan(work, tree, lambda: plan), nodes, tree)
     return OnGpu(
         case.q.to(GPU),
         head_major(case.k_pages),
         head_major(case.v_pages),
         case.positions.to(GPU),
-        [*(tensor.to(GPU) for tensor in arrays), *bound.tensors],
+        step.tensors,
         case.scale,
         None if case.sinks is None else case.sinks.to(GPU),
-        bound,
+        step,
     )
 
 

@@ -12,10 +12,8 @@ import torch
 import prefixkit
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, register
-from prefixkit.backends.cuda import attention as cuda_attention
-from prefixkit.cuda.launch import LaunchCache
+from prefixkit.backends.cuda.device_planner import say_plain_torch
 from prefixkit.engine.request import BeamParams, Request, Sample
-from prefixkit.ops.backend import backend_for
 from prefixkit.runners import graph as graphs
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
@@ -217,11 +215,8 @@ def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
     assert engine.report.captures == engine.report.graph_steps == 0
 
 
-def test_float32_decodes_without_graphs_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend_for(torch.device("cuda")).tree_attention, "launches", LaunchCache())
-    cuda_attention.say_plain_torch.clear()
+def test_float32_decodes_without_graphs_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    say_plain_torch.clear()
     model = prefixkit.patch(model_of(64, torch.float32))
     asked = requests(19, n=3, temperature=0.8, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)

@@ -8,8 +8,9 @@ import torch
 
 from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import register
-from prefixkit.backends.cuda import attention as cuda_attention
+from prefixkit.backends.cuda.device_planner import planner_for, say_plain_torch
 from prefixkit.backends.cuda.kernels import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
+from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.cuda.launch import LaunchCache
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
@@ -160,9 +161,11 @@ def test_any_plan_runs_whatever_tiles_it_was_cut_for(head_dim):
         assert float((out.double() - exact).abs().max()) <= bound
 
 
-def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it(caplog, monkeypatch):
-    cuda_attention.say_plain_torch.clear()
+def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it(caplog):
+    say_plain_torch.clear()
     case = deep_case(4, torch.float32, 8, 96)
+    for _ in range(2):
+        assert isinstance(planner_for(case.shape, GPU, torch.float32), TorchPlanner)
     out, lse = run(case, {}, 1)
     exact, exact_lse = dense(case)
     bound = 1.5 * torch_error(case, exact) + HALF_ULP[torch.float32] * float(exact.abs().max())
@@ -172,7 +175,7 @@ def test_float32_runs_in_plain_torch_and_says_so_and_says_that_no_graph_takes_it
     call = on_gpu(case, planned(case, SHARE_ALL))
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(NotCapturable, match="run eagerly"):
         torch.ops.prefixkit.tree_attention(*call.arguments())
-    # A plan in a captured step's tensors has no handle; it is refused before anything is captured.
+    # A plan in a captured step's tensors is refused before anything is captured.
     tensors = [tensor.to(GPU) for tensor in (*int_tensors(*gpu_plan_of(case, SHARE_ALL).arrays()), *node_tensors(case))]
     q, k, v, positions, _, scale, key, _ = call.arguments()
     with pytest.raises(NotCapturable, match=r"serve neither torch\.float32 nor .*; run eagerly"):

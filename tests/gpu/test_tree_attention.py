@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.queries import Queries
+from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -186,11 +186,15 @@ def test_two_streams_at_once_do_not_wait_for_each_other(monkeypatch):
         assert torch.equal(lse, expected[number % 2][1])
 
 
-def test_head_sizes_without_a_kernel_are_refused_by_name(monkeypatch):
+def test_head_sizes_without_a_kernel_run_in_plain_torch_and_a_plan_for_kernels_is_refused_by_name(monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     case = random_case(np.random.default_rng(0), torch.bfloat16, (4, 2, 72))
-    with pytest.raises(UnsupportedHeads, match=r"multiples of 16 up to 256, got 72; set PREFIXKIT_BACKEND=torch"):
-        torch.ops.prefixkit.tree_attention(*on_gpu(case, planned(case, SHARE_ALL)).arguments())
+    call, tree = on_gpu(case, planned(case, SHARE_ALL)), StepTree(case.snapshot, case.queries)
+    with pytest.raises(UnsupportedHeads, match=r"multiples of 16 up to 256, got 72; plan the step with"):
+        torch.ops.prefixkit.tree_attention(*call.arguments())
+    step, _ = backend.backend_for(GPU).planner_for(case.shape, GPU, torch.bfloat16).plan(tree, GPU)
+    out, _ = torch.ops.prefixkit.tree_attention(*replace(call, plan=step.tensors).arguments())
+    torch.testing.assert_close(out.double(), dense(case)[0], rtol=2e-2, atol=2e-2)
 
 
 def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog):
@@ -201,11 +205,11 @@ def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog)
     exact, _ = dense(case, variant)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
     assert sum("plain torch: variant 'halved'" in record.getMessage() for record in caplog.records) == 1
-    # A plan in a captured step's tensors has no handle.
+    # A plan in a captured step's tensors is no step's.
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
     q, k, v, positions, plan, scale, key, _ = call.arguments(register(variant))
     with pytest.raises(NotCapturable, match="nor a variant without a CUDA body; run eagerly"):
-        torch.ops.prefixkit.tree_attention(q, k, v, positions, plan[:-1], scale, key)
+        torch.ops.prefixkit.tree_attention(q, k, v, positions, [tensor.clone() for tensor in plan], scale, key)
 
 
 def test_a_plan_of_another_pool_is_refused_in_checked_mode(checked, monkeypatch):

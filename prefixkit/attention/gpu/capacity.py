@@ -41,9 +41,7 @@ class PlanCapacity(NamedTuple):
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the six arrays, in the order of ``Plan.arrays``; none is empty, so that all have an address."""
-        tile, decode, segments, partials = (
-            max(n, 1) for n in (self.tile_items, self.decode_items, self.segments, self.partials)
-        )
+        tile, decode, segments, _, partials = (max(n, 1) for n in self)
         return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:
@@ -77,10 +75,8 @@ def capacity_for(
         now: Only with its nodes as long as they are now: less, where few can be shared.
     """
     shared = may_share(tree, shape, cost.sharing) if now else tree.below
-    most, least = (
-        max(1, cost.sharing.tile_heads // shape.gqa_group),
-        DECODE_ROWS // shape.gqa_group,
-    )  # queries of an item
+    # Queries of an item.
+    most, least = max(1, cost.sharing.tile_heads // shape.gqa_group), DECODE_ROWS // shape.gqa_group
     with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
     # Segments of a BSR row that all ancestors join.

@@ -31,10 +31,9 @@ ORDER_LEVELS = 128
 def make_gpu_plan(
     formats: Sequence[BSR], length: Ints, num_rows: int, shape: HeadShape, num_sms: int, cost: GpuCost
 ) -> Plan:
-    """Split the BSR rows of formats into work items; the same input always gives the same plan.
+    """Split the BSR rows of formats into work items; the first three arguments are those of ``make_plan``.
 
     Args:
-        formats, length, num_rows: As ``make_plan`` takes them.
         shape: The heads; each item runs once for each KV head.
         num_sms: Multiprocessors that share the work.
         cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.attention.variants import lookup
 from prefixkit.backends.cuda import variant_header
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
-from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS
+from prefixkit.backends.cuda.device_planner import NO_FLOAT32, WORK_TENSORS, plan_in_torch, say_plain_torch
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
@@ -45,7 +45,6 @@ class _Prepared:
     """A launch without its arguments' addresses.  ``function`` is None where plain torch serves."""
 
     function: jit.Function | None
-    barriers: BarrierCounters | None = None
     blocks: int = 0
     threads: int = 0
     shared: int = 0
@@ -58,17 +57,15 @@ class _Prepared:
 
 
 class _CheckedPlan(threading.local):
-    """The plan of a thread's last call: its tensors, by their identity, and their addresses."""
+    """The plan of a thread's last call: its tensors' identities, their addresses, and the tensors themselves."""
 
-    def __init__(self) -> None:
-        self.ids: tuple[object, ...] = ()
-        self.addresses: tuple[int, ...] = ()
-        self.tensors: tuple[Tensor, ...] = ()  # referenced, so that no other tensor gets their ids
+    # The tensors are referenced, so that no other tensor gets their ids.
+    last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
 
     def check(self, q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
         """Addresses of work and nodes, checked once for all layers."""
         ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
-        if ids != self.ids:
+        if ids != self.last[0]:
             check_packed(q.shape[0], work, nodes)
             tensors = (q_positions, *work, *nodes)
             if work[0].device != q.device:
@@ -78,20 +75,16 @@ class _CheckedPlan(threading.local):
             check_positions(q, q_positions)
             if not all(tensor.is_contiguous() for tensor in tensors):
                 raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
-            self.addresses = tuple(tensor.data_ptr() for tensor in (*work, *nodes))
-            self.ids, self.tensors = ids, tensors
-        return self.addresses
+            self.last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
+        return self.last[1]
 
 
 class TreeAttention:
-    """The op, and what its calls reuse: prepared launches, tensor maps, and the counters of grid barriers.
-
-    Attributes:
-        launches: Prepared launches by :func:`launch_signature`.
-    """
+    """The op, and what its calls reuse: prepared launches, tensor maps, and the counters of grid barriers."""
 
     def __init__(self) -> None:
-        self.launches: LaunchCache[_Prepared] = LaunchCache()
+        # By :func:`launch_signature`.
+        self.launches: LaunchCache[tuple[_Prepared, BarrierCounters]] = LaunchCache()
         # Of layers, those of pools that are gone included: 3 MiB of maps at most.
         self._maps: LaunchCache[TensorMaps] = LaunchCache()
         self._barriers, self._plan = once(BarrierCounters), _CheckedPlan()
@@ -107,27 +100,33 @@ class TreeAttention:
         variant: str,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``tree_attention`` by our kernel, or in plain torch where the dtype or the variant has none.
+        """``tree_attention`` by our kernel, or in plain torch where its planner has planned for that.
+
+        A plan for the kernels runs in plain torch where this layer's variant has no CUDA body, or pages are float32.
 
         Raises:
             BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
             CudaError: the launch failed.
         """
+        if len(plan) == 1:
+            return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
         signature = launch_signature(variant, q, k_pages, v_pages, sinks)
-        prepared = self.launches.get(signature)
-        if prepared is None:
-            prepared = self.launches.store(
-                signature, _prepare(self._barriers, q, k_pages, v_pages, q_positions, variant, sinks)
-            )
-        function, barriers, uses_tma = prepared.function, prepared.barriers, prepared.uses_tma
-        if function is None or barriers is None:
-            if len(plan) == WORK_TENSORS + TREE_TENSORS:
+        known = self.launches.get(signature)
+        if known is None:
+            prepared = _prepare(q, k_pages, v_pages, q_positions, variant, sinks)
+            known = self.launches.store(signature, (prepared, self._barriers(k_pages.device)))
+        prepared, barriers = known
+        function, uses_tma = prepared.function, prepared.uses_tma
+        work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:]
+        if function is None:
+            check_packed(q.shape[0], work, nodes)
+            bound = plan_in_torch(plan)
+            if bound is None:
                 raise NotCapturable(
                     f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
                     f"{q.dtype} nor a variant without a CUDA body; run eagerly"
                 )
-            return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
-        work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS : WORK_TENSORS + TREE_TENSORS]
+            return run_program.tree_attention(q, k_pages, v_pages, q_positions, bound, scale, variant, sinks)
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
@@ -149,52 +148,27 @@ class TreeAttention:
         partial_out = workspace.data_ptr()
         values: tuple[int | float | bytes, ...] = (
             *maps,
-            *(
-                q.data_ptr(),
-                k_pages.data_ptr(),
-                v_pages.data_ptr(),
-                q_positions.data_ptr(),
-                out.data_ptr(),
-                lse.data_ptr(),
-            ),
+            *map(Tensor.data_ptr, (q, k_pages, v_pages, q_positions, out, lse)),
             *(partial_out, partial_out + 4 * partials * head_dim, counter),
             *addresses,
             *prepared.numbers,
             *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
             *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
         )
-        layout, grid, describe = (
-            ATTENTION_LAYOUT[uses_tma],
-            (prepared.blocks, 1, 1),
-            _describe(q, k_pages, work, nodes, variant),
-        )
-        launch(
-            function, layout, values, grid, prepared.threads, prepared.shared, describe, cooperative=True, pdl=uses_tma
-        )
+        describe, layout = _describe(q, k_pages, work, nodes, variant), ATTENTION_LAYOUT[uses_tma]
+        grid, threads, shared = (prepared.blocks, 1, 1), prepared.threads, prepared.shared
+        launch(function, layout, values, grid, threads, shared, describe, cooperative=True, pdl=uses_tma)
         return out, lse
 
 
 def launch_signature(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
     """The signature that launches are cached by: all but the number of queries, which differs from step to step."""
-    return (
-        key,
-        q.shape[1:],
-        q.dtype,
-        q.device,
-        *signature_of(k_pages),
-        *signature_of(v_pages),
-        None if sinks is None else signature_of(sinks),
-    )
+    of_pages = signature_of(k_pages), signature_of(v_pages)
+    return key, q.shape[1:], q.dtype, q.device, of_pages, None if sinks is None else signature_of(sinks)
 
 
 def _prepare(
-    barriers: Callable[[torch.device], BarrierCounters],
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    key: str,
-    sinks: Tensor | None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
 ) -> _Prepared:
     """Check what differs from layer to layer, and find the kernel."""
     variant = lookup(key)
@@ -202,16 +176,18 @@ def _prepare(
     device = k_pages.device.index
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     if q.dtype == torch.float32:
-        return _by_torch("float32 has no kernel")
+        say_plain_torch(NO_FLOAT32)
+        return _Prepared(None)
     if variant.bodies is None:
-        return _by_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+        say_plain_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+        return _Prepared(None)
     heads, head_dim = q.shape[1:]
     gqa_group = heads // k_pages.shape[2]
     kernel = kernel_for(arch, head_dim, gqa_group)
     if kernel is None:
         raise UnsupportedHeads(
-            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; set "
-            f"PREFIXKIT_BACKEND=torch for plain torch"
+            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; plan "
+            f"the step with the backend's planner_for, which leaves it to plain torch"
         )
     page, slot, head, _ = k_pages.stride()
     if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
@@ -232,7 +208,6 @@ def _prepare(
     parameters = variant_header.on_device(key, heads, q.device).data_ptr()
     return _Prepared(
         ATTENTION_LAYOUT[kernel.uses_tma].check(function),
-        barriers(k_pages.device),
         blocks,
         kernel.threads,
         shared,
@@ -243,17 +218,6 @@ def _prepare(
         uses_tma=kernel.uses_tma,
         pages_signature=(*k_pages.shape, page, slot, head, half),
     )
-
-
-def _by_torch(why: str) -> _Prepared:
-    say_plain_torch(why)
-    return _Prepared(None)
-
-
-@once
-def say_plain_torch(why: str) -> None:
-    """Say once why our kernels do not compute attention."""
-    log.warning("tree_attention runs in plain torch: %s", why)
 
 
 def partials_workspace(elements: int, device: torch.device) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,12 +27,17 @@ from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.threads import once
 from prefixkit.tree.snapshot import Ints
 
 log = logging.getLogger("prefixkit")
 
-# A plan's tensors: the work (``Plan.arrays``), then the tree, then a handle for variants without a CUDA body.
+NO_FLOAT32 = "float32 has no kernel"
+
+# A plan's tensors: the work (``Plan.arrays``), then the tree.
 WORK_TENSORS, TREE_TENSORS = 6, 5
+# Steps that are planned one by one, by the address of their trees.
+_steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
 
 
 class CudaPlanner(Planner):
@@ -86,13 +93,13 @@ class CudaPlanner(Planner):
             plan = self.specify(tree)
             tensors = upload([*plan.arrays(), *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
-        return _bound(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
+        return over_tree(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
         tensors = upload([*tree.arrays(), *step_arrays()], device)
-        return _bound(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
+        return over_tree(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The plan on the host and a count of what it reads, each made once, when it is first needed."""
@@ -100,11 +107,25 @@ class CudaPlanner(Planner):
         return cache(lambda: self.specify(tree)), lambda length: count_reads(rows(), length, self.shape, self.cost)
 
 
-def _bound(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
-    """The plan's work over a tree of these lengths, with a handle for plain torch."""
-    bound = BoundPlan(plan.specify, tree)
-    tensors = [*plan.tensors[:WORK_TENSORS], *nodes, bound.handle]
-    return replace(plan, tensors=tensors, tree=tree, owners=bound)
+def over_tree(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
+    """The plan's work over a tree of these lengths, which ``nodes`` hold for this step alone."""
+    step = replace(plan, tensors=[*plan.tensors[:WORK_TENSORS], *nodes], tree=tree, owners=None)
+    _steps[nodes[0].data_ptr()] = step
+    return step
+
+
+def plan_in_torch(plan: Sequence[Tensor]) -> BoundPlan | None:
+    """A step's plan for plain torch, made for the first layer that needs it; None for a plan in a graph's tensors."""
+    step = _steps.get(plan[WORK_TENSORS].data_ptr())
+    if step is not None and step.owners is None:
+        step.owners = BoundPlan(step.plan, step.tree)
+    return None if step is None else cast(BoundPlan, step.owners)
+
+
+@once
+def say_plain_torch(why: str) -> None:
+    """Say once why our kernels do not compute attention."""
+    log.warning("tree_attention runs in plain torch: %s", why)
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
@@ -117,11 +138,10 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
     """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
-    kernel = None
-    if dtype != torch.float32:
-        arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-        kernel = kernel_for(arch, shape.head_dim, shape.gqa_group)
-    if kernel is None:
+    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    kernel = kernel_for(arch, shape.head_dim, shape.gqa_group)
+    if kernel is None or dtype == torch.float32:
+        say_plain_torch(NO_FLOAT32 if kernel else f"head size {shape.head_dim} has no kernel")
         return TorchPlanner(shape, H200.sharing)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))

@@ -44,14 +44,7 @@ class Append:
         """``kv_append``."""
         pointers = (key.data_ptr(), value.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr())
         aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-        signature = (
-            aligned,
-            *signature_of(key),
-            *signature_of(value),
-            *signature_of(k_pages),
-            *signature_of(v_pages),
-            *signature_of(slots),
-        )
+        signature = (aligned, *map(signature_of, (key, value, k_pages, v_pages, slots)))
         prepared = self._appends.get(signature)
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
@@ -68,7 +61,7 @@ class Append:
         q, key, value, cos, sin, k_pages, v_pages, slots = tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
-        signature = (aligned, *((x.shape, x.stride(), x.dtype, x.device) for x in tensors))
+        signature = (aligned, *map(signature_of, tensors))
         known = self._rotations.get(signature)
         if known is None:
             check_rotary(*tensors)

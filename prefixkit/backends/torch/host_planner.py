@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,18 +26,11 @@ class NoSuchPlan(ValueError):
 
 
 class BoundPlan:
-    """A plan bound to the lengths and positions of one step, with the programs that layers have used.
+    """A plan bound to the lengths and positions of one step, with the programs that layers have used."""
 
-    An op cannot take a Python object, so it takes :attr:`handle`: an int64 CPU tensor that names this plan for as long
-    as the plan is referenced.
-    """
-
-    def __init__(self, plan: Callable[[], Plan], tree: StepTree) -> None:
-        self._plan, self.tree = plan, tree
+    def __init__(self, plan: Plan, tree: StepTree) -> None:
+        self.plan, self.tree = plan, tree
         self._programs: dict[tuple[object, ...], Program] = {}
-        number = next(_numbers)
-        self.handle = torch.tensor([number], device="cpu")
-        _alive[number] = self
 
     def program(
         self, pool_shape: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device, key: str
@@ -53,7 +46,7 @@ class BoundPlan:
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, costs)
-            program = compile_program(self._plan(), self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
+            program = compile_program(self.plan, self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
             self._programs[signature] = program if on_cpu else program.to(device)
         return self._programs[signature]
 
@@ -93,8 +86,10 @@ class TorchPlanner(Planner):
 
 def bind(plan: Plan, tree: StepTree) -> StepPlan:
     """A plan on the host, ready for the torch backend's op."""
-    bound = BoundPlan(lambda: plan, tree)
-    return StepPlan([bound.handle], tree, lambda: plan, owners=bound)
+    # An op takes no Python object, but a handle: a tensor that names this plan for as long as the step is referenced.
+    bound, number = BoundPlan(plan, tree), next(_numbers)
+    _alive[number] = bound
+    return StepPlan([torch.tensor([number], device="cpu")], tree, lambda: plan, owners=bound)
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> TorchPlanner:

@@ -11,7 +11,7 @@ from torch import Tensor
 from prefixkit.attention.variants import ScoreMod, Variant, lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.attention_calls import Call, Positions
-from prefixkit.backends.torch.host_planner import find_plan
+from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import State, pick, run_merge
 from prefixkit.backends.torch.tuning import Heads
@@ -28,12 +28,12 @@ def tree_attention(
     k_pages: Tensor,
     v_pages: Tensor,
     q_positions: Tensor,
-    plan: Sequence[Tensor],
+    plan: Sequence[Tensor] | BoundPlan,
     scale: float,
     variant: str,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``)."""
+    """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``), or is one."""
     check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     if capturing(q):
         raise NotCapturable(
@@ -42,7 +42,7 @@ def tree_attention(
         )
     if not plan:
         raise BadShape("tree_attention: plan must be the tensors of Step.plan, got none")
-    bound = find_plan(plan[-1])
+    bound = plan if isinstance(plan, BoundPlan) else find_plan(plan[-1])
     rows = bound.tree.queries.num_rows
     if rows != q.shape[0]:
         raise BadShape(f"tree_attention: the plan is for {rows} queries, but q has {q.shape[0]} rows")
