@@ -16,11 +16,14 @@ class once(Generic[T]):
         self._make, self._made, self._lock = make, dict[tuple[Hashable, ...], T](), threading.RLock()
 
     def __call__(self, *key: Hashable) -> T:
-        if key not in self._made:
-            with self._lock:
-                if key not in self._made:
-                    self._made[key] = self._make(*key)
-        return self._made[key]
+        try:
+            return self._made[key]
+        except KeyError:
+            pass
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(*key)
+            return self._made[key]
 
     def clear(self) -> None:
         """Make everything anew when it is asked for next; no other thread may ask meanwhile."""

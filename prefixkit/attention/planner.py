@@ -33,7 +33,7 @@ class StepPlan:
         specify: The plan on the host; called when it is first needed, and cheap when called again.
         count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts
             them from the plan on the host.
-        owners: Objects that must live as long as the tensors are used.
+        owners: What the backend needs for as long as the tensors are used.
     """
 
     tensors: list[Tensor]
