@@ -20,7 +20,7 @@ import resource
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -274,6 +274,7 @@ def child(kind: str, model_type: str, to: Connection) -> None:
     """Survey a model_type in a process of its own, silently."""
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (GIBIBYTES << 30, GIBIBYTES << 30))
     to.send(survey(kind, model_type))
 
@@ -341,12 +342,13 @@ def counts(found: dict[tuple[str, str], Found], kind: str) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: ``arguments``, or those of the process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="model_types, separated by commas")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--write", type=Path, help="the Markdown document to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     only = options.only.split(",") if options.only else None
     entries = [
         (kind, model_type)
@@ -354,7 +356,6 @@ def main() -> None:
         for model_type in sorted(getattr(modeling_auto, names))
         if only is None or model_type in only
     ]
-    torch.set_num_threads(1)
     found = survey_all(entries, options.processes)
     for kind in LISTS:
         print(f"{kind}: {counts(found, kind)}")

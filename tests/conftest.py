@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("prefixkit.testing")
 
+# Imports and collection leave no garbage to speak of, and looking for it takes a second of each worker.
+gc.disable()
+# torch's memory of what ops make of fake tensors: where sizes are open, keeping it takes longer than it saves.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,9 +38,9 @@ def pytest_collection_finish() -> None:
 
     They are also fewer: tracing a model for the compiler makes many objects, few of which are garbage in cycles.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture

@@ -99,9 +99,10 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
     assert isinstance(result.exception, ValueError)
 
 
-# The command line in a process that says when three samples are there, and waits for a signal before the fourth.
+# The command line, once for each run folder, in a process that says when three samples are there, waits for a signal
+# before the fourth, and then says the command's exit code.
 INTERRUPTED = """
-import runpy, signal
+import runpy, signal, sys
 from prefixkit.evaluation.campaign.shards import ShardWriter
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit one that is ignored
 write, written = ShardWriter.write, []
@@ -114,17 +115,23 @@ def write_three(self, *record):
     write(self, *record)
 
 ShardWriter.write = write_three
-runpy.run_module("prefixkit", run_name="__main__", alter_sys=True)
+*command, first, second = sys.argv
+for folder in (first, second):
+    sys.argv = [*command, folder]
+    written.clear()
+    try:
+        runpy.run_module("prefixkit", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print(end.code, flush=True)
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, number):
-    out = tmp_path / "run"
-    arguments = ["--model", folders["plain"], "--input", prompts, "-n", "6", "--max-new-tokens", "8", "--dtype"]
-    arguments += ["float32", "--in-flight", "4", "--stop", "e", "--run", out]
-    command = [sys.executable, "-c", INTERRUPTED, "sample", *map(str, arguments)]
+def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path):
+    numbers, arguments = [signal.SIGINT, signal.SIGTERM], ["--model", folders["plain"], "--input", prompts, "-n", "6"]
+    arguments += ["--max-new-tokens", "8", "--dtype", "float32", "--in-flight", "4", "--stop", "e", "--run"]
+    interrupted = [tmp_path / number.name for number in numbers]
+    command = [sys.executable, "-c", INTERRUPTED, "sample", *map(str, (*arguments, *interrupted))]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -133,22 +140,24 @@ def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, num
         cwd=Path(__file__).parents[2],  # prefixkit is imported from there
     ) as process:
         try:
-            assert process.stdout.readline() == "three\n"
-            process.send_signal(number)
+            for number in numbers:
+                assert process.stdout.readline() == "three\n"
+                process.send_signal(number)
+                assert process.stdout.readline() == "130\n", number
             _, said = process.communicate(timeout=300)
         finally:
             process.kill()
-    assert process.returncode == 130
-    assert "interrupted 3 of 18 samples had finished; they are in" in said
-    assert len(list(RunFolder(out).samples())) == 3
-    run("sample", *arguments)
-    run("sample", *[*arguments[:-1], tmp_path / "whole"])
-    told = [
-        sorted((one["id"], one["index"], one["text"]) for one in RunFolder(path).samples() if one["id"] != 3)
-        for path in (out, tmp_path / "whole")
-    ]
-    assert told[0] == told[1]
-    assert len(list(RunFolder(out).samples())) == 18
+    assert said.count("interrupted 3 of 18 samples had finished; they are in") == 2
+    run("sample", *arguments, tmp_path / "whole")
+
+    def told(folder):
+        return sorted((one["id"], one["index"], one["text"]) for one in RunFolder(folder).samples() if one["id"] != 3)
+
+    for folder in interrupted:
+        assert len(list(RunFolder(folder).samples())) == 3
+        run("sample", *arguments, folder)
+        assert told(folder) == told(tmp_path / "whole")
+        assert len(list(RunFolder(folder).samples())) == 18
 
 
 def test_two_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkeypatch):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import multiprocessing
 import os
 import resource
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -220,32 +219,23 @@ def test_a_folder_without_permission_is_no_obstacle(unit, processes, tmp_path):
     assert processes.binary(unit).cubin
 
 
-PROCESS = """
-import sys
-from pathlib import Path
-from prefixkit.cuda import jit, nvrtc
-def compile_unit(unit, arch):
-    print("compiled")
-    return nvrtc.compile_unit(unit, arch)
-jit.compile_unit = compile_unit
-unit = nvrtc.Unit("f.cu", ("test::f<64>",), root=Path(sys.argv[1]))
-made = jit.binary(unit, "sm_90a")
-print(len(made.cubin))
-"""
+def test_many_processes_at_once_compile_once(unit, processes):
+    context = multiprocessing.get_context("fork")  # of what is imported here, which takes seconds elsewhere
+    everyone, answers = context.Barrier(4), context.SimpleQueue()
 
+    def ask():
+        everyone.wait()
+        made = processes.binary(unit)
+        answers.put((processes.compiled, made.cubin))
 
-def test_many_processes_at_once_compile_once(unit):
-    command = [sys.executable, "-c", PROCESS, str(unit.root)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]])}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    printed = [process.communicate() for process in running]
-    assert all(process.returncode == 0 for process in running), printed
-    lines = [out.split() for out, _ in printed]
-    assert sum("compiled" in words for words in lines) == 1
-    assert len({words[-1] for words in lines}) == 1
+    running = [context.Process(target=ask) for _ in range(4)]
+    for process in running:
+        process.start()
+    found = [answers.get() for _ in running]
+    for process in running:
+        process.join()
+    assert [file for compiled, _ in found for file in compiled] == ["f.cu"], "one compiles, and the others wait for it"
+    assert len({cubin for _, cubin in found}) == 1
 
 
 def test_a_lock_that_nobody_lets_go_of_delays_but_does_not_stop(unit, caplog):
