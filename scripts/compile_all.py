@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def table(records: Iterable[dict[str, Any]]) -> Iterator[str]:
             )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: ``arguments``, or those of the process; its exit code."""
     from prefixkit.backends.cuda.kernels import compiled_ahead
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="only this one; may be repeated")
     parser.add_argument("--only", default="", help="only sources whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ["CUDA_CACHE_DISABLE"] = "1"  # what NVRTC takes from its cache comes without a report
     jobs = [
         (unit, arch) for arch in options.arch or ARCHS for unit in compiled_ahead(arch) if options.only in unit.file

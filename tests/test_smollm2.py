@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def heads():
-    """The six shortest of the first 24, for most of the time goes into reading prompts."""
-    return sorted((problem.head.rstrip() for problem in load(Source(task="humaneval", limit=24))), key=len)[:6]
+    """The four shortest of the first 24, for most of the time goes into reading prompts."""
+    return sorted((problem.head.rstrip() for problem in load(Source(task="humaneval", limit=24))), key=len)[:4]
 
 
 def stock(model, tokenizer, text, **options):
@@ -23,7 +23,7 @@ def stock(model, tokenizer, text, **options):
     return out, ids.shape[1]
 
 
-def test_greedy_16_tokens_of_6_problems_sampled_together_are_the_unpatched_models(smol, heads):
+def test_greedy_16_tokens_of_4_problems_sampled_together_are_the_unpatched_models(smol, heads):
     model, tokenizer = smol
     with prefixkit.patched(model):
         result = prefixkit.generate(model, tokenizer, heads, temperature=0, max_new_tokens=16)
@@ -36,10 +36,9 @@ def test_greedy_16_tokens_of_6_problems_sampled_together_are_the_unpatched_model
         assert sample.tokens == theirs[:end], head
 
 
-@pytest.mark.parametrize("num_beams", [3, 8])
-def test_beams_are_those_of_transformers(smol, heads, num_beams):
+def test_beams_are_those_of_transformers(smol, heads):
     model, tokenizer = smol
-    options = {"num_beams": num_beams, "num_return_sequences": 2, "max_new_tokens": 5}
+    options = {"num_beams": 5, "num_return_sequences": 2, "max_new_tokens": 5}
     with prefixkit.patched(model):
         result = prefixkit.beam_search(model, tokenizer, heads[:2], **options)
     for index in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,13 @@ from prefixkit.testing.integrity import check_tree
 
 def alone(prompt: Sequence[int], params: SamplingParams, index: int) -> list[int]:
     """What sample ``index`` must be, sampled token by token, alone."""
-    tokens = list(prompt)
-    for step in range(params.max_new_tokens):
-        u = uniforms(np.array([sample_key(params.seed, index, prompt)]), np.array([step]))
+    return list(_alone(tuple(map(int, prompt)), params, index))
+
+
+@cache
+def _alone(prompt: tuple[int, ...], params: SamplingParams, index: int) -> list[int]:
+    tokens, steps = list(prompt), np.arange(params.max_new_tokens)
+    for u in uniforms(np.full(len(steps), sample_key(params.seed, index, prompt)), steps)[:, None]:
         token = int(sample_tokens(torch.from_numpy(logits_after(tokens))[None], params, u, [np.array(tokens)])[0])
         tokens.append(token)
         if token in (params.stop_token_ids or ()):

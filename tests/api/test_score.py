@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -65,6 +66,15 @@ def assert_same(found: list[list[Score]], expected: list[list[Score]], rounding:
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=rounding)
 
 
+@cache
+def exact_and_torchs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of all continuations by weights of ``dtype``, in float64, and in ``dtype`` by torch."""
+    pairs, plain = list(product(PROMPTS, CONTINUATIONS)), tiny_llama().to(dtype)
+    torchs = torch.cat([exact_of(plain, *pair)[0] for pair in pairs]).double()
+    exact = plain.double()
+    return torch.cat([exact_of(exact, *pair)[0] for pair in pairs]), torchs
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "budget"), pairwise_cover(product((1, 16), (5, None), ("1MiB", "130KiB")))
@@ -72,17 +82,14 @@ def assert_same(found: list[list[Score]], expected: list[list[Score]], rounding:
 def test_errors_against_float64_are_no_larger_than_torchs_own(
     dtype: torch.dtype, page_size: int, chunk: int | None, budget: str
 ) -> None:
-    plain, model = (tiny_llama().to(dtype) for _ in range(2))
-    pairs = list(product(PROMPTS, CONTINUATIONS))
-    exact = torch.cat([exact_of(tiny_llama().to(dtype).double(), *pair)[0] for pair in pairs])
-    torchs = torch.cat([exact_of(plain, *pair)[0] for pair in pairs])
+    model, (exact, torchs) = tiny_llama().to(dtype), exact_and_torchs(dtype)
     with Session(
         prefixkit.patch(model), ByteTokenizer(), kv_budget=budget, page_size=page_size, prefill_chunk=chunk
     ) as session:
         first = logprobs_of(session.score(PROMPTS, CONTINUATIONS))
         again = logprobs_of(session.score(PROMPTS, CONTINUATIONS))
     for found in (first, again):
-        assert (found.double() - exact).abs().max() <= 1.5 * (torchs.double() - exact).abs().max()
+        assert (found.double() - exact).abs().max() <= 1.5 * (torchs - exact).abs().max()
 
 
 def test_they_are_those_of_the_models_own_logits(session: Session, rounding: float) -> None:

@@ -112,8 +112,10 @@ def test_samples_that_are_preempted_while_they_are_computed_again(num_pages, chu
     assert_all_given_back(engine)
 
 
-@pytest.mark.parametrize("how", ["swap", "recompute"])
-@pytest.mark.parametrize(("page_size", "headroom"), [(1, 8), (4, 0), (4, 64), (16, 8)])
+@pytest.mark.parametrize(
+    ("page_size", "headroom", "how"),
+    [(1, 8, "swap"), (4, 0, "swap"), (4, 0, "recompute"), (4, 64, "swap"), (16, 8, "recompute")],
+)
 def test_a_pool_of_just_what_the_check_asks_for_is_enough(page_size, headroom, how):
     """Searches that were preempted late have much to bring back, and little room beside it."""
     for requests, expected in (without_pressure(searches_of, 3), without_pressure(requests_of, 3, n=2)):

@@ -163,10 +163,9 @@ def computed_in_part(engine, prompts, continuations):
 BEFORE = sampled, searched, scored, scored_in_part, pinned, uncomputed, computed_in_part
 
 
-@pytest.mark.parametrize("before", BEFORE, ids=lambda before: before.__name__)
 @pytest.mark.parametrize(
-    ("seed", "page_size", "chunk", "num_pages"),
-    pairwise_cover(product(range(4), (1, 4, 16), (3, 1024), (None, 60))),
+    ("before", "seed", "page_size", "chunk", "num_pages"),
+    pairwise_cover(product(BEFORE, range(4), (1, 4, 16), (3, 1024), (None, 60))),
 )
 def test_scores_do_not_depend_on_what_the_tree_holds(before, seed, page_size, chunk, num_pages):
     prompts, continuations = random_texts(seed)

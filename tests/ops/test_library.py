@@ -76,8 +76,7 @@ def test_opcheck_tree_attention(dtype: torch.dtype, variant: str, seed: int) -> 
     torch.library.opcheck(ops.tree_attention.default, arguments(case, key), test_utils=CHECKS[:3])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", True), ("aot_eager", None)])
 def test_a_layer_compiles_into_one_graph(backend: str, dynamic: bool | None) -> None:
     """Append, attend: no graph break, and the numbers of eager."""
 

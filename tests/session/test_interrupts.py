@@ -16,11 +16,11 @@ from prefixkit.testing.integrity import check_tree
 from prefixkit.testing.tiny import ByteTokenizer
 
 PROMPTS = ["the quick brown fox jumps", "the quick brown dog", "the quick brown"]
-POINTS = 15
+POINTS = 10
 # Between the two bytecodes that take and remember a lock a signal does not arrive, but a tracer does.
 APART = {"_busy", "locked", "__enter__", "__exit__", "kv_version", "optimizer_steps"}
 CALLS: dict[str, Callable[[Session, Path], object]] = {
-    "generate": lambda session, path: session.generate(PROMPTS, n=5, max_new_tokens=12, stop_token_ids=(), seed=1),
+    "generate": lambda session, path: session.generate(PROMPTS, n=4, max_new_tokens=8, stop_token_ids=(), seed=1),
     "score": lambda session, path: session.score(PROMPTS, [" over", " a"]),
     "pin": lambda session, path: session.pin(PROMPTS[0]),
     "load": lambda session, path: session.load(path),

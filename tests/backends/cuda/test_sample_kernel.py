@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.sampling.weights import EXP2, rate, weigh
 from prefixkit.testing.sampling_cases import NASTY, logprob_bound, random_params, rows_of
+from tests.covering import pairwise_cover
 from tests.emulation.build import build
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,9 +57,11 @@ TILINGS = {
 }
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [17, 1000, 5003])
+@pytest.mark.parametrize(
+    ("tiling", "dtype", "vocab"),
+    pairwise_cover(product(TILINGS, DTYPES, (17, 1000, 5003)), product(TILINGS, DTYPES, (1000,))),
+    ids=str,
+)
 def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
     rng = np.random.default_rng(vocab)
     rows = 24
