@@ -167,10 +167,12 @@ def test_what_can_be_read_once_is_read_once(model):
 
 class TestTheModelsGenerationConfig:
     @pytest.fixture
-    def configured(self, model, monkeypatch):
+    def configured(self, model):
         """The model, with a generation config of its own for one test."""
-        monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
-        return model
+        kept = model.generation_config
+        model.generation_config = copy.deepcopy(kept)
+        yield model
+        model.generation_config = kept
 
     def test_its_repetition_penalty_is_applied_where_none_is_given(self, configured):
         asked = {"n": 2, "max_new_tokens": 12, "seed": 3, "stop_token_ids": ()}

@@ -50,4 +50,4 @@ def test_a_gpu_beyond_those_there_is_refused_with_their_names() -> None:
 
 
 def test_the_cpu_is_there() -> None:
-    check_device("cpu")
+    check_device("cpu")  # which raises for what is not there

@@ -2,7 +2,7 @@
 
 import io
 import json
-import sys
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -43,7 +43,6 @@ def test_a_full_disk_is_said():
         write_line(Narrow(4), {"text": "long"})
 
 
-def test_a_closed_standard_output_is_said(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(OSError, match="it is closed; give --run FOLDER"):
+def test_a_closed_standard_output_is_said():
+    with redirect_stdout(None), pytest.raises(OSError, match="it is closed; give --run FOLDER"):
         standard_output()

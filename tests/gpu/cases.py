@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,14 +13,21 @@ from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.variants import lookup
-from prefixkit.backends.cuda.device_planner import WORK_TENSORS, over_tree
+from prefixkit.backends.cuda.device_planner import WORK_TENSORS, over_tree, say_plain_torch
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.torch.host_planner import bind
+from prefixkit.cuda.launch import LaunchCache
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
 from prefixkit.testing.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
 
 GPU = torch.device("cuda")
+
+
+def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has launched no kernel of attention, and said nothing of one."""
+    monkeypatch.setattr(backend.backend_for(torch.device("cuda")).tree_attention, "launches", LaunchCache())
+    say_plain_torch.clear()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from prefixkit.attention.variants import register
 from prefixkit.backends.cuda.device_planner import planner_for, say_plain_torch
 from prefixkit.backends.cuda.kernels import HOPPER_HEAD_DIMS, KERNEL_VARIABLE
 from prefixkit.backends.torch.host_planner import TorchPlanner
-from prefixkit.cuda.launch import LaunchCache
 from prefixkit.ops import backend
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.testing.forests import (
@@ -25,7 +24,7 @@ from prefixkit.testing.forests import (
     node_tensors,
     random_case,
 )
-from tests.gpu.cases import GPU, on_gpu, planned
+from tests.gpu.cases import GPU, forget_launches, on_gpu, planned
 from tests.gpu.oracle import Errors, dense, torch_error
 from tests.gpu.test_tree_attention import HALF_ULP, run, variants
 
@@ -37,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on tree_attention takes this kernel."""
     monkeypatch.setenv(KERNEL_VARIABLE, kernel)
-    monkeypatch.setattr(backend.backend_for(GPU).tree_attention, "launches", LaunchCache())
+    forget_launches(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -62,8 +62,13 @@ def test_positions_other_than_the_steps_are_refused(tiny, drive, rng, positions)
 
 
 def test_positions_equal_to_the_steps_are_accepted_as_any_tensor(run):
-    run.model(**{**run.cache.inputs(), "position_ids": torch.arange(9)[None]})
+    with torch.no_grad():
+        own = run.model(**run.cache.inputs()).logits
+        run.cache.abandon()
+        run.cache.begin(run.step())
+        given = run.model(**{**run.cache.inputs(), "position_ids": torch.arange(9)[None]}).logits
     run.cache.end()
+    assert torch.equal(given, own)
 
 
 def test_dropout_is_refused(run):

@@ -33,11 +33,15 @@ def machine(monkeypatch):
         return found
 
     def make(capability=(9, 0), hip=None, version=(13, 0), driver=(13, 0)):
-        monkeypatch.setattr(torch.version, "hip", hip)
         pretend(monkeypatch, capability)
-        monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: nvrtc_version(version))
-        monkeypatch.setattr(nvrtc, "supported_archs", lambda: (75, 80, 86, 89, 90, 100))
-        monkeypatch.setattr(cuda_probe, "driver_cuda", lambda: driver)
+        facts = (
+            (torch.version, "hip", hip),
+            (nvrtc, "nvrtc_version", lambda: nvrtc_version(version)),
+            (nvrtc, "supported_archs", lambda: (75, 80, 86, 89, 90, 100)),
+            (cuda_probe, "driver_cuda", lambda: driver),
+        )
+        for fact in facts:
+            monkeypatch.setattr(*fact)
 
     make()
     return make

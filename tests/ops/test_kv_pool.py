@@ -95,6 +95,8 @@ def test_a_pool_made_in_inference_mode_works_outside_it_and_the_other_way_round(
     with torch.inference_mode():
         append(outside, 0, token, token, slot)
     append(outside, 0, token, token, slot + 2)
+    for pool, written in ((inside, [3]), (outside, [3, 5])):
+        assert (rows(pool.k(0))[written] == 1).all() and (rows(pool.v(0))[written] == 1).all()
 
 
 def test_bytes() -> None:

@@ -208,6 +208,7 @@ class TestForkAndExtend:
         tree = PrefixTree(1)
         tree.extend_each([], [])
         check_tree(tree)
+        assert tree.nodes() == [] and tree.allocator.free == 1
 
     def test_extend_each_equals_extending_each(self) -> None:
         def build() -> tuple[PrefixTree, list[Sequence]]:

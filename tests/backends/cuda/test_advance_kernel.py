@@ -19,6 +19,7 @@ from prefixkit.backends.torch.plain_kv import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from tests.emulation.build import write_headers
+from tests.fake_gpu import pretend_to_launch
 from tests.runners.test_decode_tree import make_batch
 
 if shutil.which("g++") is None:
@@ -61,9 +62,8 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
     def launch(function, layout, values, grid, block, shared, say):
         library.advance_on_cpu(layout.packer.pack(*values), grid[0], block)
 
-    monkeypatch.setattr(by_kernel, "launch", launch)
     unit = {ADVANCE.names[0]: SimpleNamespace(name="advance", parameter_bytes=88)}
-    monkeypatch.setattr("prefixkit.cuda.jit.load", lambda *rest: unit)
+    pretend_to_launch(monkeypatch, by_kernel, lambda *rest: unit, launch)
     space = DecodeCapacity(200, 128, 2048)
     theirs, ours = (DecodeTree(space, page_size, "cpu") for _ in range(2))
     theirs.upload(batch), ours.upload(batch)

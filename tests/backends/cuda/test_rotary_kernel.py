@@ -21,6 +21,7 @@ from prefixkit.ops.arguments import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import SLOTS, WRONG, Appended, rotations
 from tests.emulation.build import build
+from tests.fake_gpu import pretend, pretend_to_launch
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -38,7 +39,6 @@ class Gpu:
 
     def __init__(self, library):
         self.library, self.loaded, self.launched = library, 0, []
-        self.capability = (9, 0)
 
     def load(self, unit, device):
         self.loaded += 1
@@ -60,9 +60,8 @@ class Gpu:
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
     monkeypatch.setattr(Gpu, "append", kv.Append())
-    monkeypatch.setattr(kv, "launch", lambda *args, **options: gpu.launch(*args, **options))
-    monkeypatch.setattr("prefixkit.cuda.jit.load", gpu.load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu.capability)
+    pretend(monkeypatch, (9, 0))
+    pretend_to_launch(monkeypatch, kv, gpu.load, lambda *args, **options: gpu.launch(*args, **options))
     return gpu
 
 
@@ -209,9 +208,9 @@ def test_a_form_is_prepared_once(gpu, caplog):
     assert not caplog.records
 
 
-def test_it_is_launched_ahead_of_time_where_gpus_can(gpu):
+def test_it_is_launched_ahead_of_time_where_gpus_can(gpu, monkeypatch):
     rng = fresh_rng()
-    gpu.capability = (8, 9)
+    pretend(monkeypatch, (8, 9))
     compare(random_rows(rng, torch.bfloat16, 7, 4, 2, 64), (3, 16, 2, 64), random_slots(rng, 7, 48))
     assert gpu.launched == [False]
 
@@ -304,15 +303,14 @@ def test_memory_of_the_same_form_may_begin_elsewhere(gpu, appended):
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(2**31 - 129, True), (2**31 - 128, False)])
-def test_more_threads_than_32_bits_number_are_left_to_torch(tokens, fits, gpu, monkeypatch):
+def test_more_threads_than_32_bits_number_are_left_to_torch(tokens, fits, gpu, appended):
     """Two for each token, in blocks of 256; tensors without memory."""
     launched = []
     gpu.launch = lambda *args, **options: launched.append(args[3])
-    monkeypatch.setattr(kv.Append, "kv_append", lambda *args: None)
     x, pages = (torch.empty(shape, device="meta").half() for shape in ((tokens, 1, 16), (2**27, 16, 1, 16)))
     slots = torch.empty(tokens, device="meta").long()
     assert Gpu.append.rotary_append(x, x, x, x[:, 0], x[:, 0], pages, pages, slots).shape == x.shape
-    assert launched == ([(2**24 - 1, 1, 1)] if fits else [])
+    assert (launched, appended) == (([(2**24 - 1, 1, 1)], []) if fits else ([], [tokens]))
 
 
 def test_bad_arguments_are_named_before_anything_is_launched(gpu):

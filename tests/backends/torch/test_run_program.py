@@ -38,6 +38,7 @@ from prefixkit.testing.forests import (
     random_case,
     random_split_plan,
 )
+from tests.attention.reference import reference_attention
 
 
 def tree_case(
@@ -336,8 +337,11 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
     for size, inference in ((20, first), (20, not first), (50, first), (50, not first)):
         with torch.inference_mode(inference):
             case = decode_case(size, [size, size - 1])
-            attend(case, plan_of(case, SHARE_ALL))
-            attend(case, plan_of(case, SHARE_ALL), register(soft_cap(3.0)))
+            for variant in (CAUSAL, soft_cap(3.0)):
+                out, _ = attend(case, plan_of(case, SHARE_ALL), register(variant))
+                given = case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages
+                exact = reference_attention(*given, case.scale, variant).out
+                torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_a_thread_keeps_no_more_than_its_bound() -> None:

@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 
 from prefixkit.cli.commands.env import facts, run_env
+from tests.fake_gpu import pretend
 
 
 def test_versions_threads_and_the_backend_are_there():
@@ -17,7 +18,7 @@ def test_versions_threads_and_the_backend_are_there():
 
 
 def test_without_a_gpu_the_backend_is_the_cpu_and_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend(monkeypatch)
     monkeypatch.delenv("PREFIXKIT_BACKEND", raising=False)
     assert dict(facts())["backend"].startswith("cpu: torch sees no CUDA device")
 

@@ -193,17 +193,21 @@ def test_no_bubblewrap_is_an_error_that_names_the_remedy(monkeypatch: pytest.Mon
 def test_a_bubblewrap_that_cannot_make_namespaces_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = bubblewrap.executable()
+    real, path = bubblewrap.executable(), os.environ["PATH"]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         broken = Path(folder, "bwrap")
         broken.write_text(
             f'#!/bin/sh\n[ "$1" = --help ] && exec {real} --help\necho "bwrap: No permissions" >&2\nexit 1\n'
         )
-        for path in (broken, broken.parent):
-            path.chmod(0o755)
-        monkeypatch.setattr(bubblewrap, "executable", lambda: str(broken))
-        with pytest.raises(NoSandbox, match=r"bwrap: No permissions; allow .*kernel.unprivileged_userns_clone"):
-            Judge()
+        for made in (broken, broken.parent):
+            made.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{path}")
+        bubblewrap.executable.cache_clear()
+        try:
+            with pytest.raises(NoSandbox, match=r"bwrap: No permissions; allow .*kernel.unprivileged_userns_clone"):
+                Judge()
+        finally:
+            bubblewrap.executable.cache_clear()
 
 
 def test_plain_subprocesses_judge_the_same_after_a_warning(caplog: pytest.LogCaptureFixture) -> None:

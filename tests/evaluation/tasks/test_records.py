@@ -1,8 +1,8 @@
 """Files of records: each form is read whole, and what is damaged is named."""
 
 import gzip
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def test_parquet(tmp_path):
 
 
 def test_parquet_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match="run: pip install pyarrow"):
         fields(tmp_path / "a.parquet")
 

@@ -114,8 +114,8 @@ class TestSharing:
         def refuse(*args):
             raise AssertionError("KV was copied")
 
-        monkeypatch.setattr(KVPool, "copy", refuse)
-        monkeypatch.setattr(KVPool, "grown", refuse)
+        for how in ("copy", "grown"):
+            monkeypatch.setattr(KVPool, how, refuse)
         want, got, _ = compared(make_model(), padded, num_beams=4, do_sample=False)
         assert torch.equal(got, want)
 
