@@ -90,10 +90,10 @@ def test_what_does_not_fit_is_a_result():
 
 
 def test_flash_gets_the_largest_batch_that_fits():
-    rig = Rig(TINY, CPU, capacity=1 << 20)
-    row = throughput(rig, 16, 512, 4)
+    rig = Rig(TINY, CPU, capacity=1 << 18)
+    row = throughput(rig, 16, 128, 4)
     found = row["methods"][SMALLER_FLASH]
-    per_sequence = 516 * rig.spec().bytes_per_token
+    per_sequence = 132 * rig.spec().bytes_per_token
     assert found["batch"] * per_sequence <= rig.capacity < 2 * found["batch"] * per_sequence
     assert number(row, SMALLER_FLASH, "tokens_per_s") == found["tokens_per_s"] > 0
 
@@ -141,10 +141,8 @@ def test_everything_end_to_end(tmp_path, capsys):
     assert not [row for row in found["rows"] if "skipped" in row]
     methods = [row["methods"] for row in found["rows"] if "methods" in row]
     assert not [method for row in methods for method in row.values() if "skipped" in method]
-    main(["--report", str(tmp_path / "run" / "hydragen.json"), "--docs", str(tmp_path / "docs")])
-    page = (tmp_path / "docs" / "hydragen.md").read_text()
-    assert page == (tmp_path / "run" / "hydragen.md").read_text()
-    pictures = {path.name for path in (tmp_path / "docs" / "hydragen").iterdir()}
+    page = (tmp_path / "run" / "hydragen.md").read_text()
+    pictures = {path.name for path in (tmp_path / "run" / "hydragen").iterdir()}
     assert all(f"](hydragen/{name})" in page for name in pictures) and len(pictures) == len(TABLE)
 
 
