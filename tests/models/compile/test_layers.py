@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from prefixkit.models import IncompleteStep, is_patched, patch, unpatch
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.compile.layers import compile_layer
-from tests.models.compile.decode import Decode, functional, traced
+from tests.models.compile.decode import Decode, traced
 from tests.models.driver import TreeDriver
 from tests.models.forwards import class_level_forward
 
@@ -377,7 +377,7 @@ def test_torch_keeps_what_was_compiled_on_disk(dynamo, tiny, rng):
     assert (found["autograd_cache_miss"], found["autograd_cache_hit"], found["autograd_cache_bypass"]) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("compiler", [traced, functional, compile_layer])
+@pytest.mark.parametrize("compiler", [traced, compile_layer])
 def test_a_runner_that_is_gone_holds_no_pages(compiler, dynamo, tiny, drive, rng):
     """The compiler keeps what it made; it must not keep the runner."""
     model = tiny()
