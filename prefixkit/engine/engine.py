@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.call import Call
+from prefixkit.engine.head_values import Head, Marked, values
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.runs.run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.engine.score import Score, score
 from prefixkit.engine.sharing_report import Report
-from prefixkit.engine.values import Head, Marked, values
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
 from prefixkit.sampling.params import as_integer
@@ -105,7 +105,7 @@ class Engine:
             )
 
     def values(self, marked: Marked, head: Head, call: Call | None = None) -> list[Tensor]:
-        """What a head makes of the hidden states at wanted tokens; see ``engine/values.py``."""
+        """What a head makes of the hidden states at wanted tokens; see ``engine/head_values.py``."""
         with self._reporting(call) as report:
             return values(self.runner, self.store, marked, head, prefill_chunk=self.prefill_chunk, report=report)
 

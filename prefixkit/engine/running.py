@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from prefixkit.engine.call import Call
 from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
-from prefixkit.engine.runs.run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.sharing_report import BatchCounts
 from prefixkit.runners.batch import Results, Runner
 from prefixkit.runners.tree_step import launch_step

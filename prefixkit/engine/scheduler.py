@@ -20,7 +20,7 @@ from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.waiting_queue import WaitingQueue, admission_order
 from prefixkit.kv.store import KVStore

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.call import Call
+from prefixkit.engine.head_values import Head
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.values import Head
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.prompts import Prompt

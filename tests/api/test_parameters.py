@@ -66,7 +66,7 @@ def test_a_model_that_is_not_patched():
         ({"seed": -1}, "seed must be at least 0"),
         ({"kv_budget": "2 gigs"}, 'kv_budget: a size must look like "2GiB", .* got "2 gigs"'),
         ({"kv_budget": float("nan")}, "kv_budget"),
-        ({"keep": False}, "return_samples=False drops every sample; pass on_sample"),
+        ({"return_samples": False}, "return_samples=False drops every sample; pass on_sample"),
     ],
 )
 def test_parameters_out_of_range(model, option, message):

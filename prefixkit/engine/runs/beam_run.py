@@ -12,7 +12,7 @@ from prefixkit.engine.call import Call
 from prefixkit.engine.request import BeamParams, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
-from prefixkit.engine.runs.run import RowSampling
+from prefixkit.engine.runs.run_protocol import RowSampling
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.specification import GREEDY

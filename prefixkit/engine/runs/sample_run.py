@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.run import RowSampling
+from prefixkit.engine.runs.run_protocol import RowSampling
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results

@@ -79,9 +79,7 @@ class TestWhatCannotBeOnATree:
         assert isinstance(cache, TreeCache)
 
     def test_kv_that_does_not_fit(self, padded, said, monkeypatch):
-        from prefixkit.models.generate import tree_memory
-
-        monkeypatch.setattr(tree_memory, "free_memory", lambda device: 10_000)
+        monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: 10_000)
         want, got, cache = compared(make_model(), padded, **SAMPLED)
         assert torch.equal(got, want)
         assert type(cache) is DynamicCache
