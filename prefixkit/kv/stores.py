@@ -57,6 +57,12 @@ class _Shared:
                 store.restart()
         return self.borrower is not None
 
+    def vacated(self) -> bool:
+        """Whether the borrower rests between two calls, and has just left the store for another one."""
+        borrower = None if self.borrower is None else self.borrower()
+        leave: Callable[[], bool] | None = getattr(borrower, "leave_store", None)
+        return leave is not None and leave() and not self.lent
+
 
 class ModelStores:
     """The KV stores of one model.
@@ -179,10 +185,10 @@ class ModelStores:
                 one.holders.discard(holder)
 
     def lend(self, store: KVStore, borrower: object) -> bool:
-        """Lend a shared store to a call; False where another call uses it."""
+        """Lend a shared store to a call; False where another call uses it, and cannot go elsewhere."""
         with self._lock:
             shared = self._record(store)
-            if shared is None or shared.lent:
+            if shared is None or (shared.lent and not shared.vacated()):
                 return False
             self._lend(shared, store, borrower)
             return True

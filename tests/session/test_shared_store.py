@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from transformers import DynamicCache
 
 import prefixkit
 from prefixkit import Session, SessionBusy
@@ -61,6 +62,12 @@ def generated(model: Any, prompt: list[int], **options: Any) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
+def assert_as_good(logits: torch.Tensor, stock: torch.Tensor, ids: torch.Tensor) -> None:
+    """Logits after the last tokens of a text err from float64 by at most 1.5 times what those of the plain model do."""
+    truth = tiny_llama().double()(ids).logits[:, -logits.shape[1] :]
+    assert (logits - truth).norm() <= 1.5 * (stock - truth).norm()
+
+
 def sampled(session: Session, prompt: list[int]) -> list[int]:
     return session.generate([prompt], **GREEDY)[0].tokens
 
@@ -105,8 +112,8 @@ def test_a_pin_stays_while_generate_fills_the_store(model: Any, prompt: list[int
             assert generated(model, other) == generated(plain, other)
         assert generated(model, prompt, output_logits=True, return_dict_in_generate=True) == generated(plain, prompt)
         with torch.no_grad():
-            logits = model(torch.tensor([prompt]), past_key_values=TreeCache(model)).logits
-            torch.testing.assert_close(logits, plain(torch.tensor([prompt])).logits)
+            ids = torch.tensor([prompt])
+            assert_as_good(model(ids, past_key_values=TreeCache(model)).logits, plain(ids).logits, ids)
         sampled(session, prompt)
         assert session.report.prompt_tokens_found == len(prompt)
         pin.release()
@@ -172,6 +179,46 @@ class TestAStoreInUse:
             assert len([first, *stream]) == 2
 
 
+class TestACacheThatIsHeld:
+    """After ``generate()``, or between calls of the model: it makes room for a session, and goes on."""
+
+    def test_by_the_caller_of_generate(self, model: Any, prompt: list[int], caplog: Any) -> None:
+        caplog.set_level("INFO", "prefixkit")
+        plain, options = tiny_llama(), {"return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 6}
+        ids = torch.tensor([prompt, [257] * 10 + prompt[:50]])
+        given: Any = {"attention_mask": (ids != 257).long(), "pad_token_id": 257, "eos_token_id": None, **options}
+        with Session(model) as session:
+            store = session.store
+            out, expected = (one.generate(ids, **given) for one in (model, plain))
+            assert torch.equal(out.sequences, expected.sequences)
+            pin = session.pin(prompt)
+            assert session.report.prompt_tokens_found == len(prompt) and session.store is store
+            assert sum("has moved to another KV store" in record.message for record in caplog.records) == 1
+            longer = torch.cat((out.sequences, ids[:, :7]), 1)
+            more = given | {"attention_mask": torch.cat((given["attention_mask"], torch.ones(2, 13).long()), 1)}
+            found, truth = (
+                one.generate(longer, **more | {"past_key_values": kept.past_key_values})
+                for one, kept in ((model, out), (plain, expected))
+            )
+            assert torch.equal(found.sequences, truth.sequences)
+            assert sampled(session, prompt) == generated(plain, prompt)
+            assert session.report.prompt_tokens_found == len(prompt)
+            pin.release()
+
+    def test_by_a_loop_over_the_model(self, model: Any, prompt: list[int], seed: int) -> None:
+        plain, ids = tiny_llama(), torch.tensor([prompt])
+        caches, logits = (TreeCache(model), DynamicCache()), (list[torch.Tensor](), list[torch.Tensor]())
+        new = torch.from_numpy(np.random.default_rng(seed).integers(5, 250, (1, 9)))
+        with Session(model) as session, torch.no_grad():
+            for step in range(9):
+                given = torch.cat((ids, new[:, :1]), 1) if step == 0 else new[:, step : step + 1]
+                for one, cache, found in zip((model, plain), caches, logits, strict=True):
+                    found.append(one(given, past_key_values=cache).logits[:, -1])
+                if step % 3 == 1:
+                    assert sampled(session, prompt) == generated(plain, prompt)
+            assert_as_good(*(torch.stack(found, 1) for found in logits), torch.cat((ids, new), 1))
+
+
 def calls_of(call: Any, prompts: list[list[int]], out: list[Any]) -> None:
     began = time.perf_counter()
     found = [call(prompt) for prompt in prompts]
@@ -207,7 +254,7 @@ def test_all_stores_together_stay_within_the_limit(model: Any, seed: int, little
     rng, stores = np.random.default_rng(seed), stores_of(model)
     held = []
     with Session(model) as session, Session(model, page_size=4) as other:
-        for call in range(100):
+        for call in range(34):
             prompt = rng.integers(5, 250, int(rng.integers(1, 90))).tolist()
             if call % 10 == 9:
                 held = [session.stream([prompt], **GREEDY)]

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.generated_cache import GeneratedCache
+from prefixkit.models.generate.generated_cache import GeneratedCache, generating, use_cache
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.generate.tree_memory import replays
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
@@ -99,6 +99,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             else:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
+            use_cache(made)
             made.settle()  # what is given for the first step is checked
             if isinstance(made, GeneratedCache) and not made.left and made.of_another_kind():
                 log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
@@ -106,8 +107,14 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             made.fork, made.final_length = beams > 1, max_cache_length
         return done
 
+    @functools.wraps(original.generate)  # type: ignore[attr-defined]
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with generating():
+            return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
-    methods: dict[str, Callable[..., Any]] = {"forward": forward, "_prepare_cache_for_generation": prepare_cache}
+    methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
+    methods["_prepare_cache_for_generation"] = prepare_cache
     return subclass(original, _blank, methods)
 
 
@@ -162,7 +169,8 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], wh
         return whole(**given | {"past_key_values": cache.instead})
     began = not cache.get_seq_length()
     try:
-        logits = _logits(model, cache, given)
+        with cache.in_use:
+            logits = _logits(model, cache, given)
     except (NotOnTree, DoesNotFit, UnsupportedModel, IncompleteStep) as error:
         if isinstance(error, FedAgain):
             cache = GeneratedCache.of(cache)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any, cast
 
@@ -77,6 +80,28 @@ class GeneratedCache(TreeCache):
 
     def activate_past_recording(self) -> None:
         self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
+
+
+_calls = threading.local()
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """A call of ``generate()``: the caches that it uses stay in their KV stores until its end."""
+    outer, _calls.caches = getattr(_calls, "caches", None), []
+    try:
+        yield
+    finally:
+        for cache in _calls.caches:
+            cache.in_use.__exit__()
+        _calls.caches = outer
+
+
+def use_cache(cache: TreeCache) -> None:
+    """The call of ``generate()`` under way, if there is one, uses this cache."""
+    if (caches := getattr(_calls, "caches", None)) is not None:
+        cache.in_use.__enter__()
+        caches.append(cache)
 
 
 def _where_it_is(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:

@@ -72,6 +72,8 @@ class RowSteps:
             try:
                 return rows.extend(own)
             except OutOfPages as error:
+                if self.memory.store.cache.free_pages(error.asked):
+                    continue
                 self.memory.grow(error.asked - error.free + self.memory.store.pool.num_pages // 4)
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
@@ -155,6 +157,15 @@ class RowSteps:
             index = nodes[which].index
             first[index] = min(at, first.get(index, at))
         return choose_queries(snapshot, [], list(first), self.memory.chunk, list(first.values()))
+
+    def copy_kv(self, other: RowSteps) -> None:
+        """Give another cache's rows of the same tokens a copy of the KV."""
+        rows, theirs, store = self.settled(), other.rows, other.memory.store
+        own = np.arange(rows.length) >= rows.pad[:, None]
+        target, first = np.unique(theirs.slots()[own], return_index=True)
+        store.pool.copy(rows.slots()[own][first], target, self.memory.store.pool)
+        nodes = store.tree.nodes()
+        store.tree.mark_computed(nodes, [node.length for node in nodes])
 
     def end(self) -> None:
         """Give the store back, where the rows' KV is retained, unless it cannot be used again."""

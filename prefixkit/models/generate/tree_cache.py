@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
+import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,15 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import pretrained_model
+from prefixkit.models.generate.in_use import InUse
+from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.tree_memory import TreeMemory
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.pages import OutOfPages, check_page_size, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
+
+log = logging.getLogger("prefixkit")
 
 Ints = NDArray[np.int32]
 
@@ -61,6 +67,7 @@ class TreeCache(DynamicCache):
         self.fork = False  # whether rows part as beams do
         self.final_length = 0  # that rows will reach, as far as is known
         self._steps: RowSteps | None = None
+        self.in_use = InUse()
 
     # -- what generate() asks ------------------------------------------------------------------------------------------
 
@@ -84,10 +91,11 @@ class TreeCache(DynamicCache):
 
     def settle(self) -> None:
         """Bring the tokens of repeated steps into the tree, before another call goes on with it."""
-        if self._steps is not None:
-            self._steps.settled()
-            if not self._steps.memory.is_current:
-                self._steps.memory.mark_stale()
+        with self.in_use:
+            if self._steps is not None:
+                self._steps.settled()
+                if not self._steps.memory.is_current:
+                    self._steps.memory.mark_stale()
 
     @property
     def kv_tokens(self) -> int:
@@ -108,8 +116,9 @@ class TreeCache(DynamicCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
         order = [int(row) for row in beam_idx.tolist()]
-        if self._steps is not None and order != list(range(len(self.padding))):
-            self._steps.settled().select(order)
+        with self.in_use:
+            if self._steps is not None and order != list(range(len(self.padding))):
+                self._steps.settled().select(order)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
@@ -131,8 +140,9 @@ class TreeCache(DynamicCache):
                 "the tokens that are to be removed"
             )
         if tokens_to_remove and self._steps is not None:
-            length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
-            self._steps.settled().trim(max(0, length))
+            with self.in_use:
+                length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
+                self._steps.settled().trim(max(0, length))
 
     def reset(self) -> None:
         """Drop all tokens and give the KV store back."""
@@ -152,14 +162,39 @@ class TreeCache(DynamicCache):
         other.fork, other.final_length = self.fork, self.final_length
         if self._steps is not None:
             rows = self._steps.settled()
-            steps = other.start(facts_of(self.model), rows.tokens(), rows.pad)
-            there = np.arange(rows.length) >= rows.pad[:, None]
-            target, first = np.unique(steps.rows.slots()[there], return_index=True)
-            store = steps.memory.store
-            store.pool.copy(rows.slots()[there][first], target, self._steps.memory.store.pool)
-            nodes = store.tree.nodes()
-            store.tree.mark_computed(nodes, [node.length for node in nodes])
+            self._steps.copy_kv(other.start(facts_of(self.model), rows.tokens(), rows.pad))
         return other
+
+    def vacate(self) -> bool:
+        """Move to another KV store, with a copy of the KV, for a call that asks for the present one; False where the
+        cache is in use, or there is no memory for another.
+        """
+        with self.in_use.unless() as free:
+            if free:
+                with suppress(DoesNotFit):
+                    self._move()
+                    return True
+        return False
+
+    def _move(self) -> None:
+        """Take the rows to another KV store.
+
+        Raises:
+            DoesNotFit: there is no memory for it; nothing has changed.
+        """
+        before, self._steps = self._steps, None
+        assert before is not None, "it holds a store"
+        try:
+            rows = before.settled()
+            before.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
+        except BaseException:
+            self.reset()
+            self._steps = before
+            raise
+        if not before.memory.is_current:
+            self.memory.mark_stale()
+        log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
+        before.end()
 
     def _empty(self, memo: dict[int, Any]) -> TreeCache:
         """An empty one of the same model."""
@@ -196,6 +231,7 @@ class TreeCache(DynamicCache):
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
         memory = TreeMemory(facts, pages, self.page_size, prompts)
+        memory.vacate = weakref.WeakMethod(self.vacate)
         store = memory.store
         try:
             first = [tokens for tokens in prompts[:1] if len(tokens)]
@@ -241,9 +277,10 @@ class TreeCache(DynamicCache):
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
-        pool, slots = self._steps.memory.store.pool, self._steps.settled().slots()
-        pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-        k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
+        with self.in_use:
+            pool, slots = self._steps.memory.store.pool, self._steps.settled().slots()
+            pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
+            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
         return k, v
 
     # -- what a cache says of itself -----------------------------------------------------------------------------------
@@ -291,30 +328,3 @@ class TreeCache(DynamicCache):
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for.
-
-    Attributes:
-        cache: The tree cache.
-        index: The layer.
-    """
-
-    cache: TreeCache
-    index: int
-
-    def get_seq_length(self) -> int:
-        """Tokens of each row, padding included."""
-        return self.cache.get_seq_length()
-
-    @property
-    def keys(self) -> Tensor:
-        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
-        return self.cache.kv(self.index)[0]
-
-    @property
-    def values(self) -> Tensor:
-        """The same of the values."""
-        return self.cache.kv(self.index)[1]

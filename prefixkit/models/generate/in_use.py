@@ -1,0 +1,33 @@
+"""Whether a call uses a cache, or it rests between two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class InUse:
+    """Calls that use a cache, which stays in its KV store for the length of ``generate()`` and of each method."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+    @contextmanager
+    def unless(self) -> Iterator[bool]:
+        """Whether no call uses the cache; then none begins inside the context."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield not self._count
+        finally:
+            self._lock.release()
