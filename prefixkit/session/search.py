@@ -296,7 +296,7 @@ def step_requests(
     return checked_requests(facts, tokenizer, requests)
 
 
-def take(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
+def append_samples(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
     """Append what was sampled to the nodes; children take the place of a node that asked for several beams."""
     found: list[list[Sample]] = [[] for _ in nodes]
     for sample in samples:

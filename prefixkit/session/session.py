@@ -22,7 +22,7 @@ from prefixkit.session.requests import (
     sampling_requests,
     scored_tokens,
 )
-from prefixkit.session.search import SearchNode, Until, check_nodes, in_step, step_requests, take, with_tokens
+from prefixkit.session.search import SearchNode, Until, append_samples, check_nodes, in_step, step_requests, with_tokens
 from prefixkit.session.session_memory import (
     MemoryReleased,
     Pin,
@@ -218,7 +218,7 @@ class Session(SessionMemory):
             requests = step_requests(facts, self.tokenizer, own, params, until, fields)
             with in_step(own):
                 result = self._run(facts, requests, True)
-            return take(own, requests, result)
+            return append_samples(own, requests, result)
 
     def values(self, prompts: Any, head: Head, *, at: Any = "last") -> Any:
         """What a head makes of the model's hidden states: a reward or value head, or a process reward model's.

@@ -100,10 +100,10 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
             use_cache(made)
-            made.settle()  # what is given for the first step is checked
-            if isinstance(made, GeneratedCache) and not made.left and made.of_another_kind():
+            made.flush()  # what is given for the first step is checked
+            if isinstance(made, GeneratedCache) and not made.fell_back and made.of_another_kind():
                 log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
-                made.leave()
+                made.fall_back()
             made.fork, made.final_length = beams > 1, max_cache_length
         return done
 
@@ -165,8 +165,8 @@ def drop_mode(model: nn.Module) -> None:
 def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
     given.pop("self")
-    if isinstance(cache, GeneratedCache) and cache.left:
-        return whole(**given | {"past_key_values": cache.instead})
+    if isinstance(cache, GeneratedCache) and cache.fell_back:
+        return whole(**given | {"past_key_values": cache.fallback})
     began = not cache.get_seq_length()
     try:
         with cache.in_use:
@@ -179,7 +179,7 @@ def _forward(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], wh
         log.info("generate() keeps transformers' own cache: %s", error)
         if began:
             cache.reset()
-        return whole(**given | {"past_key_values": cache.leave()})
+        return whole(**given | {"past_key_values": cache.fall_back()})
     out = CausalLMOutputWithPast(logits=logits.to(cache.memory.dtype), past_key_values=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()

@@ -22,33 +22,33 @@ class GeneratedCache(TreeCache):
 
     Args:
         model: The model that generates.
-        instead: The cache that transformers has made.
+        fallback: The cache that transformers has made.
         always: Whether the tree is used wherever it can be, not only where it pays.
 
     Attributes:
-        left: Whether it has become that cache.
+        fell_back: Whether it has become that cache.
     """
 
-    def __init__(self, model: PreTrainedModel, instead: Cache, always: bool) -> None:
+    def __init__(self, model: PreTrainedModel, fallback: Cache, always: bool) -> None:
         super().__init__(model)
-        self.instead, self.always, self.left = instead, always, False
+        self.fallback, self.always, self.fell_back = fallback, always, False
 
     @classmethod
     def of(cls, cache: TreeCache) -> GeneratedCache:
         """``cache`` itself, which from now on can become one of transformers."""
         made: Any = cache
         if not isinstance(cache, cls):
-            made.__class__, made.instead = cls, DynamicCache(config=text_config(cache.model))
-            made.always, made.left = True, False
+            made.__class__, made.fallback = cls, DynamicCache(config=text_config(cache.model))
+            made.always, made.fell_back = True, False
         return cast(GeneratedCache, made)
 
-    def leave(self) -> Cache:
+    def fall_back(self) -> Cache:
         """Become the cache of transformers, with the KV that there is."""
-        if not self.left:
-            self.copy_to(self.instead)
+        if not self.fell_back:
+            self.copy_to(self.fallback)
             self.reset()
-            self.left = True
-        return self.instead
+            self.fell_back = True
+        return self.fallback
 
     def of_another_kind(self) -> bool:
         """Whether the model now computes KV that the pool does not take."""
@@ -59,27 +59,27 @@ class GeneratedCache(TreeCache):
 
     @property
     def layers(self) -> list[Any]:
-        return self.instead.layers if self.left else super().layers
+        return self.fallback.layers if self.fell_back else super().layers
 
     @layers.setter
     def layers(self, none: list[Any]) -> None:
         """What the base class would keep."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
-        if not self.left and self.get_seq_length():
+        if not self.fell_back and self.get_seq_length():
             return super().__deepcopy__(memo)
         other = self._empty(memo)
-        other.left = self.left
+        other.fell_back = self.fell_back
         return other
 
     def _empty(self, memo: dict[int, Any]) -> GeneratedCache:
-        return GeneratedCache(self.model, copy.deepcopy(self.instead, memo), self.always)
+        return GeneratedCache(self.model, copy.deepcopy(self.fallback, memo), self.always)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (copy.copy, (self.instead,)) if self.left else super().__reduce__()
+        return (copy.copy, (self.fallback,)) if self.fell_back else super().__reduce__()
 
     def activate_past_recording(self) -> None:
-        self.instead.activate_past_recording()  # type: ignore[no-untyped-call]
+        self.fallback.activate_past_recording()  # type: ignore[no-untyped-call]
 
 
 _calls = threading.local()
@@ -104,10 +104,10 @@ def use_cache(cache: TreeCache) -> None:
         caches.append(cache)
 
 
-def _where_it_is(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:
-    return getattr(cache.instead if cache.left else super(GeneratedCache, cache), method)(*args, **kwargs)
+def _of_the_present_cache(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:
+    return getattr(cache.fallback if cache.fell_back else super(GeneratedCache, cache), method)(*args, **kwargs)
 
 
 _MOVING = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop")
 for _method in ("get_seq_length", "__len__", *_MOVING):
-    setattr(GeneratedCache, _method, partialmethod(_where_it_is, method=_method))
+    setattr(GeneratedCache, _method, partialmethod(_of_the_present_cache, method=_method))

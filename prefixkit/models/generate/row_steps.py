@@ -20,7 +20,7 @@ class RowSteps:
     """Rows whose KV is in a tree, and the steps that bring it there.
 
     While rows only grow, a decode step is the last one repeated: the tree takes the tokens of such steps later, when
-    something asks for it (:meth:`settled`).
+    something asks for it (:meth:`flushed`).
 
     Args:
         memory: Pool, tree and runner.
@@ -50,7 +50,7 @@ class RowSteps:
         """Whether the next decode step is the last one repeated."""
         return self._order is not None
 
-    def settled(self) -> Rows:
+    def flushed(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed; the next decode step is not repeated."""
         rows, self._order = self._rows, None
         if self._ahead:
@@ -67,7 +67,7 @@ class RowSteps:
         Raises:
             DoesNotFit: the pool has to grow, and there is no memory for it; nothing has changed.
         """
-        rows, own = self.settled(), tokens.cpu().numpy().astype(np.int32)
+        rows, own = self.flushed(), tokens.cpu().numpy().astype(np.int32)
         while True:
             try:
                 return rows.extend(own)
@@ -131,7 +131,7 @@ class RowSteps:
         Returns:
             ``[rows, count, vocab]`` the logits after the last ``count`` tokens of each row; zeros after padding.
         """
-        rows = self.settled()
+        rows = self.flushed()
         row, from_end, nodes, offsets = zip(*rows.last_tokens(count), strict=True)
         offset, source = np.array(offsets), np.full(len(row), -1)  # where the logits of each place are among all
         parts, computed = list[Tensor](), 0
@@ -160,7 +160,7 @@ class RowSteps:
 
     def copy_kv(self, other: RowSteps) -> None:
         """Give another cache's rows of the same tokens a copy of the KV."""
-        rows, theirs, store = self.settled(), other.rows, other.memory.store
+        rows, theirs, store = self.flushed(), other.rows, other.memory.store
         own = np.arange(rows.length) >= rows.pad[:, None]
         target, first = np.unique(theirs.slots()[own], return_index=True)
         store.pool.copy(rows.slots()[own][first], target, self.memory.store.pool)
@@ -172,7 +172,7 @@ class RowSteps:
         store = self.memory.store
         drop = store.retain
         try:
-            rows = self.settled()
+            rows = self.flushed()
         except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
             rows, drop = self._rows, store.tree.release
         for sequence in rows.detach():

@@ -89,18 +89,18 @@ class TreeCache(DynamicCache):
         """Whether the next decode step is the last one repeated."""
         return self._steps is not None and self._steps.repeats
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring the tokens of repeated steps into the tree, before another call goes on with it."""
         with self.in_use:
             if self._steps is not None:
-                self._steps.settled()
+                self._steps.flushed()
                 if not self._steps.memory.is_current:
                     self._steps.memory.mark_stale()
 
     @property
     def kv_tokens(self) -> int:
         """Tokens whose KV is held: those that rows share once."""
-        return 0 if self._steps is None else int(self._steps.settled().tree.snapshot().length.sum())
+        return 0 if self._steps is None else int(self._steps.flushed().tree.snapshot().length.sum())
 
     @property
     def memory(self) -> TreeMemory:
@@ -118,7 +118,7 @@ class TreeCache(DynamicCache):
         order = [int(row) for row in beam_idx.tolist()]
         with self.in_use:
             if self._steps is not None and order != list(range(len(self.padding))):
-                self._steps.settled().select(order)
+                self._steps.flushed().select(order)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
@@ -142,7 +142,7 @@ class TreeCache(DynamicCache):
         if tokens_to_remove and self._steps is not None:
             with self.in_use:
                 length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
-                self._steps.settled().trim(max(0, length))
+                self._steps.flushed().trim(max(0, length))
 
     def reset(self) -> None:
         """Drop all tokens and give the KV store back."""
@@ -161,7 +161,7 @@ class TreeCache(DynamicCache):
         other = self._empty(memo)
         other.fork, other.final_length = self.fork, self.final_length
         if self._steps is not None:
-            rows = self._steps.settled()
+            rows = self._steps.flushed()
             self._steps.copy_kv(other.start(facts_of(self.model), rows.tokens(), rows.pad))
         return other
 
@@ -185,7 +185,7 @@ class TreeCache(DynamicCache):
         before, self._steps = self._steps, None
         assert before is not None, "it holds a store"
         try:
-            rows = before.settled()
+            rows = before.flushed()
             before.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
         except BaseException:
             self.reset()
@@ -265,7 +265,7 @@ class TreeCache(DynamicCache):
             raise
         except BaseException:
             with suppress(RuntimeError, OutOfPages):  # where the device has failed
-                steps.settled().trim(min(before, self.get_seq_length()))
+                steps.flushed().trim(min(before, self.get_seq_length()))
             raise
 
     def copy_to(self, cache: Cache) -> None:
@@ -278,7 +278,7 @@ class TreeCache(DynamicCache):
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         with self.in_use:
-            pool, slots = self._steps.memory.store.pool, self._steps.settled().slots()
+            pool, slots = self._steps.memory.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
             k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
         return k, v

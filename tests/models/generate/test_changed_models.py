@@ -116,7 +116,7 @@ def test_layers_that_were_compiled_one_by_one(how, when, rng, dynamo):
         for options in (SAMPLED, BEAMS):
             options = {**options, "eos_token_id": None, "max_new_tokens": 5}
             got = generate(model, inputs, **options, return_dict_in_generate=True)
-            assert not got.past_key_values.left
+            assert not got.past_key_values.fell_back
             assert torch.equal(got.sequences, generate(plain, inputs, **options))
         made.append(len(graphs))
     assert 0 < made[0] <= 8

@@ -27,7 +27,7 @@ def test_a_tokenizer_that_finds_stop_strings(options, rng):
     for given in ({"stop_strings": stop}, {"stop_strings": stop, "assistant_tokenizer": tokenizer}):
         want, got, cache = compared(model, inputs, **options, **given, tokenizer=tokenizer)
         assert isinstance(cache, TreeCache)
-        assert not cache.left
+        assert not cache.fell_back
         assert torch.equal(got, want)
         assert 20 < want.shape[1] < 60
 
@@ -35,7 +35,7 @@ def test_a_tokenizer_that_finds_stop_strings(options, rng):
 @pytest.mark.parametrize("given", [{"is_causal": True}, {"num_items_in_batch": 7}])
 def test_what_asks_for_what_a_tree_does(given, padded):
     want, got, cache = compared(make_model(), padded, **SAMPLED, **given)
-    assert not cache.left
+    assert not cache.fell_back
     assert torch.equal(got, want)
 
 
@@ -62,7 +62,7 @@ def test_kinds_of_tokens_that_say_that_all_is_text(model_type, options, padded):
     model, name = image_model(model_type)
     given = {**padded, name: torch.zeros_like(padded["input_ids"])}
     want, got, cache = compared(model, given, **options)
-    assert not cache.left
+    assert not cache.fell_back
     assert torch.equal(got, want)
 
 
