@@ -1,7 +1,7 @@
 """Two checkouts of prefixkit in one run: a case is timed in both in turns, and printed as new over old.
 
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
-    python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,tree] [--out FILE]
+    python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,calls,tree] [--out FILE]
 
 Each checkout has a process (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only``: part of a name.
 """
@@ -65,6 +65,9 @@ def cases(kind: str, small: bool) -> list[Row]:
         return [{"name": f"{c['heads'][0]}/{c['heads'][1]} {c['workload']}", "unit": "us", **c} for c in every]
     if kind == "engine":
         return [{"name": f"{rows} rows", "unit": "ms", "rows": rows} for rows in (64, 256, 1024)]
+    if kind == "calls":
+        size = {"prompt": 64, "rows": 4, "new": 4} if small else {"prompt": 512, "rows": 32, "new": 32}
+        return [{"name": what, "unit": "ms", **size} for what in ("samples", "beams", "scores", "generate")]
     if kind in ("generate", "session"):
         sized = {"generate": ({"prompt": 256, "rows": 4, "new": 16}, {"prompt": 16, "rows": 1, "new": 1})}
         sized["session"] = ({"known": 16, "new": 1}, {"known": 512, "new": 1}, {"known": 512, "new": 16})
@@ -114,7 +117,7 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 def main(given: list[str] | None = None) -> dict[str, Row]:
     of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
     on_gpu = ("attention", "engine") if torch.cuda.is_available() else ()
-    of |= {"cases": [*on_gpu, "sampling", "tree", "admission", "generate", "session"], "only": ""}
+    of |= {"cases": [*on_gpu, "sampling", "tree", "admission", "generate", "session", "calls"], "only": ""}
     options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)

@@ -155,8 +155,38 @@ def session(case: runner.Row) -> Time:
     return lambda: 1e3 * cpu_seconds(call) / 5
 
 
+def calls(case: runner.Row) -> Time:
+    """Milliseconds of a whole call after a prompt that was not seen before, by a session or the model's generate()."""
+    import prefixkit
+
+    on_gpu, rows, new = torch.cuda.is_available(), case["rows"], case["new"]
+    made = model(shapes.LLAMA_8B.name if on_gpu else "small")
+    opened = prefixkit.Session(made, kv_budget="8GiB" if on_gpu else "64MiB")
+    options = {"max_new_tokens": new, "stop_token_ids": ()}
+    plain = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "num_return_sequences": rows}
+
+    def call() -> None:
+        prompt = prompt_of(case["prompt"])
+        if case["name"] == "samples":
+            opened.generate([prompt], n=rows, temperature=1.0, **options)
+        elif case["name"] == "beams":
+            opened.beam_search([prompt], num_beams=rows, **options)
+        elif case["name"] == "scores":
+            opened.score(prompt, [prompt_of(new) for _ in range(rows)])
+        else:
+            made.generate(torch.tensor([prompt], device=made.device), pad_token_id=0, **plain)
+
+    def timed_call() -> float:
+        if not on_gpu:
+            return cpu_seconds(call)
+        torch.cuda.synchronize()
+        return runner.wall_seconds(lambda: (call(), torch.cuda.synchronize()), 1)[0]
+
+    return lambda: 1e3 * timed_call()
+
+
 CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}
-CASES |= {"generate": generate, "session": session}
+CASES |= {"generate": generate, "session": session, "calls": calls}
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from prefixkit.models.model_errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.sampling.params import SamplingParams
+    from prefixkit.session.calls import Result
     from prefixkit.session.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
     from prefixkit.session.session import Session
-    from prefixkit.session.session_memory import MemoryReleased, Pin, Result, SessionBusy
+    from prefixkit.session.session_memory import MemoryReleased, Pin, SessionBusy
 
 __version__ = "0.1.0"
 
@@ -39,7 +40,8 @@ _NAMES = {
     "prefixkit.sampling.params": ("SamplingParams",),
     "prefixkit.session.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
     "prefixkit.session.session": ("Session",),
-    "prefixkit.session.session_memory": ("MemoryReleased", "Pin", "Result", "SessionBusy"),
+    "prefixkit.session.calls": ("Result",),
+    "prefixkit.session.session_memory": ("MemoryReleased", "Pin", "SessionBusy"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

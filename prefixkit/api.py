@@ -10,6 +10,7 @@ from prefixkit.engine.score import Score
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session.assembly import make_engine, make_scorer
+from prefixkit.session.calls import Result, call_of, check_length, run
 from prefixkit.session.requests import (
     Prompts,
     beam_requests,
@@ -18,8 +19,6 @@ from prefixkit.session.requests import (
     sampling_requests,
     scored_tokens,
 )
-from prefixkit.session.session import Result, run
-from prefixkit.session.session_memory import call_of, check_length
 
 
 def generate(

@@ -70,6 +70,11 @@ class RunningBatch:
         self._extend: list[tuple[Sequence, int]] = []  # what runs that do not stream go on with
 
     @property
+    def forks(self) -> bool:
+        """Whether some runs do not stream, and move their sequences in the tree at each step."""
+        return bool(self._stepwise)
+
+    @property
     def steps(self) -> int:
         return 0 if self.scheduled.batch is None else self._launched
 

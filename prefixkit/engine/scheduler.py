@@ -203,7 +203,7 @@ class Scheduler:
 
     def compact_in_time(self) -> None:
         """Make the tree of runs that fork less deep, every so many steps, with pages that nothing needs soon."""
-        if self.steps % COMPACT_EVERY == COMPACT_EVERY - 1 and any(not run.streams for run in self.runs):
+        if self.steps % COMPACT_EVERY == COMPACT_EVERY - 1:
             self._compact(max(0, self.store.tree.allocator.free - self._lookahead(self.policy.shortest)))
 
     def _next(self) -> Scheduled | None:

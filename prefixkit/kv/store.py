@@ -55,9 +55,7 @@ class KVStore:
 
         A sequence that the tree holds in part takes pages for its other tokens alone.
         """
-        contexts, size = list(contexts), self.tree.page_size
-        if sum(pages_for(len(tokens), size) for tokens in contexts) + lookahead <= self.tree.allocator.free:
-            return True
+        size = self.tree.page_size
         with ExitStack() as pinned:
             need = lookahead
             for tokens in contexts:
@@ -75,7 +73,8 @@ class KVStore:
             alone: Whether nothing else runs: then what is in the way is what the cache retains, and the slots that are
                 lost at the ends of its nodes.  It is cleared, and the sequence inserted.
         """
-        if not self.fits([tokens], lookahead):
+        enough = pages_for(len(tokens), self.tree.page_size) + lookahead <= self.tree.allocator.free
+        if not (enough or self.fits([tokens], lookahead)):
             if not alone:
                 return None
             self.cache.clear()

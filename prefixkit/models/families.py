@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.models.attention_class import is_own_forward, original_class
@@ -58,12 +57,6 @@ def pretrained_model(model: object) -> PreTrainedModel:
 def text_config(model: object) -> PreTrainedConfig:
     """The config of what a model, or the one in a wrapper, does with text."""
     return pretrained_model(model).config.get_text_config()
-
-
-def logits_of(output: Any) -> Tensor | None:
-    """The logits among what a model has returned; None if it has none."""
-    logits: Tensor | None = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-    return logits
 
 
 @functools.cache

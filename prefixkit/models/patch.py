@@ -12,7 +12,7 @@ from prefixkit.models.attention_class import become, is_tree_class, original_cla
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.generate.forward import (
+from prefixkit.models.generate.generating_class import (
     MODES,
     Mode,
     drop_mode,

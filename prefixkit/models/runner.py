@@ -19,9 +19,9 @@ from prefixkit.attention.step import Step
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
 from prefixkit.models.facts import ModelFacts, patched_facts
-from prefixkit.models.families import logits_of, pretrained_model
+from prefixkit.models.families import pretrained_model
+from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
-from prefixkit.models.probe.passes import random_part
 from prefixkit.models.step_cache import StepCache
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for

@@ -11,6 +11,7 @@ from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
+from prefixkit.session.calls import Result, check_length
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
     Prompts,
@@ -22,19 +23,12 @@ from prefixkit.session.requests import (
     sampling_requests,
     scored_tokens,
 )
-from prefixkit.session.search import SearchNode, Until, append_samples, check_nodes, in_step, step_requests, with_tokens
-from prefixkit.session.session_memory import (
-    MemoryReleased,
-    Pin,
-    Result,
-    SessionBusy,
-    SessionMemory,
-    check_length,
-    run,
-)
+from prefixkit.session.search import SearchNode, check_nodes, in_step, with_tokens
+from prefixkit.session.search_steps import Until, append_samples, step_requests
+from prefixkit.session.session_memory import MemoryReleased, Pin, SessionBusy, SessionMemory
 from prefixkit.session.stream import Stream
 
-__all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy", "run"]
+__all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]
 
 
 class Session(SessionMemory):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,7 @@ from prefixkit.engine.call import Call
 from prefixkit.engine.engine import Engine, checked_limits
 from prefixkit.engine.memory import MOST_RUNNING
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.request import Request, Sample, TokenEvent
-from prefixkit.engine.runs.detokenizer import detokenizer_of
+from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.limits import session_pages
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
@@ -32,8 +31,8 @@ from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
-from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.assembly import engine_of
+from prefixkit.session.calls import Result, call_of, run
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
 from prefixkit.session.search import SearchNode, with_tokens
@@ -82,27 +81,6 @@ class Pin:
                 tree.retain(self.sequence)
             else:
                 self.sequence.tree = None  # it ended with its tree
-
-
-@dataclass(frozen=True)
-class Result:
-    """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""
-
-    samples: tuple[Sample, ...]
-    report: Report
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-    def of_prompt(self, prompt_index: int) -> list[Sample]:
-        """The samples of one prompt."""
-        return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
 class SessionMemory:
@@ -379,36 +357,3 @@ class SessionMemory:
             raise
         finally:
             self._lock.release()
-
-
-def run(engine: Engine, call: Call, requests: Sequence[Request]) -> Result:
-    """One call: the engine runs requests to their end."""
-    return Result(tuple(engine.run(requests, call)), call.report)
-
-
-def call_of(
-    facts: ModelFacts,
-    tokenizer: Any,
-    requests: Sequence[Request],
-    return_samples: bool = True,
-    on_sample: Callable[[Sample], None] | None = None,
-    on_token: Callable[[TokenEvent], None] | None = None,
-    on_step: Callable[[int], None] | None = None,
-) -> Call:
-    """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
-
-    Raises:
-        ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
-    """
-    check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
-    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer, special))
-
-
-def check_length(facts: ModelFacts, longest: int) -> None:
-    """Refuse sequences that are longer than a chunk of chunked attention; warn where the model was made for fewer."""
-    if (most := facts.longest_text) is not None and longest > most:
-        raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
-    limit = getattr(facts.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

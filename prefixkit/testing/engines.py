@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.engine import Engine, Loop
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.loop import Loop
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.score import Score
 from prefixkit.engine.sharing_report import Report

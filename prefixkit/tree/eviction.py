@@ -71,9 +71,10 @@ class PrefixCache:
     def record_hit(self, sequence: Sequence) -> int:
         """Count a sequence that was just inserted; returns how many of its tokens, from the first, have KV."""
         self._touch(sequence.node, 1)
+        computed = sequence.computed
         self.tokens_queried += sequence.length
-        self.tokens_hit += sequence.computed
-        return sequence.computed
+        self.tokens_hit += computed
+        return computed
 
     def free_pages(self, pages: int) -> bool:
         """Evict until ``pages`` pages are free; False if they cannot be, and then all is evicted that can be."""

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
-from prefixkit.models.families import attention_layers, logits_of, pretrained_model, text_config
+from prefixkit.models.families import attention_layers, pretrained_model, text_config
+from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
 from prefixkit.models.step_cache import empty_mask
@@ -102,19 +103,6 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
     except UnsupportedModel:
         return False
-
-
-def random_part(model: nn.Module) -> str | None:
-    """The name of what a model in training mode drops at random; None if nothing, or in evaluation mode."""
-    if not model.training:
-        return None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return str(name)
-        for what, rate in vars(module).items():  # for functional dropout, and layers that are left out
-            if "drop" in what and isinstance(rate, float) and rate > 0:
-                return f"{name}.{what}"
-    return None
 
 
 def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:

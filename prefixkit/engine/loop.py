@@ -1,0 +1,137 @@
+"""The loop: schedule, launch, commit."""
+
+from __future__ import annotations
+
+import time
+
+from prefixkit.engine.call import Call
+from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.running import RunningBatch
+from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.scheduler import Scheduler
+from prefixkit.kv.store import KVStore
+from prefixkit.runners.batch import Runner
+from prefixkit.tree.eviction import PrefixCache
+
+
+class Loop:
+    """One call over a KV store, from its requests to their last samples.
+
+    Args:
+        runner, store: What it uses, alone.
+        scheduler: What waits and what runs.
+        call: What comes with the call.
+        retain_samples: Whether the KV of finished samples is retained in the prefix cache.
+    """
+
+    def __init__(
+        self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call, retain_samples: bool = False
+    ) -> None:
+        self.runner, self.store, self.scheduler, self.call = runner, store, scheduler, call
+        self.retain_samples = retain_samples
+        self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt gives the store others
+        self._running: RunningBatch | None = None
+        self._ended: RunningBatch | None = None  # not yet reported
+        self._finished: list[Sample] = []  # by the step under way
+        self._has_waiting = False  # when what is running was scheduled
+
+    def start(self, requests: list[Request]) -> None:
+        """Start the call with requests that :func:`check_fits` has passed."""
+        self.runner.start_call()
+        self.call.report.start(self._counters)
+        self.scheduler.submit(requests)
+        self.call.report.prompts += len(requests)
+
+    def step(self) -> list[Sample]:
+        """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
+        began, self._finished = time.perf_counter(), []
+        try:
+            if self._running is None and (scheduled := self.scheduler.next()) is not None:
+                self._running = RunningBatch(self._tree, self.runner, scheduled, self.call)
+                self._has_waiting = self.scheduler.had_waiting
+            if self._running is not None:
+                self._step(self._running, began)
+        finally:
+            self.call.report.seconds += time.perf_counter() - began
+        return self._finished
+
+    def end(self) -> None:
+        """Give every page back, and end the report; after all requests there is nothing left to give but reserves."""
+        if self.store.tree is self._tree:
+            self._drop_ended()
+            self.scheduler.close()
+        self.call.report.graph_bytes = self.runner.graph_bytes
+        self.call.report.end()
+
+    def _step(self, running: RunningBatch, began: float) -> None:
+        running.launch_ahead()
+        self._report_ended()  # while the device is at work
+        if running.forks:
+            self.scheduler.compact_in_time()
+        running.read(self._finish)
+        if running.done(self._has_waiting):
+            running.commit(self._finish)
+            self._running, self._ended = None, running
+            self.scheduler.drop_ended()
+        seconds = time.perf_counter() - began
+        self.scheduler.steps += 1
+        if running.decodes:
+            self.call.report.seconds_in_decode += seconds
+        elif running.steps:
+            self.scheduler.preemption.computing.add(running.rows_run, seconds)
+
+    def _finish(self, run: Run, samples: list[Sample]) -> None:
+        """Take a run that has ended out of the tree, count its samples, and hand them out."""
+        run.leave(self.store, samples, self.retain_samples)
+        report = self.call.report
+        report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
+        report.samples += len(samples)
+        report.new_tokens += sum(len(sample.tokens) for sample in samples)
+        self.scheduler.finish(run)
+        if self.call.return_samples:
+            self._finished += samples
+        if self.call.on_sample is not None:
+            for sample in samples:
+                self.call.on_sample(sample)
+
+    def _drop_ended(self) -> None:
+        if self._running is not None:
+            self._running, self._ended = None, self._running
+            self.scheduler.drop_ended()
+        self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Count the batch that ended last."""
+        if self._ended is not None:
+            self.call.report.add_batch(self._ended.counts, self.store.pool.spec.bytes_per_token)
+            self._ended = None
+
+    def _counters(self) -> dict[str, float]:
+        preemption = self.scheduler.preemption
+        return {
+            **counters_of(self.runner),
+            **counters_of_cache(self._cache),
+            "preempted_swapped": preemption.swapped,
+            "preempted_recomputed": preemption.recomputed,
+            "kv_bytes_copied": self.scheduler.bytes_copied,
+            "kv_bytes_swapped": preemption.bytes_swapped,
+        }
+
+
+def counters_of(runner: Runner) -> dict[str, float]:
+    """Cumulative counters of a runner, by the fields of a report."""
+    return {
+        "plans": runner.plans_made,
+        "graph_steps": runner.graph_steps,
+        "captures": runner.captures,
+        "seconds_capturing": runner.seconds_capturing,
+    }
+
+
+def counters_of_cache(cache: PrefixCache) -> dict[str, float]:
+    """Cumulative counters of a prefix cache, by the fields of a report."""
+    return {
+        "prompt_tokens": cache.tokens_queried,
+        "prompt_tokens_found": cache.tokens_hit,
+        "tokens_evicted": cache.tokens_evicted,
+    }

@@ -1,0 +1,132 @@
+"""The class of a patched model: its ``generate()`` makes tree caches, and its ``forward`` takes them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Literal
+
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
+from prefixkit.models.generate.forward import forward_on_tree
+from prefixkit.models.generate.generated_cache import GeneratedCache, generating, use_cache
+from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_stores import drop_stores, stores_of
+
+log = logging.getLogger("prefixkit")
+
+Mode = Literal["auto", "always", "never"]
+MODES = ("auto", "always", "never")
+_MODE = "_prefixkit_tree_cache"
+
+
+@functools.cache
+def generating_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a model's class that takes tree caches; always the same for one original."""
+    signature = inspect.signature(original.forward)
+
+    @functools.wraps(original.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, TreeCache)), None)
+        whole = forward_below(self)
+        if cache is None:
+            return whole(*args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return forward_on_tree(self, cache, given, whole)
+
+    def prepare_cache(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Let transformers make a cache, and put a tree cache in its place where a tree may pay."""
+        before, beams = model_kwargs.get("past_key_values"), generation_config.num_beams or 1
+        arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        done = inherited(self, *arguments, *args, **kwargs)
+        made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
+        rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
+        wanted = mode == "always" or (
+            mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
+        )
+        plain = before is None and generation_config.cache_implementation in (None, "dynamic")
+        if wanted and plain and made is not None and not isinstance(made, TreeCache):
+            if type(made) is not DynamicCache:
+                log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
+            elif _takes_caches(self):
+                made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+            else:
+                log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
+        if isinstance(made, TreeCache):
+            use_cache(made)
+            made.flush()  # what is given for the first step is checked
+            if isinstance(made, GeneratedCache) and not made.fell_back and made.of_another_kind():
+                log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
+                made.fall_back()
+            made.fork, made.final_length = beams > 1, max_cache_length
+        return done
+
+    @functools.wraps(original.generate)  # type: ignore[attr-defined]
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with generating():
+            return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
+    methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
+    methods["_prepare_cache_for_generation"] = prepare_cache
+    return subclass(original, _blank, methods)
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)
+
+
+def generates(model: nn.Module) -> bool:
+    """Whether a model has a ``generate`` of transformers."""
+    return issubclass(original_class(model), GenerationMixin)
+
+
+def set_mode(model: nn.Module, mode: Mode) -> None:
+    """Say when ``generate`` is to make a tree cache, from now on with no KV of before."""
+    model.__dict__[_MODE] = mode
+    drop_stores(model)
+
+
+def wrap_forward(model: nn.Module) -> None:
+    """Get before a forward that the model itself was given, as by accelerate for mixed precision."""
+    forward = model.__dict__.get("forward")
+    if forward is not None and not _takes_caches(model):
+        model.__dict__[WRAPPED] = forward
+        model.__dict__["forward"] = MethodType(type(model).forward, model)
+
+
+def _takes_caches(model: nn.Module) -> bool:
+    """Whether a call of the model comes to the forward of its patched class."""
+    held = "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
+    ours, forward = type(model).forward, model.__dict__.get(held, type(model).forward)
+    while forward is not None:
+        if getattr(forward, "__func__", forward) is ours:
+            return True
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "func", None)
+    return False
+
+
+def drop_mode(model: nn.Module) -> None:
+    """Leave no trace of :func:`set_mode` and :func:`wrap_forward`."""
+    model.__dict__.pop(_MODE, None)
+    if (wrapped := model.__dict__.pop(WRAPPED, None)) is not None:
+        model.__dict__["forward"] = wrapped
+    drop_stores(model, all_traces=True)

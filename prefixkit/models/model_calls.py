@@ -1,0 +1,26 @@
+"""What every call of a model asks: what it drops at random, and where its logits are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits among what a model has returned; None if it has none."""
+    logits: Tensor | None = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+    return logits
+
+
+def random_part(model: nn.Module) -> str | None:
+    """The name of what a model in training mode drops at random; None if nothing, or in evaluation mode."""
+    if not model.training:
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return str(name)
+        for what, rate in vars(module).items():  # for functional dropout, and layers that are left out
+            if "drop" in what and isinstance(rate, float) and rate > 0:
+                return f"{name}.{what}"
+    return None

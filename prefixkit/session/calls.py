@@ -1,0 +1,72 @@
+"""One call: what comes with it, and what it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkit.engine.call import Call
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.request import Request, Sample, TokenEvent
+from prefixkit.engine.runs.detokenizer import detokenizer_of
+from prefixkit.engine.sharing_report import Report
+from prefixkit.models import ModelFacts
+from prefixkit.sampling.params import SamplingParams
+
+log = logging.getLogger("prefixkit")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""
+
+    samples: tuple[Sample, ...]
+    report: Report
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def of_prompt(self, prompt_index: int) -> list[Sample]:
+        """The samples of one prompt."""
+        return [sample for sample in self.samples if sample.prompt_index == prompt_index]
+
+
+def run(engine: Engine, call: Call, requests: Sequence[Request]) -> Result:
+    """One call: the engine runs requests to their end."""
+    return Result(tuple(engine.run(requests, call)), call.report)
+
+
+def call_of(
+    facts: ModelFacts,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    return_samples: bool = True,
+    on_sample: Callable[[Sample], None] | None = None,
+    on_token: Callable[[TokenEvent], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Call:
+    """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
+
+    Raises:
+        ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
+    """
+    check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
+    special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
+    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer, special))
+
+
+def check_length(facts: ModelFacts, longest: int) -> None:
+    """Refuse sequences that are longer than a chunk of chunked attention; warn where the model was made for fewer."""
+    if (most := facts.longest_text) is not None and longest > most:
+        raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
+    limit = getattr(facts.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

@@ -1,0 +1,107 @@
+"""Steps of search nodes: requests of what they ask, and what was sampled appended to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from prefixkit.engine.request import BeamParams, Request, Sample
+from prefixkit.models import ModelFacts
+from prefixkit.sampling.params import SamplingFields, SamplingParams, StopFunction, as_list, as_stops
+from prefixkit.session.requests import checked_requests, with_configured
+from prefixkit.session.search import NodeFinished, SearchNode
+
+Params = SamplingParams | BeamParams
+Until = str | StopFunction | Iterable[str | StopFunction]
+
+
+def step_requests(
+    facts: ModelFacts,
+    tokenizer: Any,
+    nodes: list[SearchNode],
+    params: Params | Sequence[Params] | None,
+    until: Until | None,
+    fields: SamplingFields,
+) -> list[Request]:
+    """What :meth:`prefixkit.Session.step` runs: a request for each node, with its seed.
+
+    Raises:
+        ValueError, TypeError: see there.
+    """
+    if not nodes:
+        raise ValueError("nodes is empty; pass at least one search node")
+    if len({id(node) for node in nodes}) < len(nodes):
+        raise ValueError("a node is listed twice; fork it to go on in two ways")
+    for node in nodes:
+        if node.finish_reason == "stop":
+            raise NodeFinished(
+                f"{node!r} ended with the stop token {node.tokens[-1]}; extend it, fork its parent, or leave it out; "
+                "a string given as until= ends a step, not the node"
+            )
+    each = _params_of_each(facts, params, fields, len(nodes))
+    stop = () if until is None else as_stops("until", until)
+    rows = enumerate(zip(nodes, each, strict=True))
+    requests = [Request(index, node.ids(), _of_node(node, own, stop)) for index, (node, own) in rows]
+    return checked_requests(facts, tokenizer, requests)
+
+
+def append_samples(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
+    """Append what was sampled to the nodes; children take the place of a node that asked for several beams."""
+    found: list[list[Sample]] = [[] for _ in nodes]
+    for sample in samples:
+        found[sample.prompt_index].append(sample)
+    return [grown for row in zip(nodes, requests, found, strict=True) for grown in _grown(*row)]
+
+
+def _params_of_each(
+    facts: ModelFacts, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
+) -> list[Params]:
+    """The parameters of each node: its own or those of all, with ``fields`` in their place."""
+    fields = with_configured(facts, params, fields)
+    params = SamplingParams() if params is None else params
+    of = "SamplingParams or BeamParams, or one of them for all nodes"
+    each = [params] * count if isinstance(params, Params) else as_list("params", params, of)
+    if len(each) != count or not all(isinstance(one, Params) for one in each):
+        kinds = ", ".join(sorted({type(one).__name__ for one in each})) or "none"
+        raise ValueError(
+            "params must be SamplingParams or BeamParams, one for all nodes or one for each, "
+            f"got {len(each)} ({kinds}) for {count} nodes"
+        )
+    for own in each:
+        names = own.__dataclass_fields__
+        if unknown := [name for name in fields if name not in names]:
+            kind = type(own).__name__
+            raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind} are {', '.join(names)}")
+    changes: dict[str, Any] = {**fields}
+    return [replace(own, **changes) for own in each]
+
+
+def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, ...]) -> Params:
+    """Parameters with the node's seed, and ``until`` among what stops a sample."""
+    if isinstance(params, BeamParams):
+        if until:
+            raise ValueError(
+                "until ends samples, and a beam search has none of its strings; give SamplingParams(stop=...) to the "
+                "nodes that sample, and stop_token_ids to the beams"
+            )
+        return params
+    if params.n != 1:
+        raise ValueError(f"a node goes on in one way, got n={params.n}; fork it {params.n} times and step the forks")
+    if params.seed != 0:
+        raise ValueError(f"a node samples by its own seed, got seed={params.seed}; fork(count, seeds=[...]) sets it")
+    return replace(params, seed=node.seed, stop=(*params.stop, *until))
+
+
+def _grown(node: SearchNode, request: Request, samples: list[Sample]) -> list[SearchNode]:
+    """The node with the tokens of its sample, or its children with those of the several beams that it asked for."""
+    params = request.params
+    several = isinstance(params, BeamParams) and params.num_return_sequences > 1
+    grown = node.fork(len(samples)) if several else [node]
+    for one, sample in zip(grown, samples, strict=True):
+        tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
+        stopped = sample.tokens[-1] in (params.stop_token_ids or ())
+        one.append(tokens, logprobs, "stop" if stopped else "until" if sample.finish_reason == "stop" else "length")
+    return grown

@@ -1,0 +1,79 @@
+"""The loop of a call, step by step: what a reader has to read to follow a token."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import prefixkit
+from prefixkit.engine.call import Call
+from prefixkit.engine.request import Request
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.engines import make_engine
+from prefixkit.testing.expected import alone, random_prompts
+from prefixkit.testing.fake_model import make_engine as make_fake_engine
+from prefixkit.testing.tiny import tiny_llama
+
+PACKAGE = Path(prefixkit.__file__).parent
+ABOVE_RUNNERS = ("engine", "models", "session", "api.py")
+
+
+def files_of(action: Any) -> set[Path]:
+    """The files of prefixkit whose functions run in ``action``."""
+    found: set[Path] = set()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        found.add(Path(frame.f_code.co_filename))
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return {path for path in found if path.is_relative_to(PACKAGE)}
+
+
+def test_a_decode_step_of_one_sample_runs_through_few_files() -> None:
+    """Above the runners: what one reads to follow a token."""
+    model = prefixkit.patch(tiny_llama())
+    requests = [Request(0, np.arange(5, 40), SamplingParams(max_new_tokens=20, stop_token_ids=()))]
+    loop = make_engine(model, requests).loop(Call())
+    loop.start(requests)
+    for _ in range(5):
+        loop.step()
+    files = {path for path in files_of(loop.step) if path.relative_to(PACKAGE).parts[0] in ABOVE_RUNNERS}
+    loop.end()
+    assert 3 <= len(files) <= 8, sorted(path.name for path in files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1500
+
+
+def test_steps_by_hand_give_the_samples_of_a_run() -> None:
+    params, prompts = SamplingParams(n=2, max_new_tokens=6, seed=3), random_prompts(2)
+    engine, _ = make_fake_engine()
+    loop = engine.loop(Call())
+    loop.start([Request(i, prompt, params) for i, prompt in enumerate(prompts)])
+    found = []
+    while not loop.scheduler.idle:
+        found += loop.step()
+    loop.end()
+    assert len(found) == 2 * len(prompts)
+    for sample in found:
+        assert sample.tokens == alone(prompts[sample.prompt_index], params, sample.index)
+    assert engine.store.tree.pages_held() == 0
+
+
+def test_a_call_that_is_dropped_in_its_midst_gives_every_page_back() -> None:
+    engine, _ = make_fake_engine()
+    loop = engine.loop(Call())
+    params = SamplingParams(n=3, max_new_tokens=9)
+    loop.start([Request(i, prompt, params) for i, prompt in enumerate(random_prompts(1))])
+    for _ in range(4):
+        loop.step()
+    assert engine.store.tree.pages_held() > 0
+    loop.end()
+    assert engine.store.tree.pages_held() == 0
