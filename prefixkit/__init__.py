@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from prefixkit.api import beam_search, generate, score
     from prefixkit.engine.policy import MemoryPolicy
     from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
-    from prefixkit.engine.score import Score
+    from prefixkit.engine.scoring.score import Score
     from prefixkit.engine.sharing_report import Report
     from prefixkit.kv.budget import KVBudgetTooSmall
     from prefixkit.kv.prefixes.file import PrefixFileError
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from prefixkit.models.model_errors import UnsupportedModel
     from prefixkit.models.patch import patch, patched, unpatch
     from prefixkit.sampling.params import SamplingParams
-    from prefixkit.session.calls import Result
+    from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy
     from prefixkit.session.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
     from prefixkit.session.session import Session
-    from prefixkit.session.session_memory import MemoryReleased, Pin, SessionBusy
+    from prefixkit.session.session_memory import Pin
 
 __version__ = "0.1.0"
 
@@ -35,13 +35,13 @@ _NAMES = {
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
-    "prefixkit.engine.score": ("Score",),
+    "prefixkit.engine.scoring.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
     "prefixkit.session.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
     "prefixkit.session.session": ("Session",),
-    "prefixkit.session.calls": ("Result",),
-    "prefixkit.session.session_memory": ("MemoryReleased", "Pin", "SessionBusy"),
+    "prefixkit.session.call_results": ("MemoryReleased", "Result", "SessionBusy"),
+    "prefixkit.session.session_memory": ("Pin",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
-from prefixkit.engine.score import Score
+from prefixkit.engine.scoring.score import Score
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session.assembly import make_engine, make_scorer
-from prefixkit.session.calls import Result, call_of, check_length, run
+from prefixkit.session.call_results import Result, call_of, check_length, run
 from prefixkit.session.requests import (
     Prompts,
     beam_requests,

@@ -209,7 +209,7 @@ def attempt(model: PreTrainedModel, call: str, inputs: dict[str, Tensor], want: 
         got = generate(model, inputs, **options)
     except Exception as error:
         return "error", f"{call}: {line(error)}"
-    on_tree = isinstance(got.cache, GeneratedCache) and not got.cache.left
+    on_tree = isinstance(got.cache, GeneratedCache) and not got.cache.fell_back
     if changed := difference(want, got):
         if not difference(generate(model, inputs, **options, use_cache=False), got):
             return ("tree" if on_tree else "refused"), f"{call}: as transformers without a cache, not as with one"

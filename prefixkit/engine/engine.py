@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.head_values import Head, Marked, values
 from prefixkit.engine.loop import Loop, counters_of, counters_of_cache
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.engine.score import Score, score
+from prefixkit.engine.scoring.head_values import Head, Marked, values
+from prefixkit.engine.scoring.score import Score, score
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
@@ -96,7 +96,7 @@ class Engine:
         vocab: int,
         call: Call | None = None,
     ) -> list[list[Score]]:
-        """The score of each continuation of each prompt; see ``engine/score.py``."""
+        """The score of each continuation of each prompt; see ``engine/scoring/score.py``."""
         with self._reporting(call) as report:
             chunk = self.prefill_chunk
             return score(
@@ -104,7 +104,7 @@ class Engine:
             )
 
     def values(self, marked: Marked, head: Head, call: Call | None = None) -> list[Tensor]:
-        """What a head makes of the hidden states at wanted tokens; see ``engine/head_values.py``."""
+        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
         with self._reporting(call) as report:
             return values(self.runner, self.store, marked, head, prefill_chunk=self.prefill_chunk, report=report)
 

@@ -25,12 +25,12 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Results, Sampling
-from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, SampledBy
-from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
+from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput
+from prefixkit.runners.capture_errors import first_line, is_out_of_memory
+from prefixkit.runners.captured_step import capture_step, output_for
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
-from prefixkit.runners.sampler import top_tokens
 from prefixkit.runners.waiting import RefuseWaiting
 
 log = logging.getLogger("prefixkit")
@@ -41,8 +41,6 @@ REPLAN_EVERY = 64
 PACE = Pace(ahead=2, slack=16, waited_for=8)
 # Steps for which a batch is worth a capture.
 FEWEST_STEPS = 4
-# Graphs give at least this many of the likeliest tokens, if any.
-_FEWEST_TOP = 16
 
 
 class GraphRunner:
@@ -197,7 +195,7 @@ class GraphRunner:
         if self._refused or self._no_memory or not batch.decodes:
             return False
         sampling, rows = batch.outputs.sampling, len(batch.outputs.rows)
-        output = _output_for(sampling)
+        output = output_for(sampling)
         if batch.steps < self.fewest_steps and (self._bucket_for(rows), output) not in self._graphs:
             return False
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
@@ -335,49 +333,14 @@ class GraphRunner:
                 self.eager.model(step)  # without compiled layers, which dynamo would leave out here
             self.model(step)
             self._drop_stale_graphs()  # compiled layers move theirs in their first step
-            self._graphs[rows, self._output] = self._capture_step(arrays, step)
+            if self._capture is None:
+                self._capture = self.make_capture()
+            self._graphs[rows, self._output] = capture_step(self._capture, self.model, arrays, self._output, step)
         self.captures += 1
         took = time.perf_counter() - began
         self.seconds_capturing += took
         held = self.graph_bytes / 2**20
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
 
-    def _capture_step(self, arrays: GraphArrays, step: Step) -> Captured:
-        sampler, output, captured = arrays.sampler, self._output, Captured()
-        assert sampler is not None, "made before"
-        arrays.ring.allocate_top(arrays.most_top(output.top))
-
-        def run() -> None:
-            if output.uploads_batch:
-                arrays.enqueue_copy(step.num_rows)
-            arrays.tree.advance(step.num_rows)
-            logits = self.model(step)
-            if output.sampled_by is not SampledBy.GRAPH:
-                captured.logits = logits
-                return
-            sampled = sampler.sample(logits)
-            if output.top:
-                arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
-
-        if self._capture is None:
-            self._capture = self.make_capture()
-        try:
-            captured.graph = self._capture(run)
-        except RuntimeError as error:
-            reason = reason_of(error)
-            if is_about_capture(reason):
-                raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
-            raise reason from None  # out of memory, or broken
-        return captured
-
     def _plan_of(self, arrays: GraphArrays, tree: StepTree) -> StepPlan:
         return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, tree)
-
-
-def _output_for(sampling: Sampling | None) -> GraphOutput:
-    """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
-    if sampling is None:
-        return GraphOutput(SampledBy.CALLER)
-    if sampling.process is not None:
-        return GraphOutput(SampledBy.HOST)
-    return GraphOutput(SampledBy.GRAPH, max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0)

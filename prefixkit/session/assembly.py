@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.uncomputed import prefill_chunk_for
-from prefixkit.engine.contexts import Continued
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
-from prefixkit.engine.score import MOST_LOGIT_BYTES
+from prefixkit.engine.scoring.contexts import Continued
+from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.engine.head_values import Marked
 from prefixkit.engine.request import BeamFields, BeamParams, Request
+from prefixkit.engine.scoring.head_values import Marked
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding

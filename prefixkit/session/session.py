@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.head_values import Head
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
+from prefixkit.engine.scoring.head_values import Head
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
-from prefixkit.session.calls import Result, check_length
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, check_length
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
     Prompts,
@@ -25,7 +25,7 @@ from prefixkit.session.requests import (
 )
 from prefixkit.session.search import SearchNode, check_nodes, in_step, with_tokens
 from prefixkit.session.search_steps import Until, append_samples, step_requests
-from prefixkit.session.session_memory import MemoryReleased, Pin, SessionBusy, SessionMemory
+from prefixkit.session.session_memory import Pin, SessionMemory
 from prefixkit.session.stream import Stream
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]

@@ -32,7 +32,7 @@ from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
-from prefixkit.session.calls import Result, call_of, run
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, call_of, run
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
 from prefixkit.session.search import SearchNode, with_tokens
@@ -41,14 +41,6 @@ from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 log = logging.getLogger("prefixkit")
-
-
-class SessionBusy(ValueError):
-    """A session was called while a call of it was under way: from another thread, a callback, or beside a stream."""
-
-
-class MemoryReleased(ValueError):
-    """A session was called between :meth:`Session.release_memory` and :meth:`Session.resume`, or after its end."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from prefixkit.engine.call import Call
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.loop import Loop
 from prefixkit.engine.request import Request, Sample
-from prefixkit.engine.score import Score
+from prefixkit.engine.scoring.score import Score
 from prefixkit.engine.sharing_report import Report
 from prefixkit.models import patched_facts
 from prefixkit.session import assembly

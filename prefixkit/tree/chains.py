@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.node import Node
+
+Longs = NDArray[np.int64]
+
+_NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 
 # Nodes of the shortest chain: fewer are not worth a copy, which ends in a page that is not full.
 _FEWEST_NODES = 6
@@ -30,3 +39,38 @@ def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
 def _is_short(node: Node, page_size: int) -> bool:
     ends = node.sequences or node.cached  # sequences, and what the prefix cache retains, end with a node
     return node.length < page_size and node.computed == node.length and not ends
+
+
+def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
+    """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
+
+    Args:
+        tree: The tree.
+        most_pages: Free pages that are not reserved.
+
+    Returns:
+        Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
+        an earlier source.
+    """
+    source, target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for chain in chains(tree.root, tree.page_size):
+        parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
+        assert parent is not None, "the root is in no chain"
+        donor = parent if parent.free_slots else None
+        need = tree.new_pages(donor, len(tokens), 0)
+        held, holders = np.unique(np.concatenate([each.pages for each in chain]), return_counts=True)
+        freed = int((tree.allocator.refcounts[held] == holders).sum())
+        if need > most_pages or need > freed + len(chain) // _NODES_A_PAGE:
+            continue
+        most_pages -= need - freed
+        node = tree.add_leaf(parent, tokens, tree.allocator.allocate(need), donor)
+        node.computed = len(tokens)
+        source += [each.slots for each in chain]
+        target.append(node.slots)
+        for above, each in pairwise([parent, *chain]):
+            above.disown(each)
+            tree.allocator.release(each.pages)
+        node.adopt_children(chain[-1])
+        tree.merge(node)
+        tree.merge(parent)
+    return np.concatenate(source), np.concatenate(target)

@@ -7,8 +7,9 @@ from itertools import count as count_up
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
+from prefixkit.tree.sequence import Sequence
 
 Ints = NDArray[np.int32]
 
@@ -80,12 +81,12 @@ class TreeEdits:
             node = node.parent
         return None
 
-    def _new_pages(self, donor: Node | None, count: int, reserved: int) -> int:
+    def new_pages(self, donor: Node | None, count: int, reserved: int) -> int:
         """New pages for ``count`` tokens of a child that fills the donor's free slots, then ``reserved`` pages."""
         free = 0 if donor is None else donor.free_slots
         return max(0, pages_for(count - free, self.page_size) - reserved)
 
-    def _add_leaf(self, parent: Node, tokens: Ints, pages: Ints, donor: Node | None, skip: int = 0) -> Node:
+    def add_leaf(self, parent: Node, tokens: Ints, pages: Ints, donor: Node | None, skip: int = 0) -> Node:
         """A new child in the donor's free slots but the first ``skip``, the parent's reserved pages, then ``pages``."""
         first_slot = 0
         if parent.reserved:
@@ -113,7 +114,7 @@ class TreeEdits:
             packs = all_leave and i > 2 and leaf.free_slots > _GAP
             donor, skip = (leaf, _GAP) if packs else (self._slot_donor(node), 0)
             page = _NO_PAGES if donor is not None or node.reserved else np.array([pages.pop()], np.int32)
-            leaf = self._add_leaf(node, token, page, donor, skip)
+            leaf = self.add_leaf(node, token, page, donor, skip)
             self._move(sequence, leaf)
 
     def split(self, node: Node, at: int) -> Node:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence
 
 # The value of a node: of the nodes that can be evicted, the one with the least value is evicted first.
 Policy = Callable[[Node], tuple[float, ...]]
@@ -82,7 +84,7 @@ class PrefixCache:
         most = max(pages - allocator.free, allocator.num_pages // _BATCH) if pages > allocator.free else 0
         while most > 0 and (node := self._first()) is not None:
             parent, length = node.parent, node.length
-            most -= tree.evict(node, most)
+            most -= evict(tree, node, most)
             self.tokens_evicted += length - (node.length if node.cached else 0)
             for left in (node, parent):
                 if left is not None and left.evictable:
@@ -92,7 +94,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Evict whatever no sequence needs."""
         while (node := self._first()) is not None:
-            self.tree.evict(node, node.num_pages)
+            evict(self.tree, node, node.num_pages)
 
     @contextmanager
     def pinned(self, node: Node) -> Iterator[None]:
@@ -144,3 +146,30 @@ class PrefixCache:
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._order, (self.policy(node), node.used_at, node.id, node))
+
+
+def evict(tree: TreeEdits, node: Node, pages: int) -> int:
+    """Release ``pages`` pages of an evictable node, last ones first, or all; returns how many that has freed.
+
+    A parent that nothing else holds is cached in its place.
+
+    Raises:
+        ValueError: the node is not :attr:`~Node.evictable`.
+    """
+    parent, free = node.parent, tree.allocator.free
+    if not node.evictable or parent is None:
+        raise ValueError(f"{node} cannot be evicted: it is pinned, or not cached, or sequences need it")
+    tree.version += node.index >= 0
+    length = (node.num_pages - pages) * tree.page_size - node.first_slot
+    if length > 0:
+        tree.allocator.release(node.shorten(length))
+        return tree.allocator.free - free
+    tree.allocator.release(node.pages)
+    parent.disown(node)
+    node.cached, tree.num_cached = False, tree.num_cached - 1
+    if parent.parent is not None and not parent.needed:
+        parent.cached, tree.num_cached = True, tree.num_cached + 1
+    else:
+        tree.merge(parent)
+    tree.version += not tree._partial  # a snapshot of all nodes has another order
+    return tree.allocator.free - free

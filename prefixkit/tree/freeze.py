@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.node import Node
 from prefixkit.tree.ragged import indptr_of
+from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
 
 Ints = NDArray[np.int32]
@@ -22,6 +23,42 @@ class Frozen:
     snapshot: TreeSnapshot
     nodes: list[Node]
     sequences_version: int
+
+
+def latest(
+    frozen: Frozen | None,
+    root: Node,
+    page_size: int,
+    versions: tuple[int, int],
+    identity: object,
+    partial: bool,
+    included: Mapping[int, Sequence],
+    touched: set[Node],
+) -> Frozen:
+    """The snapshot of a tree, brought up to date with the least work.
+
+    Args:
+        frozen: The one before; None where there is none.
+        root, page_size: Of the tree.
+        versions: Of the tree, and of its sequences.
+        identity: Of the tree, for its snapshots.
+        partial: Whether snapshots leave something out.
+        included: The sequences that they hold, by id.
+        touched: Nodes with another length or ``computed`` than the one before says; emptied.
+    """
+    if frozen is None or frozen.snapshot.version != versions[0]:
+        live = None
+        if partial:
+            for node in () if frozen is None else frozen.nodes:
+                node.index = -1
+            live = live_children(included.values())
+        frozen = rebuild(root, page_size, *versions, identity, live, included)
+    else:
+        frozen = refresh(frozen, [node for node in touched if node.index >= 0])
+        if frozen.sequences_version != versions[1]:
+            frozen = resequence(frozen, root, versions[1], included)
+    touched.clear()
+    return frozen
 
 
 def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:

@@ -1,8 +1,8 @@
-"""One run of tokens that the same sequences share, where its KV lies, and the sequences that end with it."""
+"""One run of tokens that the same sequences share, and where its KV lies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +82,7 @@ class Node:
         self.id = id
         self.parent = parent
         self.branches: dict[int, list[Node]] = {}
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, Any] = {}
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
         self.computed = 0
@@ -327,63 +327,3 @@ def _with_capacity(buffer: Ints, size: int, extra: int) -> Ints:
     larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
     larger[:size] = buffer[:size]
     return larger
-
-
-class Sequence:
-    """The tokens from the root to the end of ``node``.  An empty sequence ends at the root.
-
-    Attributes:
-        id: unique within the tree, never reused.
-        node: where it ends; splits, merges and extensions of the tree keep it right.
-        tree: the tree that holds it; None once released.
-    """
-
-    __slots__ = ("id", "node", "tree")
-
-    def __init__(self, id: int, node: Node, tree: object) -> None:
-        self.id = id
-        self.node = node
-        self.tree: object | None = tree
-
-    def __repr__(self) -> str:
-        return f"Sequence(id={self.id}, length={self.length}{', released' if self.tree is None else ''})"
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.node.start + self.node.length
-
-    @property
-    def computed(self) -> int:
-        """How many of its tokens, from the first, have KV."""
-        node: Node = self.node
-        while node.parent is not None and not node.computed:
-            node = node.parent
-        return node.start + node.computed
-
-    def tokens(self) -> NDArray[np.int32]:
-        """``[length]`` token ids, a new array.
-
-        Raises:
-            ValueError: the sequence has been released.
-        """
-        if self.tree is None:
-            raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
-        tokens = np.empty(self.length, np.int32)
-        for node in self._path():
-            tokens[node.start : node.start + node.length] = node.tokens
-        return tokens
-
-    def slots(self) -> NDArray[np.int64]:
-        """``[length]`` pool slots of the tokens."""
-        slots = np.empty(self.length, np.int64)
-        for node in self._path():
-            slots[node.start : node.start + node.length] = node.slots
-        return slots
-
-    def _path(self) -> Iterator[Node]:
-        """The nodes that hold the tokens, last first."""
-        node: Node | None = self.node
-        while node is not None:
-            yield node
-            node = node.parent

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from itertools import compress, pairwise
+from itertools import compress
 from operator import not_
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from prefixkit.tree import freeze
-from prefixkit.tree.chains import chains
+from prefixkit.tree.chains import compact
 from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.joining import join
 from prefixkit.tree.match import Match, follow
-from prefixkit.tree.node import Node, Sequence
+from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
+from prefixkit.tree.sequence import Sequence, check_live, next_tokens
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.tokens import as_tokens
 
@@ -24,8 +25,6 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-
-_NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 
 
 class PrefixTree(TreeEdits):
@@ -112,12 +111,12 @@ class PrefixTree(TreeEdits):
         node, splits = match.node, match.offset < match.node.length
         donor = self._slot_donor(node.parent if splits else node)  # the lower half holds the slots after the upper half
         reserved = 0 if splits else node.reserved
-        pages = self.allocator.allocate(self._new_pages(donor, len(new), reserved))  # the last step that can fail
+        pages = self.allocator.allocate(self.new_pages(donor, len(new), reserved))  # the last step that can fail
 
         if splits:
             node = self.split(node, match.offset)
         if len(new):
-            node = self._add_leaf(node, new.copy(), pages, donor)
+            node = self.add_leaf(node, new.copy(), pages, donor)
         return self._new_sequence(node)
 
     def fork(self, sequence: Sequence, count: int = 1) -> list[Sequence]:
@@ -148,8 +147,8 @@ class PrefixTree(TreeEdits):
             self._touched.add(node)
         else:
             donor = self._slot_donor(node)
-            pages = self.allocator.allocate(self._new_pages(donor, len(values), node.reserved))
-            self._move(sequence, self._add_leaf(node, values.copy(), pages, donor))
+            pages = self.allocator.allocate(self.new_pages(donor, len(values), node.reserved))
+            self._move(sequence, self.add_leaf(node, values.copy(), pages, donor))
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
@@ -193,7 +192,7 @@ class PrefixTree(TreeEdits):
                 are not token ids.
             OutOfPages: fewer pages are free than they may take; nothing has changed.
         """
-        values = self._tokens_for(sequences, tokens)
+        values = next_tokens(self, sequences, tokens)
         nodes = [sequence.node for sequence in sequences]
         in_place = [node.appends(1) for node in nodes]
         growing = list(compress(nodes, in_place))
@@ -298,32 +297,6 @@ class PrefixTree(TreeEdits):
         self._drop(sequence)
         return node
 
-    def evict(self, node: Node, pages: int) -> int:
-        """Release ``pages`` pages of an evictable node, last ones first, or all; returns how many that has freed.
-
-        A parent that nothing else holds is cached in its place.
-
-        Raises:
-            ValueError: the node is not :attr:`~Node.evictable`.
-        """
-        parent, free = node.parent, self.allocator.free
-        if not node.evictable or parent is None:
-            raise ValueError(f"{node} cannot be evicted: it is pinned, or not cached, or sequences need it")
-        self.version += node.index >= 0
-        length = (node.num_pages - pages) * self.page_size - node.first_slot
-        if length > 0:
-            self.allocator.release(node.shorten(length))
-            return self.allocator.free - free
-        self.allocator.release(node.pages)
-        parent.disown(node)
-        node.cached, self.num_cached = False, self.num_cached - 1
-        if parent.parent is not None and not parent.needed:
-            parent.cached, self.num_cached = True, self.num_cached + 1
-        else:
-            self.merge(parent)
-        self.version += not self._partial  # a snapshot of all nodes has another order
-        return self.allocator.free - free
-
     def mark_computed(self, nodes: Iterable[Node], computed: ArrayLike) -> None:
         """Declare that the first ``computed[i]`` tokens of ``nodes[i]`` have KV in the pool.
 
@@ -359,74 +332,16 @@ class PrefixTree(TreeEdits):
                 self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
-        """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
-
-        Args:
-            most_pages: Free pages that are not reserved.
-
-        Returns:
-            Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
-            an earlier source.
-        """
-        source, target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for chain in chains(self.root, self.page_size):
-            parent, tokens = chain[0].parent, np.concatenate([node.tokens for node in chain])
-            assert parent is not None, "the root is in no chain"
-            donor = parent if parent.free_slots else None
-            need = self._new_pages(donor, len(tokens), 0)
-            held, holders = np.unique(np.concatenate([each.pages for each in chain]), return_counts=True)
-            freed = int((self.allocator.refcounts[held] == holders).sum())
-            if need > most_pages or need > freed + len(chain) // _NODES_A_PAGE:
-                continue
-            most_pages -= need - freed
-            node = self._add_leaf(parent, tokens, self.allocator.allocate(need), donor)
-            node.computed = len(tokens)
-            source += [each.slots for each in chain]
-            target.append(node.slots)
-            for above, each in pairwise([parent, *chain]):
-                above.disown(each)
-                self.allocator.release(each.pages)
-            node.adopt_children(chain[-1])
-            self.merge(node)
-            self.merge(parent)
-        return np.concatenate(source), np.concatenate(target)
-
-    # -- steps of the above ----------------------------------------------------------------------------------------
-
-    def _tokens_for(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
-        """The checked arguments of `extend_each`; none at all is a step in which nothing happens."""
-        array = np.asarray(tokens)
-        values: list[int] = as_tokens(array).tolist() if array.size else []
-        if len(values) != len(sequences):
-            raise ValueError(f"one token for each sequence: got {len(values)} tokens for {len(sequences)} sequences")
-        if len(set(sequences)) != len(sequences):
-            raise ValueError("a sequence is listed twice; extend_each appends one token to each, so list each once")
-        if {sequence.tree for sequence in sequences} - {self}:
-            for sequence in sequences:
-                self._node_of(sequence)
-        return values
+        """Make one node of each long chain of short ones; see :func:`prefixkit.tree.chains.compact`."""
+        return compact(self, most_pages)
 
     def _node_of(self, sequence: Sequence) -> Node:
-        if sequence.tree is self:
-            return sequence.node
-        what = "has been released" if sequence.tree is None else "belongs to another tree"
-        raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
+        if sequence.tree is not self:
+            check_live(self, sequence)
+        return sequence.node
 
     def _freeze(self) -> freeze.Frozen:
         """The latest snapshot, brought up to date with the least work."""
-        frozen = self._frozen
-        if frozen is None or frozen.snapshot.version != self.version:
-            live = None
-            if self._partial:
-                for node in () if frozen is None else frozen.nodes:
-                    node.index = -1
-                live = freeze.live_children(self._included.values())
-            versions = self.version, self.sequences_version
-            frozen = freeze.rebuild(self.root, self.page_size, *versions, self._identity, live, self._included)
-        else:
-            frozen = freeze.refresh(frozen, [node for node in self._touched if node.index >= 0])
-            if frozen.sequences_version != self.sequences_version:
-                frozen = freeze.resequence(frozen, self.root, self.sequences_version, self._included)
-        self._touched.clear()
-        self._frozen = frozen
-        return frozen
+        tree = self.root, self.page_size, (self.version, self.sequences_version), self._identity
+        self._frozen = freeze.latest(self._frozen, *tree, self._partial, self._included, self._touched)
+        return self._frozen

@@ -10,8 +10,8 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.cuda.device_planner import CudaPlanner, plan_in_torch
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner, find_plan
-from prefixkit.tree.node import Sequence
 from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
 

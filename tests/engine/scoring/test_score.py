@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams
-from prefixkit.engine.score import MOST_LOGIT_BYTES
+from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.sampling.params import SamplingParams

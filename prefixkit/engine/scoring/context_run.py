@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.uncomputed import tokens_of
-from prefixkit.engine.contexts import Contexts
+from prefixkit.engine.scoring.contexts import Contexts
 from prefixkit.engine.sharing_report import BatchCounts, Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Batch, Outputs, Results, Runner

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.context_run import ContextRun, Longs
-from prefixkit.engine.contexts import Continued, lay_out
+from prefixkit.engine.scoring.context_run import ContextRun, Longs
+from prefixkit.engine.scoring.contexts import Continued, lay_out
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.store import KVStore

@@ -18,6 +18,14 @@ from prefixkit.sampling.params import SamplingParams
 log = logging.getLogger("prefixkit")
 
 
+class SessionBusy(ValueError):
+    """A session was called while a call of it was under way: from another thread, a callback, or beside a stream."""
+
+
+class MemoryReleased(ValueError):
+    """A session was called between :meth:`Session.release_memory` and :meth:`Session.resume`, or after its end."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.engine.context_run import ContextRun, Longs
-from prefixkit.engine.contexts import Ints, lay_out
+from prefixkit.engine.scoring.context_run import ContextRun, Longs
+from prefixkit.engine.scoring.contexts import Ints, lay_out
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Outputs, Results, Runner

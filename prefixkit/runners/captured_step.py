@@ -1,0 +1,61 @@
+"""What is in a CUDA graph of a decode step: the tree grows, the model runs, the next tokens are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from prefixkit.attention.step import Step
+from prefixkit.runners.batch import Sampling
+from prefixkit.runners.capture import Capture, Captured, GraphOutput, SampledBy
+from prefixkit.runners.capture_errors import first_line, is_about_capture, reason_of
+from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
+from prefixkit.runners.sampler import top_tokens
+
+# Graphs give at least this many of the likeliest tokens, if any.
+_FEWEST_TOP = 16
+
+
+def capture_step(
+    capture: Capture, model: Callable[[Step], Tensor], arrays: GraphArrays, output: GraphOutput, step: Step
+) -> Captured:
+    """Capture a step over the static buffers.
+
+    Raises:
+        CannotCapture: the step does what no graph can hold.
+        RuntimeError: there is no memory for it, or the device has failed.
+    """
+    sampler, captured = arrays.sampler, Captured()
+    assert sampler is not None, "made before"
+    arrays.ring.allocate_top(arrays.most_top(output.top))
+
+    def run() -> None:
+        if output.uploads_batch:
+            arrays.enqueue_copy(step.num_rows)
+        arrays.tree.advance(step.num_rows)
+        logits = model(step)
+        if output.sampled_by is not SampledBy.GRAPH:
+            captured.logits = logits
+            return
+        sampled = sampler.sample(logits)
+        if output.top:
+            arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
+
+    try:
+        captured.graph = capture(run)
+    except RuntimeError as error:
+        reason = reason_of(error)
+        if is_about_capture(reason):
+            raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
+        raise reason from None  # out of memory, or broken
+    return captured
+
+
+def output_for(sampling: Sampling | None) -> GraphOutput:
+    """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
+    if sampling is None:
+        return GraphOutput(SampledBy.CALLER)
+    if sampling.process is not None:
+        return GraphOutput(SampledBy.HOST)
+    return GraphOutput(SampledBy.GRAPH, max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0)

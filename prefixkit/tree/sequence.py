@@ -1,0 +1,93 @@
+"""The tokens from the root of a prefix tree to the end of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from prefixkit.tree.node import Node
+from prefixkit.tree.tokens import as_tokens
+
+
+class Sequence:
+    """The tokens from the root to the end of ``node``.  An empty sequence ends at the root.
+
+    Attributes:
+        id: unique within the tree, never reused.
+        node: where it ends; splits, merges and extensions of the tree keep it right.
+        tree: the tree that holds it; None once released.
+    """
+
+    __slots__ = ("id", "node", "tree")
+
+    def __init__(self, id: int, node: Node, tree: object) -> None:
+        self.id = id
+        self.node = node
+        self.tree: object | None = tree
+
+    def __repr__(self) -> str:
+        return f"Sequence(id={self.id}, length={self.length}{', released' if self.tree is None else ''})"
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.node.start + self.node.length
+
+    @property
+    def computed(self) -> int:
+        """How many of its tokens, from the first, have KV."""
+        node: Node = self.node
+        while node.parent is not None and not node.computed:
+            node = node.parent
+        return node.start + node.computed
+
+    def tokens(self) -> NDArray[np.int32]:
+        """``[length]`` token ids, a new array.
+
+        Raises:
+            ValueError: the sequence has been released.
+        """
+        if self.tree is None:
+            raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
+        tokens = np.empty(self.length, np.int32)
+        for node in self._path():
+            tokens[node.start : node.start + node.length] = node.tokens
+        return tokens
+
+    def slots(self) -> NDArray[np.int64]:
+        """``[length]`` pool slots of the tokens."""
+        slots = np.empty(self.length, np.int64)
+        for node in self._path():
+            slots[node.start : node.start + node.length] = node.slots
+        return slots
+
+    def _path(self) -> Iterator[Node]:
+        """The nodes that hold the tokens, last first."""
+        node: Node | None = self.node
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+def check_live(tree: object, sequence: Sequence) -> None:
+    """Raise ValueError unless a sequence is live in this tree."""
+    if sequence.tree is not tree:
+        what = "has been released" if sequence.tree is None else "belongs to another tree"
+        raise ValueError(f"sequence {sequence.id} {what}; use a live sequence of this tree")
+
+
+def next_tokens(tree: object, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
+    """The checked arguments of `PrefixTree.extend_each`; none at all is a step in which nothing happens."""
+    array = np.asarray(tokens)
+    values: list[int] = as_tokens(array).tolist() if array.size else []
+    if len(values) != len(sequences):
+        raise ValueError(f"one token for each sequence: got {len(values)} tokens for {len(sequences)} sequences")
+    if len(set(sequences)) != len(sequences):
+        raise ValueError("a sequence is listed twice; extend_each appends one token to each, so list each once")
+    if {sequence.tree for sequence in sequences} - {tree}:
+        for sequence in sequences:
+            check_live(tree, sequence)
+    return values
