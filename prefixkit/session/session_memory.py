@@ -97,7 +97,7 @@ class SessionMemory:
         self.model, self.tokenizer = model, tokenizer
         self._kv_budget, self._page_size = kv_budget, page_size
         self._prefill_chunk, self._compiled, self._most_running = prefill_chunk, compiled, most_running
-        self._memory = memory
+        self._memory = MemoryPolicy() if memory is None else memory
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._home: KVStore | None = None
@@ -313,8 +313,7 @@ class SessionMemory:
         return self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
 
     def _kind_of(self, facts: ModelFacts) -> StoreKind:
-        eviction = (MemoryPolicy() if self._memory is None else self._memory).eviction
-        return kind_of(facts, self._page_size, eviction, self._compiled)
+        return kind_of(facts, self._page_size, self._memory.eviction, self._compiled)
 
     def _size(self, free: int) -> int:
         return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
