@@ -23,7 +23,7 @@ def pages_per_run(params: SamplingParams | BeamParams, page_size: int) -> int:
 
 
 def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
-    """Pages that a sample, or a search, may take with its next tokens, so many of each sequence."""
+    """Pages that a sample, or a search, may take with the next ``tokens`` tokens of each sequence."""
     return params.sequences_per_run * pages_for(min(params.max_new_tokens - 1, tokens), page_size)
 
 

@@ -27,7 +27,7 @@ from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
 
-COMPACT_EVERY = 16  # steps of beams: in so many the tree of a search gets about five nodes deeper
+COMPACT_EVERY = 16  # steps of beams, in which the tree of a search gets about five nodes deeper
 
 # What runs for a request, by whether its sequences fork.
 RUNS: dict[bool, type[Run]] = {False: SampleRun, True: BeamRun}
@@ -202,7 +202,7 @@ class Scheduler:
         self.runs = [run for run in self.runs if not run.done]
 
     def compact_in_time(self) -> None:
-        """Make the tree of runs that fork less deep, every so many steps, with pages that nothing needs soon."""
+        """Make the tree of runs that fork less deep, every ``COMPACT_EVERY`` steps, with pages to spare."""
         if self.steps % COMPACT_EVERY == COMPACT_EVERY - 1:
             self._compact(max(0, self.store.tree.allocator.free - self._lookahead(self.policy.shortest)))
 
@@ -314,7 +314,7 @@ class Scheduler:
         return run.sequences[0], run
 
     def _compact(self, most_pages: int) -> None:
-        """Make the tree of runs that fork less deep, with so many free pages at most.
+        """Make the tree of runs that fork less deep, with ``most_pages`` free pages at most.
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """

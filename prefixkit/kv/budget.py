@@ -44,7 +44,7 @@ class Budget:
         return max((common_prefix(pin, tokens) for pin in self._tokens), default=0)
 
     def pages_lacking(self, tokens: Ints, more: int = 0) -> int:
-        """0 where the pages of a sequence, and so many more, are within the budget; else how many pages it takes."""
+        """0 where the pages of a sequence, and ``more``, are within the budget; else how many pages it takes."""
         size = self.tree.page_size
         if (need := pages_for(len(tokens), size) + more) <= self.pages:
             return 0
@@ -52,7 +52,7 @@ class Budget:
         return need if need > self.pages else 0
 
     def error(self, what: str, pages: int, remedy: str) -> KVBudgetTooSmall:
-        """What to raise where ``what`` takes so many pages, which are too many."""
+        """What to raise where ``what`` takes ``pages`` pages, which are too many."""
         size, token = self.tree.page_size, self.bytes_per_token / 2**20
         need, have = (f"{n * size} tokens ({n * size * token:.1f} MiB)" for n in (pages, self.pages))
         beside = f" beside {self.pinned_pages} pages of pinned prefixes" if self.pinned_pages else ""

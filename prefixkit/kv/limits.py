@@ -17,8 +17,8 @@ SESSION_SHARE = 0.5
 CALL_SHARE = {"cpu": 0.5, "cuda": 0.95}
 # for the rows of a TreeCache, which do not wait for one another: the rest is for logits and activations;
 ROWS_SHARE = {"cpu": 0.5, "cuda": 0.8}
-# and for what rests between two calls of generate(), where no session holds it.
-REST_SHARE = {"cpu": 0.1, "cuda": 0.8}
+# and, on a CPU, for what rests between two calls of generate(), where no session holds it.
+REST_SHARE = 0.1
 # All stores of a model together, of the memory that was free when the first of them was made.
 LIMIT_SHARE = 0.95
 
@@ -94,7 +94,7 @@ def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free
 
 
 def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
-    """Raise DoesNotFit unless KV of so many tokens is within the share of rows that do not wait for one another."""
+    """Raise DoesNotFit unless the KV of ``tokens`` tokens is within the share of rows, which do not wait for others."""
     share, need = ROWS_SHARE[spec.device.type], tokens * spec.bytes_per_token
     if need > share * free:
         raise DoesNotFit(
@@ -104,7 +104,7 @@ def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
 
 
 def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
-    """Pages that so many bytes hold, at least one."""
+    """Pages that ``budget`` bytes hold, at least one."""
     page_bytes = page_size * spec.bytes_per_token
     if budget >= page_bytes:
         return budget // page_bytes

@@ -120,7 +120,11 @@ class KVStore:
         self.tree.invalidate_kv()
 
     def grow(self, pages: int) -> None:
-        """Add so many pages: the pool is copied to a larger one, and its runners are dropped."""
-        self.runners.clear()  # first, for the memory
+        """Add pages: the pool is copied to a larger one, and its runners are dropped.
+
+        Raises:
+            KVPoolTooLarge: there is no memory for it beside the present one; nothing has changed.
+        """
         self.pool = self.pool.grown(self.pool.num_pages + pages)
+        self.runners.clear()
         self.tree.allocator.grow(pages)

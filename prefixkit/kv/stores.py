@@ -124,7 +124,7 @@ class ModelStores:
             return store
 
     def grow(self, store: KVStore, pages: int) -> None:
-        """Add so many pages to a store that is lent.
+        """Add pages to a store.
 
         Raises:
             DoesNotFit: sessions hold it, which size it; or there is no memory for it beside the present one.  Nothing
@@ -194,7 +194,7 @@ class ModelStores:
             return True
 
     def borrow(self, kind: StoreKind, borrower: object, pages: int, prompts: Sequence[Ints] = ()) -> KVStore:
-        """Lend a store of a kind that has so many pages: that which knows most of the prompts, or a new one.
+        """Lend a store of a kind that has ``pages`` pages: the one that knows most of the prompts, or a new one.
 
         Args:
             kind: What its KV is of.
@@ -221,7 +221,7 @@ class ModelStores:
             return found[1]
 
     def _with_room(self, kind: StoreKind, pages: int, prompts: Sequence[Ints]) -> tuple[_Shared, KVStore] | None:
-        """The store of a kind that knows most of the prompts, of those that have so many pages or can grow to them."""
+        """The store of a kind that knows most of the prompts, of those that have enough pages or can grow to them."""
         found = [(one, store) for one, store in self._of_kind(kind) if not one.lent]
         found.sort(key=lambda pair: (pair[1].tree.longest_match(prompts), pair[1].pool.num_pages), reverse=True)
         for shared, store in found:
@@ -243,7 +243,7 @@ class ModelStores:
                     shared.borrower = None
 
     def return_(self, store: KVStore, rests: bool = True) -> None:
-        """A call no longer uses a store, which rests if nobody holds it, ``rests``, and it is small enough."""
+        """A call no longer uses a store, which rests if no session holds it, ``rests``, and it is small enough."""
         with self._lock:
             shared = self._record(store)
             if shared is None:
@@ -255,7 +255,7 @@ class ModelStores:
             if not rests or shared.holders:
                 return
             device = store.pool.spec.device
-            small = store.pool.bytes <= REST_SHARE[device.type] * free_memory(device) or device.type == "cuda"
+            small = device.type == "cuda" or store.pool.bytes <= REST_SHARE * free_memory(device)
             alone = not any(one is other for one in self._resting for _, other in self._of_kind(shared.kind))
             if small and alone:
                 self._resting.append(store)

@@ -31,7 +31,7 @@ class EagerRunner:
         planner: Plans attention for the model's heads.
         device: Where the model runs.
         pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
-        hidden: Runs a step likewise, and gives the last hidden states of these rows; None where nobody asks for them.
+        hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
     """
 
     graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0

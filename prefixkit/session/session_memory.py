@@ -61,7 +61,7 @@ class Pin:
         """Let its pages be evicted once they are needed.
 
         Raises:
-            SessionBusy: a call of the session is under way.
+            SessionBusy: a call of the session, or another one that uses its KV store, is under way.
             ValueError: it was released before.
         """
         with self.session._busy():
@@ -69,10 +69,11 @@ class Pin:
             if not isinstance(tree, PrefixTree):
                 raise ValueError(f"the pin of {len(self.tokens)} tokens was released before; pin the prompt again")
             store = self.session.store
-            if store is not None and tree is store.tree:
-                tree.retain(self.sequence)
-            else:
+            if store is None or tree is not store.tree:
                 self.sequence.tree = None  # it ended with its tree
+                return
+            with self.session._alone():
+                tree.retain(self.sequence)
 
 
 class SessionMemory:
@@ -162,9 +163,10 @@ class SessionMemory:
         """
         with self._busy():
             if self._home is not None:
-                self._home.version = None
-                for runner in self._home.runners.values():
-                    runner.drop_graphs()
+                with self._alone():
+                    self._home.version = None
+                    for runner in self._home.runners.values():
+                        runner.drop_graphs()
 
     def pin(self, prompt: Prompt) -> Pin:
         """Compute a prompt's KV, and keep it in the pool until the pin is released.
@@ -285,7 +287,7 @@ class SessionMemory:
         if self._home is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
         if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
-            log.info("session: the model's attention layers have changed: its pool and graphs are made anew")
+            log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
             self._let_go()  # first, for the memory
             self._take_home(facts)
         store = self._lend(own)
@@ -311,6 +313,15 @@ class SessionMemory:
                 "or give the session a kv_budget, for a store of its own"
             )
         return self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The session's own store, while no other call uses it; else SessionBusy."""
+        store = self._lend(own=False)
+        try:
+            yield
+        finally:
+            self._stores.return_(store)
 
     def _kind_of(self, facts: ModelFacts) -> StoreKind:
         return kind_of(facts, self._page_size, self._memory.eviction, self._compiled)

@@ -7,7 +7,7 @@ import pytest
 
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVSpec
+from prefixkit.ops.kv_pool import KVPool, KVPoolTooLarge, KVSpec
 from prefixkit.testing.integrity import check_tree
 
 
@@ -99,6 +99,14 @@ def test_a_store_that_grows_keeps_its_kv_and_drops_its_runners() -> None:
     assert store.pool.num_pages == store.tree.allocator.num_pages == 10 and not store.runners
     assert bool((store.pool.k(0)[:4] == 3).all())
     assert sequence is not None and store.admit(tokens((50, 74))) is not None
+
+
+def test_a_store_that_cannot_grow_is_as_before() -> None:
+    store, runner = store_of(4), object()
+    store.runners["steps"] = runner
+    with pytest.raises(KVPoolTooLarge):
+        store.grow(2**50)
+    assert store.runners == {"steps": runner} and store.pool.num_pages == store.tree.allocator.num_pages == 4
 
 
 def test_after_a_restart_nothing_is_known_and_pins_have_ended() -> None:

@@ -158,18 +158,22 @@ class TestAStoreInUse:
         caplog.set_level("INFO", "prefixkit")
         expected, found = generated(tiny_llama(), prompt), list[list[int]]()
         with Session(model) as session:
+            held = session.pin(prompt[::-1])
 
             def stop(ids: Any, scores: Any) -> Any:
                 if not found:
                     found.append(sampled(session, prompt))
-                    with pytest.raises(SessionBusy, match="kv_budget"):
-                        session.pin(prompt)
+                    for change in (lambda: session.pin(prompt), held.release, session.weights_changed):
+                        with pytest.raises(SessionBusy, match="kv_budget"):
+                            change()
                 return torch.zeros(len(ids), dtype=torch.bool)
 
             assert generated(model, prompt, stopping_criteria=[stop], return_dict_in_generate=True) == expected
             assert found == [expected]
             assert sum("in use" in record.message for record in caplog.records) == 1
             session.pin(prompt).release()
+            held.release()
+            session.weights_changed()
 
     def test_between_the_samples_of_a_stream(self, model: Any, prompt: list[int]) -> None:
         with Session(model) as session:

@@ -89,7 +89,7 @@ class Run(Protocol):
         """How its next tokens are chosen."""
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        """Pages that its next tokens may take, so many of each sequence."""
+        """Pages that the next ``tokens`` tokens of each sequence may take."""
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
         """The same once it is back in the tree, with the pages of the tokens that join the tree then."""

@@ -40,7 +40,7 @@ class _Rows:
     wanted: NDArray[np.bool_]
 
     def steps(self, most: int, most_wanted: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows with so many rows at most, and so many after which something is wanted."""
+        """Ranges of at most ``most`` rows, and ``most_wanted`` after which something is wanted."""
         count, begin = np.cumsum(self.wanted), 0
         while begin < len(count):
             before = int(count[begin - 1]) if begin else 0

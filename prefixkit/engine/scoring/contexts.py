@@ -67,7 +67,7 @@ class Contexts:
             if number < (count := len(self.texts.wanted(text))):
                 return self.texts.name(text, number)
             number -= count
-        raise IndexError("there are not so many wanted tokens")
+        raise IndexError("there is no such wanted token")
 
 
 def lay_out(texts: Texts) -> Contexts:

@@ -24,6 +24,7 @@ from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.state import adapters_by_row
+from prefixkit.ops.kv_pool import KVPoolTooLarge
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -59,7 +60,7 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
     try:
         with cache.in_use:
             logits = _logits(model, cache, given)
-    except (NotOnTree, DoesNotFit, UnsupportedModel, IncompleteStep) as error:
+    except (NotOnTree, DoesNotFit, KVPoolTooLarge, UnsupportedModel, IncompleteStep) as error:
         if isinstance(error, FedAgain):
             cache = GeneratedCache.of(cache)
         elif not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
