@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from prefixkit.engine.call import Call
 from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
 from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.stop_filter import MET, StopFilter
 from prefixkit.engine.sharing_report import BatchCounts
 from prefixkit.runners.batch import Results, Runner
 from prefixkit.runners.tree_step import launch_step
@@ -46,7 +46,8 @@ class RunningBatch:
 
     def __init__(self, tree: PrefixTree, runner: Runner, scheduled: Scheduled, call: Call) -> None:
         self.tree, self.runner, self.scheduled, self.call = tree, runner, scheduled, call
-        self._held = tree.pages_held()
+        # What is sampled from logits that are known was held by the step that computed them.
+        self._held = 0 if scheduled.batch is None else tree.pages_held()
         self._runs = [run for _, run in scheduled.rows]
         self._rows = np.arange(len(self._runs))  # which run each row of the runner is
         self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
@@ -60,10 +61,13 @@ class RunningBatch:
         self._grew = np.zeros(len(self._runs), np.int64)  # tokens that each has added to its leaf
         # Steps that each may take.
         self._last = np.array([1 + run.tokens_left if run.streams else 0 for run in self._runs], np.int64)
-        self._stops = _stop_table(self._runs)
+        self._stops, self._stop_row = _stop_table(self._runs)
+        self._filters = _filters(self._runs) if call.on_token is None else []
+        self._stop_state = np.array([run.stop_state for run in self._runs], np.int32)
         by_token = [run.streams and (call.on_token is not None or run.by_token) for run in self._runs]
         self._by_token = np.array(by_token, dtype=bool)
         self._alive = np.array([run.streams for run in self._runs], dtype=bool)
+        self._accepted = np.zeros(len(self._runs), np.int64)  # tokens of each that its run has looked at
         # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -161,19 +165,20 @@ class RunningBatch:
         while self._alive.any() and self._read < self._launched:
             self._accept(self.runner.read(), finish)
         alive = np.flatnonzero(self._alive)
-        extend, self._extend = self._extend, []
-        for i, tokens, logprobs in zip(alive.tolist(), *self._tokens_read(alive), strict=True):
-            sequence, run = self.scheduled.rows[i]
-            if not self._by_token[i]:
-                run.accept_all(tokens.tolist(), logprobs.tolist(), ends=False)
-            self._grew[i] = self._read
-            if self._read == 1:
-                extend.append((sequence, int(tokens[0])))
-            else:
-                self.tree.extend(sequence, tokens)
-                self.tree.mark_computed([sequence.node], [sequence.node.length - 1])
-        if extend:
-            self.tree.extend_each([sequence for sequence, _ in extend], [token for _, token in extend])
+        self._grew[alive] = self._read
+        tokens = np.ascontiguousarray(self._tokens[: self._read, alive].T)
+        logprobs = self._logprobs[: self._read, alive].T
+        columns = alive.tolist(), self._accepted[alive].tolist(), self._stop_state[alive].tolist()
+        for i, held, state, own, likely in zip(*columns, tokens.tolist(), logprobs.tolist(), strict=True):
+            if held < len(own):
+                self._runs[i].hold(own[held:], likely[held:], state)
+        sequences = [self.scheduled.rows[i][0] for i in columns[0]]
+        if self._read > 1:
+            self.tree.extend_leaves(sequences, tokens)
+        elif sequences or self._extend:
+            sequences += [sequence for sequence, _ in self._extend]
+            self.tree.extend_each(sequences, [*tokens[:, 0].tolist(), *(token for _, token in self._extend)])
+        self._extend = []
 
     def _accept(self, results: Results, finish: Finish) -> None:
         """Give the results of the oldest step that was not read to the runs that they are of."""
@@ -197,18 +202,23 @@ class RunningBatch:
             self.call.on_step(int(alive.sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
-        """The tokens of a step, to runs that stream: those that end, and those that look at each token."""
+        """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""
         tokens = self._tokens[self._read - 1, rows]
-        ends = (self._stops[rows] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
-        by_token = alive & self._by_token[rows]
-        ended = rows[alive & ends & ~by_token]
-        for i, all_tokens, all_logprobs in zip(ended.tolist(), *self._tokens_read(ended), strict=True):
-            sample = self._runs[i].accept_all(all_tokens.tolist(), all_logprobs.tolist(), ends=True)
-            self._end(i, sample, finish)
-        for i in rows[by_token].tolist():
-            run, at = self._runs[i], self._read - 1
-            sample = run.accept(int(self._tokens[at, i]), float(self._logprobs[at, i]), self.call.on_token)
-            self._end(i, sample, finish)
+        asked = (self._stops[self._stop_row[rows]] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
+        asked |= self._by_token[rows]
+        asked &= alive
+        for stop_filter, theirs in self._filters:
+            followed = np.flatnonzero(alive & theirs[rows])
+            states = stop_filter.advance(self._stop_state[rows[followed]], tokens[followed])
+            self._stop_state[rows[followed]] = states
+            asked[followed[states == MET]] = True
+        for i in rows[asked].tolist():
+            new = slice(int(self._accepted[i]), self._read)
+            own, likely = self._tokens[new, i].tolist(), self._logprobs[new, i].tolist()
+            self._accepted[i] = self._read
+            self._end(i, self._runs[i].accept(own, likely, self.call.on_token), finish)
+            if self._stop_state[i] == MET:  # if it goes on, its text is not its tokens' bytes
+                self._by_token[i], self._stop_state[i] = True, 0
 
     def _advance(self, results: Results, finish: Finish) -> None:
         """A step of each run that does not stream, which moves its sequences in the tree."""
@@ -221,11 +231,6 @@ class RunningBatch:
         for run in self._stepwise:
             if run.done:
                 finish(run, run.samples())
-
-    def _tokens_read(self, runs: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """``[runs, steps]`` tokens and logprobs that were read."""
-        tokens, logprobs = self._tokens[: self._read, runs], self._logprobs[: self._read, runs]
-        return np.ascontiguousarray(tokens.T), np.ascontiguousarray(logprobs.T)
 
     def _end(self, i: int, sample: Sample | None, finish: Finish) -> None:
         if sample is not None:
@@ -253,13 +258,21 @@ def _stepwise(scheduled: Scheduled) -> dict[Run, list[int]]:
     return {run: [row_of[sequence] for sequence in run.sequences] for run in runs}
 
 
-def _stop_table(runs: list[Run]) -> NDArray[Any]:
-    """``[runs, most]`` the tokens that end each run, -1 where it has fewer than others."""
-    stops = [run.stop_token_ids for run in runs]
-    table = np.full((len(stops), max(map(len, stops), default=1)), -1, np.int64)
-    for row, tokens in zip(table, stops, strict=True):
+def _stop_table(runs: list[Run]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """``[lists, most]`` the different lists of tokens that end runs, -1 where one is shorter, and the list of each."""
+    rows: dict[tuple[int, ...], int] = {}
+    row_of = np.array([rows.setdefault(run.stop_token_ids, len(rows)) for run in runs], np.intp)
+    table = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int64)
+    for row, tokens in zip(table, rows, strict=True):
         row[: len(tokens)] = tokens
-    return table
+    return table, row_of
+
+
+def _filters(runs: list[Run]) -> list[tuple[StopFilter, NDArray[np.bool_]]]:
+    """The filters of runs, and which ``[runs]`` each follows."""
+    own = [run.stop_filter for run in runs]
+    different = {id(one): one for one in own if one is not None}
+    return [(one, np.array([each is one for each in own])) for one in different.values()]
 
 
 def _broken_logits(run: Run) -> ValueError:

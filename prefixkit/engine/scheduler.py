@@ -210,9 +210,7 @@ class Scheduler:
         self._resume_recomputed()
         self._free_pages()
         if self._has_waiting or self.has_waiting:
-            lookahead = self._lookahead(self.policy.longest)
-            self.admit(lookahead)
-            if started := self._start_runs(lookahead):
+            if started := self._admit_and_start():
                 return first_tokens(started)
             self._resume_recomputed()  # what was copied back has all its KV
         rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
@@ -220,6 +218,19 @@ class Scheduler:
         prompts = (state.sequence.node for state in self.in_flight)
         computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
         return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
+
+    def _admit_and_start(self) -> list[Row]:
+        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
+        started = list[Row]()
+        for reserves in (True, False):
+            if not reserves:
+                self._give_back_reserved()
+            lookahead = self._lookahead(self.policy.longest)
+            self.admit(lookahead)
+            started += self._start_runs(lookahead)
+            if not (self.store.tree.reserved and self.slots_left and self.has_waiting):
+                break
+        return started
 
     def _lookahead(self, tokens: int) -> int:
         """Pages that what runs may take with its next tokens."""
@@ -242,10 +253,11 @@ class Scheduler:
         if rows * (1 + self.policy.shortest // self.store.tree.page_size) * 2 <= allocator.free:
             return
         while self.runs:
-            if self._has_waiting:  # what waits may go first
-                self._give_back_reserved()
             if self.store.cache.free_pages(self._lookahead(self.policy.shortest)):
                 return
+            if self.store.tree.reserved:
+                self._give_back_reserved()
+                continue
             free = allocator.free
             self._compact(free)
             if allocator.free <= free:

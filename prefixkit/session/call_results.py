@@ -13,7 +13,6 @@ from prefixkit.engine.request import Request, Sample, TokenEvent
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
 from prefixkit.models import ModelFacts
-from prefixkit.sampling.params import SamplingParams
 
 log = logging.getLogger("prefixkit")
 
@@ -67,8 +66,7 @@ def call_of(
         ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
     """
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    special = any(isinstance(one.params, SamplingParams) and one.params.stop_strings for one in requests)
-    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer, special))
+    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer))
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:

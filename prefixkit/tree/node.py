@@ -231,6 +231,16 @@ class Node:
         self.length += len(tokens)
         self.reserved -= self.num_pages - before
 
+    def append_reserved(self, tokens: Ints, count: int) -> None:
+        """Append ``count`` tokens in slots that are free or reserved; all but the last have KV."""
+        length = self.length
+        if length + count > len(self._token_buffer):
+            self._token_buffer = _with_capacity(self._token_buffer, length, count)
+        self._token_buffer[length : length + count] = tokens
+        end = self.first_slot + length
+        self.reserved -= -(-(end + count) // self._page_size) - -(-end // self._page_size)
+        self.length, self.computed = length + count, length + count - 1
+
     def reserve(self, pages: Ints) -> None:
         """Hold ``pages`` for later tokens."""
         self.page_buffer = _append(self.page_buffer, self.num_pages + self.reserved, pages)

@@ -150,6 +150,22 @@ class PrefixTree(TreeEdits):
             pages = self.allocator.allocate(self.new_pages(donor, len(values), node.reserved))
             self._move(sequence, self.add_leaf(node, values.copy(), pages, donor))
 
+    def extend_leaves(self, sequences: Ordered[Sequence], tokens: NDArray[np.int32]) -> None:
+        """Append ``tokens[i]`` to the leaf of ``sequences[i]``, in reserved pages; all but the last have KV.
+
+        Args:
+            sequences: Each ends at a leaf of its own that grows in place, and has reserved the pages.
+            tokens: ``[sequences, count]`` token ids, ``count`` at least 1.
+        """
+        count = tokens.shape[1]
+        for sequence, own in zip(sequences, tokens, strict=True):
+            node = sequence.node
+            assert sequence.tree is self and node.pages_to_add(count) == 0 and node.grows_in_place, node
+            before = node.reserved
+            node.append_reserved(own, count)
+            self.reserved -= before - node.reserved
+        self._touched.update(sequence.node for sequence in sequences)
+
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
 

@@ -35,6 +35,8 @@ class BeamRun:
 
     streams: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
+    stop_filter: ClassVar[None] = None
+    stop_state: ClassVar[int] = 0
     stop_token_ids: ClassVar[tuple[int, ...]] = ()  # the search itself looks for those that end a beam
     name: ClassVar[str] = "a beam"
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
@@ -83,10 +85,12 @@ class BeamRun:
     def resume(self, sequences: list[Sequence]) -> None:
         self.sequences, self.recomputing = sequences, True
 
-    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> NoReturn:
+    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> NoReturn:
         raise AssertionError("it does not stream")
 
-    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> NoReturn:
+    def accept(
+        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
+    ) -> NoReturn:
         raise AssertionError("it does not stream")
 
     @classmethod

@@ -1,41 +1,85 @@
-"""Token ids to text."""
+"""Token ids to text, and what each token adds to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from prefixkit.engine.runs.stop_filter import Pattern, StopFilter
+from prefixkit.engine.runs.token_bytes import TokenBytes
 
 Decode = Callable[[list[int]], str]
 
 
-@dataclass(frozen=True, eq=False)
 class Detokenizer:
     """How tokens become text.
 
-    Attributes:
+    One serves any number of calls: what it has learned about tokens and stop strings stays.
+
+    Args:
         decode: Token ids to text, without special tokens; None: samples have no text, and stop strings are refused.
-        special_tokens: The text of tokens that ``decode`` leaves out, by their ids.
+        special_tokens: The text of tokens that ``decode`` leaves out, by their ids, or a function that finds it.
+        token_bytes: What each token adds to the text, where that is known: stop strings are looked for in the bytes
+            then, and only samples that may have met one are decoded.
     """
 
-    decode: Decode | None = None
-    special_tokens: Mapping[int, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        decode: Decode | None = None,
+        special_tokens: Mapping[int, str] | Callable[[], Mapping[int, str]] = {},  # noqa: B006 - never written
+        token_bytes: TokenBytes | None = None,
+    ) -> None:
+        self.decode, self._token_bytes, self._special = decode, token_bytes, special_tokens
+        self._filters: dict[tuple[str, ...], StopFilter | None] = {}
+        self._special_in: dict[tuple[str, ...], Mapping[int, str]] = {(): {}}
+
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The text of tokens that ``decode`` leaves out, by their ids."""
+        return self._special() if callable(self._special) else self._special
+
+    def stop_filter(self, strings: tuple[str, ...]) -> StopFilter | None:
+        """What tells of whole steps which samples may have met one of these strings; None where nothing does."""
+        if strings not in self._filters:
+            self._filters[strings] = self._filter_of(strings)
+        return self._filters[strings]
+
+    def special_in(self, strings: tuple[str, ...]) -> Mapping[int, str]:
+        """The special tokens, if one of the strings holds the text of one; else none."""
+        if strings not in self._special_in:
+            found = any(text in string for string in strings for text in self.special_tokens.values())
+            self._special_in[strings] = self.special_tokens if found else {}
+        return self._special_in[strings]
+
+    def _filter_of(self, strings: tuple[str, ...]) -> StopFilter | None:
+        if self._token_bytes is None or not strings or any("\ufffd" in string for string in strings):
+            return None  # decoders write U+FFFD for bytes that are no character
+        of_token, named = self._token_bytes.__getitem__, self.special_in(strings)
+        special = tuple(string for string in strings if any(text in string for text in named.values()))
+        plain = tuple(string for string in strings if string not in special)
+        patterns = [Pattern(plain, of_token)] if plain else []
+        if special:
+            texts = {token: text.encode() for token, text in named.items()}
+            patterns.append(Pattern(special, lambda token: texts.get(token) or of_token(token)))
+        return StopFilter(patterns)
 
 
-def detokenizer_of(tokenizer: Any, special: bool) -> Detokenizer:
+def detokenizer_of(tokenizer: Any) -> Detokenizer:
     """That of a tokenizer of transformers, or none.
 
     Args:
         tokenizer: Has ``decode``; None: there is no text.
-        special: Whether special tokens are looked for in stop strings.
     """
     if tokenizer is None:
         return Detokenizer()
+    token_bytes = TokenBytes.of(tokenizer)
+    rust = None if token_bytes is None else token_bytes.backend.decode
 
     def decode(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(tokenizer.decode(tokens, skip_special_tokens=True) if rust is None else rust(tokens))
 
-    return Detokenizer(decode, special_tokens(tokenizer, decode) if special else {})
+    return Detokenizer(decode, lambda: special_tokens(tokenizer, decode), token_bytes)
 
 
 def special_tokens(tokenizer: Any, decode: Decode) -> dict[int, str]:

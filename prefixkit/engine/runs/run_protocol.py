@@ -12,6 +12,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.params import SamplingParams
@@ -78,6 +79,14 @@ class Run(Protocol):
         """Whether tokens have to be accepted one by one."""
 
     @property
+    def stop_filter(self) -> StopFilter | None:
+        """Of one that streams: tells when its last token may have ended it, beside :attr:`stop_token_ids`."""
+
+    @property
+    def stop_state(self) -> int:
+        """What the filter has noted of it."""
+
+    @property
     def unpipelined(self) -> str | None:
         """Why its next step cannot be launched before the host has seen its last token; None if it can."""
 
@@ -97,11 +106,13 @@ class Run(Protocol):
     def resume(self, sequences: list[Sequence]) -> None:
         """Go on with sequences of the prompt and all tokens chosen but the last."""
 
-    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        """Of one that streams: take a token; returns the sample if this ended it."""
+    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> None:
+        """Of one that streams: take tokens that do not end it."""
 
-    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
-        """Of one that streams: take tokens of which none but the last can end it; returns the sample if ``ends``."""
+    def accept(
+        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
+    ) -> Sample | None:
+        """Of one that streams: take tokens of which none but the last can end it; returns the sample if that did."""
 
     @classmethod
     def advance(cls, tree: PrefixTree, rows: Mapping[Self, list[int]], results: Results) -> list[tuple[Sequence, int]]:

@@ -16,6 +16,7 @@ from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.run_protocol import RowSampling
 from prefixkit.engine.runs.stop import StopChecker
+from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.params import SamplingParams
@@ -38,6 +39,8 @@ class SampleRun:
         params: How it is sampled.
         stop: Looks for what ends it.
         processor: Changes its logits first.
+        stop_filter: Tells when it may have met a stop string; None: nothing does, and each token is looked at.
+        stop_state: What the filter has noted of it.
         tokens, logprobs: Those sampled so far.
     """
 
@@ -50,24 +53,30 @@ class SampleRun:
     params: SamplingParams
     stop: StopChecker
     processor: LogitsProcessor | None = None
+    stop_filter: StopFilter | None = None
+    stop_state: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     recomputing: bool = False
+    _accepted: int = 0  # tokens that `stop` has seen
 
     @classmethod
     def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> SampleRun:
         request, index = state.request, state.request.sample_indices[state.started]
         params = cast(SamplingParams, request.params)
         key = sample_key(params.seed, index, request.tokens, request.occurrence)
-        decode, special, text = call.detokenizer.decode, call.detokenizer.special_tokens, bool(params.stop_functions)
-        stop = StopChecker(params.stop_token_ids or (), params.stop_strings, decode, special, text=text)
+        detokenizer, strings = call.detokenizer, params.stop_strings
+        special = detokenizer.special_in(strings)
+        text = bool(params.stop_functions)
+        stop = StopChecker(params.stop_token_ids or (), strings, detokenizer.decode, special, text=text)
+        stop_filter = None if text or not strings else detokenizer.stop_filter(strings)
         processor = None
         if params.logits_processors is not None and not callable(processor := params.logits_processors()):
             raise TypeError(
                 f"logits_processors must make a function of token ids and logits, it made {type(processor).__name__}; "
                 "several go into one as transformers' LogitsProcessorList"
             )
-        return cls(state, tree.fork(state.sequence), index, key, params, stop, processor)
+        return cls(state, tree.fork(state.sequence), index, key, params, stop, processor, stop_filter)
 
     @property
     def name(self) -> str:
@@ -87,8 +96,8 @@ class SampleRun:
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are accepted one by one: stop strings and functions are asked as they come."""
-        return bool(self.params.stop)
+        """Whether tokens are accepted one by one: stop functions, and strings without a filter, are asked of each."""
+        return bool(self.params.stop) and self.stop_filter is None
 
     @property
     def unpipelined(self) -> str | None:
@@ -137,11 +146,20 @@ class SampleRun:
             return self.state.request.tokens
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
-    def accept(self, token: int, logprob: float, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        """Take a sampled token; returns the sample if this ended it."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        stopped = self.stop.push(token)
+    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> None:
+        """Take tokens that do not end it."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.stop_state = stop_state
+
+    def accept(
+        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
+    ) -> Sample | None:
+        """Take tokens of which none but the last can end it; returns the sample if that did."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stopped = self.stop.push_all(self.tokens[self._accepted :])
+        self._accepted = len(self.tokens)
         if not stopped and (functions := self.params.stop_functions):
             stopped = any(function(self.tokens.copy(), self.stop.so_far) for function in functions)
         reason: FinishReason | None = None
@@ -149,15 +167,12 @@ class SampleRun:
             reason = "stop" if stopped else "length"
         if on_token is not None:
             text = self.stop.delta() + ("" if reason is None else self.stop.rest())
-            on_token(TokenEvent(self.state.request.prompt_index, self.index, token, logprob, text, reason))
-        return None if reason is None else self._sample(reason)
-
-    def accept_all(self, tokens: list[int], logprobs: list[float], ends: bool) -> Sample | None:
-        """Take tokens of which none but the last can end the sample; returns the sample if ``ends``."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        stopped = self.stop.push_all(tokens)
-        return self._sample("stop" if stopped else "length") if ends else None
+            index = self.state.request.prompt_index
+            on_token(TokenEvent(index, self.index, tokens[-1], logprobs[-1], text, reason))
+        if reason is not None:
+            return self._sample(reason)
+        self.stop_filter = None  # where it has told of a stop string, there was none
+        return None
 
     @classmethod
     def advance(cls, tree: PrefixTree, rows: Mapping[SampleRun, list[int]], results: Results) -> NoReturn:

@@ -79,10 +79,19 @@ class StopChecker:
         return self._stopped_by_string
 
     def push_all(self, tokens: list[int]) -> bool:
-        """Take tokens of which only the last can end the sample, where there are no stop strings; True if it does."""
-        assert tokens and not self._follows, "strings are looked for token by token"
-        self._tokens += tokens[:-1]
-        return self.push(tokens[-1])
+        """Take tokens of which only the last can end the sample; True if it does."""
+        *before, last = tokens
+        if self._follows and before:
+            begin = 0
+            for end in [i + 1 for i, token in enumerate(before) if token in self._special]:
+                self._tokens += before[begin:end]
+                self._commit(self._special[before[end - 1]])
+                begin = end
+            before = before[begin:]
+        self._tokens += before
+        if self._follows and before:
+            self._commit()
+        return self.push(last)
 
     def delta(self) -> str:
         """The text that has become certain since the last call: for streaming.

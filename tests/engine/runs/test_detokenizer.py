@@ -16,8 +16,7 @@ def test_special_tokens_are_those_that_a_tokenizer_lists_and_leaves_out():
 
 
 def test_a_tokenizer_writes_text_without_special_tokens_and_none_writes_nothing():
-    made = detokenizer_of(byte_tokenizer(), special=True)
+    made = detokenizer_of(byte_tokenizer())
     assert made.decode([*byte_tokenizer()("hi")["input_ids"], 256]) == "hi"
     assert made.special_tokens == {256: "<|end|>", 257: "<|pad|>"}
-    assert not detokenizer_of(byte_tokenizer(), special=False).special_tokens
-    assert detokenizer_of(None, special=True).decode is None
+    assert detokenizer_of(None).decode is None

@@ -1,0 +1,93 @@
+"""Which samples may have met a stop string, told for a whole step at once, without decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+MET = -1  # the state of a sample that may have met a stop string
+_UNKNOWN = -2
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Strings that are looked for in the bytes of tokens.
+
+    Attributes:
+        strings: At least one, none empty.
+        bytes_of: The bytes of a token.
+    """
+
+    strings: tuple[str, ...]
+    bytes_of: Callable[[int], bytes]
+
+    def after(self, held: bytes, token: int) -> bytes | None:
+        """What a string may begin with at the end of the bytes, after ``held`` and a token; None where one is met."""
+        sought, found = [string.encode() for string in self.strings], held + self.bytes_of(token)
+        if any(one in found for one in sought):
+            return None
+        for size in range(min(max(map(len, sought)) - 1, len(found)), 0, -1):
+            if any(one.startswith(found[-size:]) for one in sought):
+                return found[-size:]
+        return b""
+
+
+class StopFilter:
+    """Follows samples by a number each: what stop strings may begin with at the end of their text.
+
+    UTF-8 finds a string in a text exactly where its bytes are found in the text's bytes.  Nearly all samples hold
+    nothing, and what a token then leaves is looked up for all of them at once.
+
+    Args:
+        patterns: A sample has met a stop string once one of them has.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self._patterns = patterns
+        self._held: list[tuple[bytes, ...]] = [(b"",) * len(patterns)]  # by state; state 0 holds nothing
+        self._states = {self._held[0]: 0}
+        self._from_nothing = np.full(1, _UNKNOWN, np.int32)  # by token
+        self._from: dict[tuple[int, int], int] = {}  # by state and token
+
+    def advance(self, states: Ints, tokens: NDArray[np.integer]) -> Ints:
+        """``[rows]`` the states after a token each; :data:`MET` where a stop string may have been met.
+
+        Args:
+            states: ``[rows]`` before, none of them :data:`MET`; 0 for a sample without tokens.
+            tokens: ``[rows]`` ids, not negative.
+        """
+        if (most := int(tokens.max(initial=0))) >= len(self._from_nothing):
+            more = np.full(1 << (most + 1).bit_length(), _UNKNOWN, np.int32)
+            more[: len(self._from_nothing)] = self._from_nothing
+            self._from_nothing = more
+        after: Ints = self._from_nothing[tokens]
+        if len(unknown := np.flatnonzero(after == _UNKNOWN)):
+            for token in set(tokens[unknown].tolist()):
+                self._from_nothing[token] = self._after(0, token)
+            after = self._from_nothing[tokens]
+        for row in np.flatnonzero(states).tolist():
+            after[row] = self._lookup(int(states[row]), int(tokens[row]))
+        return after
+
+    def _lookup(self, state: int, token: int) -> int:
+        if (found := self._from.get((state, token))) is None:
+            found = self._from[state, token] = self._after(state, token)
+        return found
+
+    def _after(self, state: int, token: int) -> int:
+        held = list[bytes]()
+        for pattern, before in zip(self._patterns, self._held[state], strict=True):
+            after = pattern.after(before, token)
+            if after is None:
+                return MET
+            held.append(after)
+        key = tuple(held)
+        if key not in self._states:
+            self._states[key] = len(self._held)
+            self._held.append(key)
+        return self._states[key]
