@@ -71,25 +71,22 @@ def next_step(
         prefill_chunk: Prompt tokens that may run.
         computing: Whether there are uncomputed tokens besides, of sequences that were preempted.
     """
-    pipelined = (
-        not computing
-        and not prompts
-        and all(run.unpipelined is None and sequence.node.grows_in_place for sequence, run in rows)
-    )
+    own = [sequence.node for sequence, _ in rows]
+    left = np.array([run.tokens_left for _, run in rows], np.int64)
+    pipelined = not computing and not prompts and all(node.grows_in_place for node in own)
+    pipelined = pipelined and all(run.unpipelined is None for _, run in rows)
     most_steps = sys.maxsize
     if pipelined:
-        left = np.array([run.tokens_left for _, run in rows], np.int64)
-        horizon = _horizon(tree, [sequence.node for sequence, _ in rows], left)
+        horizon = _horizon(tree, own, left)
         tree.reserve([sequence for sequence, _ in rows], np.minimum(left, horizon).tolist())
         most_steps = horizon if len(left) and horizon < left.max() else sys.maxsize
     snapshot, nodes = tree.snapshot(), tree.nodes()
-    leaves = np.array([sequence.node.index for sequence, _ in rows], dtype=np.int32)
+    leaves = np.array([node.index for node in own], dtype=np.int32)
     order = np.argsort(leaves, kind="stable")
-    rows, leaves = [rows[i] for i in order.tolist()], leaves[order]
+    rows, leaves, own = [rows[i] for i in order.tolist()], leaves[order], [own[i] for i in order.tolist()]
     sampling = _sampling(rows)
-    steps = min(most_steps, max((1 + run.tokens_left for run in {run for _, run in rows}), default=0))
+    steps = min(most_steps, 1 + int(left.max(initial=-1)))
     if not (prompts or computing) and _decodes(snapshot, leaves):
-        own = [sequence.node for sequence, _ in rows]
         tokens = np.array([node.last_token for node in own], np.int32)
         batch = Batch(decode_tree(snapshot, leaves), tokens, Outputs(np.arange(len(rows)), sampling), steps)
         return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined, most_steps=most_steps)

@@ -208,9 +208,12 @@ class Scheduler:
 
     def _next(self) -> Scheduled | None:
         self._resume_recomputed()
-        self._free_pages()
+        lookahead = self._lookahead(self.policy.longest)
+        if lookahead > self.store.tree.allocator.free:
+            self._free_pages()
+            lookahead = self._lookahead(self.policy.longest)
         if self._has_waiting or self.has_waiting:
-            if started := self._admit_and_start():
+            if started := self._admit_and_start(lookahead):
                 return first_tokens(started)
             self._resume_recomputed()  # what was copied back has all its KV
         rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
@@ -219,17 +222,19 @@ class Scheduler:
         computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
         return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
 
-    def _admit_and_start(self) -> list[Row]:
-        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
-        started = list[Row]()
-        for reserves in (True, False):
-            if not reserves:
-                self._give_back_reserved()
+    def _admit_and_start(self, lookahead: int) -> list[Row]:
+        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others.
+
+        Args:
+            lookahead: Pages that what runs may take with its next tokens.
+        """
+        self.admit(lookahead)
+        started = self._start_runs(lookahead)
+        if self.store.tree.reserved and self.slots_left and self.has_waiting:
+            self._give_back_reserved()
             lookahead = self._lookahead(self.policy.longest)
             self.admit(lookahead)
             started += self._start_runs(lookahead)
-            if not (self.store.tree.reserved and self.slots_left and self.has_waiting):
-                break
         return started
 
     def _lookahead(self, tokens: int) -> int:
@@ -249,9 +254,6 @@ class Scheduler:
     def _free_pages(self) -> None:
         """Preempt until what runs can go on for some steps."""
         allocator = self.store.tree.allocator
-        rows = sum(len(run.sequences) for run in self.runs)
-        if rows * (1 + self.policy.shortest // self.store.tree.page_size) * 2 <= allocator.free:
-            return
         while self.runs:
             if self.store.cache.free_pages(self._lookahead(self.policy.shortest)):
                 return

@@ -173,27 +173,30 @@ class PrefixTree(TreeEdits):
             ValueError: a sequence has no leaf of its own that grows in place, or is not live in this tree.
             OutOfPages: not enough free pages for all of them; nothing has changed.
         """
-        nodes = [self._node_of(sequence) for sequence in sequences]
-        if not all(node.grows_in_place for node in nodes):
-            raise ValueError("a sequence that shares its last node or page has no pages of its own; extend it first")
-        held = [node.reserved for node in nodes]
-        wanted = [
-            -(-max(0, count - node.free_slots) // self.page_size) for node, count in zip(nodes, tokens, strict=True)
-        ]
-        more = sum(wanted) - sum(held)
+        changed = list[tuple[Node, int]]()  # and how many more pages it reserves
+        size, more = self.page_size, 0
+        for sequence, count in zip(sequences, tokens, strict=True):
+            node = self._node_of(sequence)
+            if not node.grows_in_place:
+                raise ValueError(
+                    "a sequence that shares its last node or page has no pages of its own; extend it first"
+                )
+            change = -(-max(0, count - -node.end_slot % size) // size) - node.reserved
+            if change:
+                changed.append((node, change))
+                more += change
         self.allocator.check(more)
-        for node, before, after in zip(nodes, held, wanted, strict=True):
-            if after < before:
-                self.allocator.release(node.drop_reserved(after))
+        for node, change in changed:
+            if change < 0:
+                self.allocator.release(node.drop_reserved(node.reserved + change))
                 self.version += 1  # of one version a later snapshot has no fewer pages
-        missing = [max(0, after - before) for before, after in zip(held, wanted, strict=True)]
-        pages = self.allocator.allocate(sum(missing))
-        for node, count in zip(nodes, missing, strict=True):
-            if count:
-                node.reserve(pages[:count])
-                pages = pages[count:]
+        pages = self.allocator.allocate(sum(change for _, change in changed if change > 0))
+        for node, change in changed:
+            if change > 0:
+                node.reserve(pages[:change])
+                pages = pages[change:]
         self.reserved += more
-        self._touched.update(nodes)
+        self._touched.update(node for node, _ in changed)
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.

@@ -114,7 +114,11 @@ class SampleRun:
         return RowSampling(self.params, self.key, len(self.tokens), self.history(), process=process)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        return tree.pages_to_extend(self.sequences[0], min(self.tokens_left, tokens) + self.recomputing)
+        more = min(self.params.max_new_tokens - 1 - len(self.tokens), tokens) + self.recomputing
+        node = self.sequences[0].node
+        if node.reserved * tree.page_size >= more and node.grows_in_place:
+            return 0
+        return tree.pages_to_extend(self.sequences[0], more)
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
         held = len(self.tokens) - 1
