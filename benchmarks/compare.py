@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.runner import ROOT, Row, Run, arguments, geomean, identity, in_turns, table
 from benchmarks.tree_attention.workloads import DECODE, HEADS
+from benchmarks.whole_calls import OF_SHAPE
 
 NAMES = ("kind", "name")
 
@@ -68,6 +69,12 @@ def cases(kind: str, small: bool) -> list[Row]:
     if kind == "calls":
         size = {"prompt": 64, "rows": 4, "new": 4} if small else {"prompt": 512, "rows": 32, "new": 32}
         return [{"name": what, "unit": "ms", **size} for what in ("samples", "beams", "scores", "generate")]
+    if kind == "whole":
+        return [
+            {"name": f"{shape}: {call}", "unit": "s", "shape": shape, "call": call, "kv_budget": "40GiB"}
+            for shape, names in OF_SHAPE.items()
+            for call in names
+        ]
     if kind in ("generate", "session"):
         sized = {"generate": ({"prompt": 256, "rows": 4, "new": 16}, {"prompt": 16, "rows": 1, "new": 1})}
         sized["session"] = ({"known": 16, "new": 1}, {"known": 512, "new": 1}, {"known": 512, "new": 16})
@@ -116,7 +123,7 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
     of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
-    on_gpu = ("attention", "engine") if torch.cuda.is_available() else ()
+    on_gpu = ("attention", "engine", "whole") if torch.cuda.is_available() else ()
     of |= {"cases": [*on_gpu, "sampling", "tree", "admission", "generate", "session", "calls"], "only": ""}
     options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
     run = Run(options)

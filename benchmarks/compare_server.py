@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,14 @@ def pool() -> Any:
     return Pool()
 
 
-@cache
+@lru_cache(1)
 def model(name: str) -> Any:
-    """A patched model with random weights: Llama-3.1-8B's shape on the GPU, or one of the small ones on the CPU."""
+    """A patched model with random weights: a large one on the GPU, or one of the small ones on the CPU."""
     import prefixkit
 
-    where = ("cuda", torch.bfloat16) if name == shapes.LLAMA_8B.name else ("cpu", torch.float32)
-    return prefixkit.patch(shapes.SHAPES[name].build(*where))
+    large = name in shapes.FAMILIES or name.startswith("Llama")
+    where = ("cuda", torch.bfloat16) if large else ("cpu", torch.float32)
+    return prefixkit.patch((shapes.SHAPES.get(name) or shapes.FAMILIES[name]).build(*where))
 
 
 def prompt_of(length: int) -> list[int]:
@@ -185,8 +186,23 @@ def calls(case: runner.Row) -> Time:
     return lambda: 1e3 * timed_call()
 
 
+def whole(case: runner.Row) -> Time:
+    """Seconds of a whole call of a session with compiled layers, as ``whole_calls.py`` makes it."""
+    import prefixkit
+
+    calls, on_gpu = shapes.CALLS[case["call"]], torch.cuda.is_available()
+    session = prefixkit.Session(model(case["shape"]), kv_budget=case["kv_budget"], compiled=on_gpu)
+    vocab, seed = (shapes.SHAPES.get(case["shape"]) or shapes.FAMILIES[case["shape"]]).vocab, iter(range(10**9))
+
+    def call() -> None:
+        fixed = {"n": calls.samples, "max_new_tokens": calls.new, "stop_token_ids": (), "top_p": 0.95}
+        session.generate(calls.random_prompts(next(seed), vocab), **fixed)
+
+    return lambda: runner.wall_seconds(call)[0]
+
+
 CASES = {"attention": attention, "engine": engine, "sampling": sampling, "tree": tree, "admission": admission}
-CASES |= {"generate": generate, "session": session, "calls": calls}
+CASES |= {"generate": generate, "session": session, "calls": calls, "whole": whole}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -63,6 +64,29 @@ class Family:
         return _model(getattr(transformers, self.config)(**self.fields, **ends), device, dtype, seed)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a session with random prompts; see ``shapes.toml``."""
+
+    prompts: int
+    tokens: tuple[int, int]
+    shared: int
+    samples: int
+    new: int
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of a call."""
+        return self.prompts * self.samples * self.new
+
+    def random_prompts(self, seed: int, vocab: int) -> list[list[int]]:
+        """Token ids of the prompts of one call."""
+        rng = np.random.default_rng(seed)
+        few_shot = rng.integers(5, vocab, self.shared).tolist()
+        lengths = rng.integers(self.tokens[0], self.tokens[1] + 1, self.prompts)
+        return [few_shot + rng.integers(5, vocab, length - self.shared).tolist() for length in lengths]
+
+
 def _model(config: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -75,4 +99,5 @@ def _model(config: Any, device: torch.device | str, dtype: torch.dtype, seed: in
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
 FAMILIES = {name: Family(**found) for name, found in TABLE["families"].items()}
+CALLS = {name: Calls(**found) for name, found in TABLE["calls"].items()}
 LLAMA_8B, TINY = SHAPES["Llama-3.1-8B"], SHAPES["tiny"]
