@@ -1,6 +1,7 @@
 """What a campaign reaches of what the engine can: SmolLM2-135M-Instruct on HumanEval behind solved examples.
 
     python -m benchmarks.campaign [--device cuda --dtype bfloat16 --compiled] [--problems 160] [--samples 50] [--out F]
+    python -m benchmarks.campaign --only "stop strings,engine"
 
 Tokens per second of second calls of one session: *engine*, token ids and samples that all run to one length; *stop
 ids*, which end at their end-of-text token; *text*, the same with text; *stop strings*, with five of them too;
@@ -38,13 +39,12 @@ def calls(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.N
     """Calls of one session, each timed after one that warms its graphs."""
     ids = [one.tokens for one in asked]
     with Session(model, tokenizer, compiled=options.compiled, most_running=options.in_flight) as texts:
-        mean = 0.0
-        for name, fields in (
-            ("stop strings", {"stop": STOPS}),
-            ("text", {}),
-            ("stop ids", {}),
-            ("engine", {"stop_token_ids": ()}),
-        ):
+        mean = float(options.longest)
+        cases: dict[str, Row] = {"stop strings": {"stop": STOPS}, "text": {}, "stop ids": {}}
+        cases["engine"] = {"stop_token_ids": ()}  # the last one: as long as the samples of the others are on average
+        for name, fields in cases.items():
+            if name not in options.only:
+                continue
             texts.tokenizer = tokenizer if name in ("text", "stop strings") else None
             if name == "engine":
                 fields = fields | {"max_new_tokens": max(1, round(mean))}
@@ -86,14 +86,16 @@ def command(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse
 def main() -> None:
     choices: Row = {"choices": ("float32", "bfloat16", "float16"), "default": "float32"}
     sizes: Row = {"problems": 160, "samples": 50, "few_shot": 4, "longest": 512, "in_flight": 1024, "turns": 1}
-    options = arguments(__doc__, device="cpu", dtype=choices, compiled=False, **sizes)
+    only = ["stop strings", "text", "stop ids", "engine", "command"]
+    options = arguments(__doc__, device="cpu", dtype=choices, compiled=False, only=only, **sizes)
     run = Run(options, options.device)
     model, tokenizer = load_demo()
     model = prefixkit.patch(model.to(options.device, getattr(torch, options.dtype)))  # type: ignore[arg-type]
     problems = load(Source(task="humaneval", limit=options.problems), Prompting(few_shot=options.few_shot))
     asked = prompted(tokenizer, problems, params_of(options, stop=STOPS), chat=False)
     calls(model, tokenizer, asked, options, run)
-    command(model, tokenizer, asked, options, run)
+    if "command" in options.only:
+        command(model, tokenizer, asked, options, run)
     run.finish()
 
 

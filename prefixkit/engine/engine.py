@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.call import Call
+from prefixkit.engine.frozen_heap import frozen_heap
 from prefixkit.engine.loop import Loop, counters_of, counters_of_cache
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
@@ -75,9 +76,10 @@ class Engine:
         check_fits(requests, self.store.budget())
         loop = self.loop(Call() if call is None else call)
         try:
-            loop.start(requests)
-            while not loop.scheduler.idle:
-                yield from loop.step()
+            with frozen_heap(sum(len(request.sample_indices) for request in requests)):
+                loop.start(requests)
+                while not loop.scheduler.idle:
+                    yield from loop.step()
         except KeyboardInterrupt:
             self.store.restart()  # what it left of the tree may not be fit for releasing
             raise

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -103,11 +104,11 @@ class SamplingParams:
         """Runs of one prompt: its samples."""
         return self.n
 
-    @property
+    @cached_property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(one for one in self.stop if isinstance(one, str))
 
-    @property
+    @cached_property
     def stop_functions(self) -> tuple[StopFunction, ...]:
         return tuple(one for one in self.stop if not isinstance(one, str))
 
