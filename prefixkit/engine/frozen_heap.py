@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 MANY = 256  # runs of a call that cause full collections, and beside which counting frozen objects costs nothing
 
 

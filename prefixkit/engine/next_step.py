@@ -105,6 +105,9 @@ def next_step(
 
 def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> int:
     """For how many tokens, of each leaf at most those ``left``, the free pages last, with those reserved."""
+    most = int(left.max(initial=0))
+    if int((left // tree.page_size + 1).sum()) <= tree.allocator.free:  # an upper bound: there is plenty
+        return most
     free_slots = np.array([leaf.free_slots for leaf in leaves], np.int64)
     pages = tree.allocator.free + sum(leaf.reserved for leaf in leaves)
 
@@ -112,7 +115,6 @@ def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> i
         more = np.maximum(np.minimum(left, tokens) - free_slots, 0)
         return int((-(-more // tree.page_size)).sum()) <= pages
 
-    most = int(left.max(initial=0))
     if fits(most):
         return most
     least = 0
