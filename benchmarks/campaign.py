@@ -4,8 +4,9 @@
     python -m benchmarks.campaign --only "stop strings,engine"
 
 Tokens per second of second calls of one session: *engine*, token ids and samples that all run to one length; *stop
-ids*, which end at their end-of-text token; *text*, the same with text; *stop strings*, with five of them too;
-*command*, ``prefixkit sample --run`` without its start: the model is loaded, and capturing graphs is left out.
+ids*, which end at a token that is an empty line; *text*, the same with text; *stop strings*, which end at one
+of five strings; *command*, ``prefixkit sample --run`` with these without its start: the model is loaded, and capturing
+graphs is left out.
 """
 
 import argparse
@@ -35,12 +36,18 @@ def params_of(options: argparse.Namespace, **fields: Any) -> SamplingParams:
     return SamplingParams(n=options.samples, temperature=0.8, top_p=0.95, seed=1, **most | fields)
 
 
+def decoded(tokenizer: Any) -> list[str]:
+    """The text of each token."""
+    return [tokenizer.decode([token]) for token in range(len(tokenizer))]
+
+
 def calls(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.Namespace, run: Run) -> None:
     """Calls of one session, each timed after one that warms its graphs."""
     ids = [one.tokens for one in asked]
     with Session(model, tokenizer, compiled=options.compiled, most_running=options.in_flight) as texts:
         mean = float(options.longest)
-        cases: dict[str, Row] = {"stop strings": {"stop": STOPS}, "text": {}, "stop ids": {}}
+        ends = {"stop_token_ids": [i for i, text in enumerate(decoded(tokenizer)) if text[1:] and not text.strip("\n")]}
+        cases: dict[str, Row] = {"stop strings": {"stop": STOPS}, "text": ends, "stop ids": ends}
         cases["engine"] = {"stop_token_ids": ()}  # the last one: as long as the samples of the others are on average
         for name, fields in cases.items():
             if name not in options.only:
@@ -55,7 +62,8 @@ def calls(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.N
                 took, tokens = time.perf_counter() - began, found.report.new_tokens
                 if turn:
                     row = {"case": name, "tokens": tokens, "seconds": round(took, 3), "tokens/s": round(tokens / took)}
-                    run.add("rows", row | {"mean tokens": round(tokens / found.report.samples, 1)})
+                    row |= {"mean tokens": round(tokens / found.report.samples, 1), "captures": found.report.captures}
+                    run.add("rows", row)
             mean = tokens / found.report.samples
 
 

@@ -45,6 +45,10 @@ class TokenBytes(dict[int, bytes]):
         match decoder:
             case {"type": "ByteLevel"}:
                 return cls(backend, byte_level=True)
+            case {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, space, *rest]}:
+                # What transformers 5.17 makes of a GGUF: the last decoder sees one word, and maps it if all is bytes.
+                byte_level = [one["type"] for one in rest] == ["ByteLevel"] and space == _SPACE
+                return cls(backend, byte_level=True) if byte_level and _all_bytes(backend) else None
             case {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}, *rest]}:
                 strips = [one for one in rest if (one.get("type"), one.get("stop")) == ("Strip", 0)]
                 return cls(backend, byte_level=False) if space == _SPACE and strips == rest else None
@@ -61,6 +65,13 @@ class TokenBytes(dict[int, bytes]):
             return bytes(map(bytes_of.__getitem__, text)) if bytes_of.keys() >= set(text) else text.encode()
         byte = _BYTE.fullmatch(text)
         return bytes.fromhex(byte[1]) if byte else text.replace("\u2581", " ").encode()
+
+
+def _all_bytes(backend: Any) -> bool:
+    """Whether the characters of each token, special ones apart, stand for bytes, and no token is ``<0x0A>``."""
+    special = {one.content for one in backend.get_added_tokens_decoder().values() if one.special}
+    tokens = backend.get_vocab().keys() - special
+    return _gpt2_bytes().keys() >= set("".join(tokens)) and not any(map(_BYTE.fullmatch, tokens))
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:

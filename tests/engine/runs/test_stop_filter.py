@@ -63,7 +63,25 @@ def of_transformers(core: Tokenizer) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def of_gguf() -> Tokenizer:
+    """A byte-level tokenizer as transformers 5.17 makes it of a GGUF: the decoder joins tokens before it maps them."""
+    core = byte_level()
+    parts = decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " "), decoders.ByteLevel()
+    core.decoder = decoders.Sequence([*parts])
+    return core
+
+
+def of_gguf_with(text: str) -> PreTrainedTokenizerFast:
+    """The same with an added token."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_gguf())
+    tokenizer.add_tokens([text])
+    return tokenizer
+
+
 TOKENIZERS = {"byte level": of_transformers(byte_level()), "byte fallback": of_transformers(byte_fallback())}
+TOKENIZERS["of a GGUF"] = PreTrainedTokenizerFast(tokenizer_object=of_gguf(), eos_token="<|end|>")
+TOKENIZERS["of a GGUF"].add_special_tokens({"additional_special_tokens": [AddedToken("<think>", special=True)]})
+TOKENIZERS["of a GGUF"].add_tokens(["<code>"])
 STOPS = ("\nclass", "\ndef", "\n#", "\n\n", "x", "(x", " ", "```", "你😀", "<|end|>", "\n<think>", "<code>", "f<think>")
 
 
@@ -156,7 +174,15 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [Shouting(tokenizer_object=byte_level()), wordpiece(), metaspace(), ByteTokenizer()]
+    "tokenizer",
+    [
+        Shouting(tokenizer_object=byte_level()),
+        wordpiece(),
+        metaspace(),
+        ByteTokenizer(),
+        of_gguf_with("two words"),  # as text it turns all of the text that it is in into something else
+        of_gguf_with("<0x0A>"),
+    ],
 )
 def test_a_tokenizer_whose_text_may_be_more_than_its_bytes_has_no_filter(tokenizer):
     assert detokenizer_of(tokenizer).stop_filter(("x",)) is None
