@@ -70,7 +70,7 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
             low = bound(params.top_k);
             count = list_scores(row, low, top, sums, exps);
             sums = false;
-            all = gather_lists(count);
+            all = gather_lists(count, key_of);
         }
         const auto one = [](u32) { return 1u; };
         filter.lowest =

@@ -24,8 +24,8 @@ template <class F> DEVICE void each_listed(u32 count, F f) {
     for (u32 i = lane_of(); i < count; i += 32) f(list_of(warp_of())[i]);
 }
 
-// All lists into every block, as keys; `count` is of this warp's.  How many there are; -1 if that is too many.
-DEVICE int gather_lists(u32 count) {
+// All lists into every block, as `key` makes them; `count` is of this warp's.  How many there are; -1: too many.
+template <class F> DEVICE int gather_lists(u32 count, F key) {
     Shared& s = shared();
     publish(s.firsts, count);
     cluster_sync();
@@ -40,7 +40,7 @@ DEVICE int gather_lists(u32 count) {
     if (list < warps()) {
         const float* from = peer(list_of(list % WARPS), list / WARPS);
         const u32 here = list & 1 ? odd : even;
-        for (u32 i = thread_of() & 3; i < here; i += 4) chosen()[to + i] = key_of(from[i]);
+        for (u32 i = thread_of() & 3; i < here; i += 4) chosen()[to + i] = key(from[i]);
     }
     if (thread_of() < 4 && all + thread_of() < CHOSEN) chosen()[all + thread_of()] = 0;  // they are read by fours
     return all;

@@ -1,6 +1,6 @@
 // Top-p: the lightest weight of the nucleus, and what each warp's tokens of it weigh.
 #pragma once
-#include "sampling/sample_lists.cuh"
+#include "sampling/sample_narrow.cuh"
 
 namespace prefixkit {
 
@@ -60,45 +60,80 @@ template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& 
     return kept;
 }
 
-// By the first digit of weights, and a list of the tokens that have it; by all digits where the list is too long.
+// Tokens of a range of weights into this warp's list of `count`; what heavier ones weigh, this lane's part.
+template <class T, bool CACHED>
+DEVICE u64 list_range(const Row<T, CACHED>& row, const Filter& filter, float from, float to, u32& count) {
+    u64 above = 0;
+    Sum sum;
+    row.template each_score<1>([&](int step, int, float4 x) {
+        if ((step & 127) == 127) above += sum.take();
+        const float4 w = filter.weight(x, CACHED);
+        const float most = largest(w);
+        if (!__ballot_sync(~0u, most >= from)) return;
+        if (most >= to) each(w, [&](float y) { sum.add(y >= to ? y : 0); });
+        const auto inside = [=](float y) { return y >= from && y < to; };
+        if (__ballot_sync(~0u, inside(w.x) || inside(w.y) || inside(w.z) || inside(w.w))) append(w, count, inside);
+    });
+    return above + sum.take();
+}
+
+// By all digits of weights.
+template <class T, bool CACHED>
+DEVICE Nucleus nucleus_by_digits(const Row<T, CACHED>& row, const Filter& filter, u64 need, float floor, float least) {
+    Border b = {0, need};
+#pragma unroll 1
+    for (int turn = 0; turn < 3; ++turn)
+        b = next_digit<Masses>(row, b, turn, floor, [&](float4 x) { return filter.weight(x, CACHED); });
+    const Nucleus n = nucleus_of(Masses::float_of(b.key), b.need, least);
+    publish_kept(weigh_nucleus(row, filter, n), n);
+    return n;
+}
+
+// By a range that holds few tokens or one weight, and a list of these tokens; where there is none, by digits.
 template <class T, bool CACHED>
 DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
+    Shared& s = shared();
     // Lighter tokens lie outside: all of them together hold less than is left over.
     const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
-    Border b = {0, need};
-    Kept kept;
-    Nucleus n;
+    Range r;
+    r.low = bits_of(floor), r.high = bits_of(TOP);
 #pragma unroll 1
     for (int turn = 0; turn < 3; ++turn) {
-        b = next_digit<Masses>(row, b, turn, floor, [&](float4 x) { return filter.weight(x, CACHED); });
-        if (turn) continue;
-        cluster_sync();  // no block reads the bins any more
-        const float from = Masses::float_of(b.key << Masses::shift(0));
-        const float to = Masses::float_of((b.key + 1) << Masses::shift(0));
-        Sum sum;
+        if (turn) cluster_sync();  // no block reads the bins any more
+        r = narrow(row, filter, r, need);
+        if (!r.few && !r.one()) continue;
+        float from = float_of(r.low), to = float_of(r.high + 1);
+        const bool lighter = least >= to;  // all of the range than what min-p keeps
+        if (lighter) from = to = least;
+        const Units units = {int(r.low >> 23)};
         u32 count = 0;
-        row.template each_score<1>([&](int step, int, float4 x) {
-            if ((step & 127) == 127) kept.above += sum.take();
-            const float4 w = filter.weight(x, CACHED);
-            const float most = largest(w);
-            if (!__ballot_sync(~0u, most >= from)) return;
-            if (most >= to) each(w, [&](float y) {
-                if (y >= to && y >= least) sum.add(y);
-            });
-            append(w, count, [=](float y) { return y >= from && y < to; });
-        });
-        kept.above += sum.take();
-        const int all = gather_lists(count);
-        if (all < 0) continue;
-        const Least at = least_chosen<u64>(all, b.need, [](u32 key) { return u64(of_key(key)); });
-        n = nucleus_of(of_key(at.key), b.need - at.above, least);
-        each_listed(count, [&](float y) { kept.add(y, n); });
+        Kept kept;
+        kept.above = list_range(row, filter, from, to, count);
+        publish(s.parts, warp_sum(kept.above));
+        const int all = gather_lists(count, [=](float y) { return units.of(y); });
+        Nucleus n = {0, 0, least};
+        const u64 missing = need - table_sum(s.parts);
+        if (lighter) {
+        } else if (r.one()) {
+            n = nucleus_of(from, missing, least);
+            kept.ties = lane_of() == 0 ? count : 0;
+        } else if (all < 0) {
+            continue;
+        } else {
+            __syncthreads();
+            if (warp_of() == 0) {
+                const u32 low = units.of(from), high = units.of(float_of(r.high));
+                const Least at = least_of_units(all, missing, units, low, high);
+                if (lane_of() == 0) s.least = at.key, s.above = at.above;
+            }
+            __syncthreads();
+            n = nucleus_of(units.weight(s.least), missing - s.above, least);
+            each_listed(count, [&](float y) { kept.add(y, n); });
+        }
         publish_kept(kept, n);
         return n;
     }
-    n = nucleus_of(Masses::float_of(b.key), b.need, least);
-    publish_kept(weigh_nucleus(row, filter, n), n);
-    return n;
+    return nucleus_by_digits(row, filter, need, floor, least);
 }
 
 // Of the `all` tokens that top-k chose, `count` in this warp's list.
