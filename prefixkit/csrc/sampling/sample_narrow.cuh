@@ -27,29 +27,31 @@ DEVICE Range narrow(const Row<T, CACHED>& row, const Filter& filter, Range r, u6
     if ((r.high >> shift) - (r.low >> shift) >= CHOSEN) ++shift;
     const u32 first = r.high >> shift, last = first - (r.low >> shift);
     const int cut = max(24 - __clz(row.vocab - 1), 0);
-    u32* bins = chosen();
-    *(uint4*)(bins + EACH * thread_of()) = uint4{0, 0, 0, 0};
+    u32* bins = chosen() + (CHOSEN - EACH - EACH * thread_of());  // this thread's: heavier ones lie higher
+    u32* heaviest = chosen() + (CHOSEN - 1);
+    *(uint4*)bins = uint4{0, 0, 0, 0};
     __syncthreads();
     row.template each_score<2>([&](int, int, float4 x) {
         const float4 w = filter.weight(x, CACHED);
         if (bits_of(largest(w)) < r.low) return;
         each(w, [&](float y) {
             const u32 bits = bits_of(y);
-            if (bits - r.low <= r.high - r.low) atomicAdd(bins + (first - (bits >> shift)), (bits & 0x7fffffu | 0x800000u) >> cut);
+            const u32 mantissa = (bits & 0x7fffffu) | 0x800000u;
+            if (bits - r.low <= r.high - r.low) atomicAdd(heaviest + (bits >> shift) - first, mantissa >> cut);
         });
     });
     cluster_sync();
     u32 held[EACH] = {};
     for (int rank = 0; rank < cluster_size(); ++rank) {
-        const uint4 x = *(const uint4*)(peer(bins, rank) + EACH * thread_of());
-        held[0] += x.x, held[1] += x.y, held[2] += x.z, held[3] += x.w;
+        const uint4 x = *(const uint4*)peer(bins, rank);
+        held[0] += x.w, held[1] += x.z, held[2] += x.y, held[3] += x.x;
     }
     u64 masses[EACH], mine = 0, all;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-        const int bin = EACH * thread_of() + j, exponent = int((first - u32(bin)) << shift >> 23) - 150 + cut;
+        const u32 bin = u32(EACH * thread_of() + j), lightest = (first - min(bin, last)) << shift;
+        const int exponent = int(lightest >> 23) - 150 + cut;
         masses[j] = exponent < 0 ? held[j] >> -exponent : u64(held[j]) << exponent;
-        if (u32(bin) > last) masses[j] = 0;
         mine += masses[j];
     }
     const auto most = [&](u64 sum) { return r.most + sum + (sum >> (23 - cut)) + 2 * CHOSEN; };

@@ -94,7 +94,8 @@ template <class T, bool CACHED>
 DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
     Shared& s = shared();
     // Lighter tokens lie outside: all of them together hold less than is left over.
-    const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
+    const float left = __fmul_rn(__ull2float_rd(total - need), 1 - 0x1p-20f);
+    const float floor = fmaxf(__fdiv_rn(left, float(row.vocab)), 1.0f);
     Range r;
     r.low = bits_of(floor), r.high = bits_of(TOP);
 #pragma unroll 1
@@ -124,10 +125,11 @@ DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u
             if (warp_of() == 0) {
                 const u32 low = units.of(from), high = units.of(float_of(r.high));
                 const Least at = least_of_units(all, missing, units, low, high);
-                if (lane_of() == 0) s.least = at.key, s.above = at.above;
+                n = nucleus_of(units.weight(at.key), missing - at.above, least);
+                if (lane_of() == 0) s.least = bits_of(n.border), s.first = n.count;
             }
             __syncthreads();
-            n = nucleus_of(units.weight(s.least), missing - s.above, least);
+            n.border = float_of(s.least), n.count = s.first;
             each_listed(count, [&](float y) { kept.add(y, n); });
         }
         publish_kept(kept, n);
