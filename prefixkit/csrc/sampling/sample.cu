@@ -70,7 +70,7 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
             low = bound(params.top_k);
             count = list_scores(row, low, top, sums, exps);
             sums = false;
-            all = gather_lists(count, key_of);
+            all = gather_lists(count, key_of).all;
         }
         const auto one = [](u32) { return 1u; };
         filter.lowest =
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     if (CACHED) row.fetch();
     const SamplingRecord params = a.records[number];
     if (!params.active) return;
-    cluster_begin();
+    cluster_arrive();
     row.penalty = params.penalty, row.penalised = params.penalty != 1.0f;
     if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);

@@ -19,12 +19,9 @@ struct Kept {
     }
 };
 
-// Sums of warps into the tables, less what is dropped of the tokens as light as the border: the first by id.
-DEVICE void publish_kept(Kept kept, Nucleus n) {
+// The tables of sums above the border and of tokens as light: drops of these the surplus, the first by id, adds others.
+DEVICE void drop_surplus(Nucleus n) {
     Shared& s = shared();
-    publish(s.sums, warp_sum(kept.above));
-    publish(s.ties, warp_sum(kept.ties));
-    cluster_sync();
     if (warp_of() == 0) {
         const u32 surplus = table_sum(s.ties) - n.count;
         u32 before = 0;
@@ -41,6 +38,12 @@ DEVICE void publish_kept(Kept kept, Nucleus n) {
         }
     }
     __syncthreads();
+}
+DEVICE void publish_kept(Kept kept, Nucleus n) {
+    publish(shared().sums, warp_sum(kept.above));
+    publish(shared().ties, warp_sum(kept.ties));
+    cluster_sync();
+    drop_surplus(n);
 }
 
 // Of the whole row.
@@ -89,6 +92,40 @@ DEVICE Nucleus nucleus_by_digits(const Row<T, CACHED>& row, const Filter& filter
     return n;
 }
 
+// The nucleus that ends in a range, of whose tokens all are chosen, or all weigh the same.
+DEVICE Nucleus nucleus_of_range(Gathered g, Range r, Units units, u64 need, float least) {
+    Shared& s = shared();
+    if (warp_of() == 0) {
+        Least at = {units.of(float_of(r.low)), 0};
+        const u64 missing = need - table_sum(s.parts);
+        if (!r.one()) at = least_of_units(g.all, missing, units, at.key, units.of(float_of(r.high)));
+        const Nucleus n = nucleus_of(units.weight(at.key), missing - at.above, least);
+        if (lane_of() == 0) s.least = bits_of(n.border), s.first = n.count;
+    }
+    __syncthreads();
+    return {float_of(s.least), s.first, least};
+}
+
+// What each warp's tokens of the nucleus weigh: from what is above the range and the lists, in every block.
+DEVICE void sum_warps(Gathered g, Range r, Units units, Nucleus n) {
+    Shared& s = shared();
+    const int list = thread_of() / 4;
+    Kept kept;
+    if (!r.one())
+        for (u32 i = thread_of() & 3; i < g.count; i += 4) kept.add(units.weight(chosen()[g.begin + i]), n);
+#pragma unroll
+    for (int step = 2; step; step /= 2) {
+        kept.above += __shfl_xor_sync(~0u, kept.above, step);
+        kept.ties += __shfl_xor_sync(~0u, kept.ties, step);
+    }
+    if (list < warps() && !(thread_of() & 3)) {
+        s.sums[list] = s.parts[list] + kept.above;
+        s.ties[list] = r.one() ? s.firsts[list] : kept.ties;
+    }
+    __syncthreads();
+    drop_surplus(n);
+}
+
 // By a range that holds few tokens or one weight, and a list of these tokens; where there is none, by digits.
 template <class T, bool CACHED>
 DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
@@ -108,31 +145,14 @@ DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u
         if (lighter) from = to = least;
         const Units units = {int(r.low >> 23)};
         u32 count = 0;
-        Kept kept;
-        kept.above = list_range(row, filter, from, to, count);
-        publish(s.parts, warp_sum(kept.above));
-        const int all = gather_lists(count, [=](float y) { return units.of(y); });
-        Nucleus n = {0, 0, least};
-        const u64 missing = need - table_sum(s.parts);
-        if (lighter) {
-        } else if (r.one()) {
-            n = nucleus_of(from, missing, least);
-            kept.ties = lane_of() == 0 ? count : 0;
-        } else if (all < 0) {
-            continue;
-        } else {
-            __syncthreads();
-            if (warp_of() == 0) {
-                const u32 low = units.of(from), high = units.of(float_of(r.high));
-                const Least at = least_of_units(all, missing, units, low, high);
-                n = nucleus_of(units.weight(at.key), missing - at.above, least);
-                if (lane_of() == 0) s.least = bits_of(n.border), s.first = n.count;
-            }
-            __syncthreads();
-            n.border = float_of(s.least), n.count = s.first;
-            each_listed(count, [&](float y) { kept.add(y, n); });
-        }
-        publish_kept(kept, n);
+        publish(s.parts, warp_sum(list_range(row, filter, from, to, count)));
+        const Gathered g = gather_lists(count, [=](float y) { return units.of(y); });
+        if (g.all < 0 && !r.one()) continue;
+        __syncthreads();
+        cluster_arrive();  // this block has read the others' lists
+        const Nucleus n = lighter ? Nucleus{0, 0, least} : nucleus_of_range(g, r, units, need, least);
+        sum_warps(g, r, units, n);
+        cluster_wait();
         return n;
     }
     return nucleus_by_digits(row, filter, need, floor, least);
