@@ -54,11 +54,11 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
     filter.top = top;
     filter.rate = fmaxf(__fdiv_rn(LOG2E, params.temperature), SMALLEST_NORMAL);
     const bool top_k = params.top_k > 0 && params.top_k < a.vocab, top_p = params.top_p < 1, min_p = params.min_p > 0;
-    filter.any = top_k || top_p || min_p;
+    filter.any = top_k || (min_p && !top_p), filter.whole = top_p;
     const float least = min_p ? least_weight(params.min_p) : 0;
     if (!top_p) filter.least = least;
     // Weights without temperature, penalty and filters are the exponentials.
-    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any;
+    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any && !top_p;
     bool sums = !alike && !row.penalised;
     float exps = 0;
     if (row.penalised) exps = exps_of_raw(row, raw);
