@@ -77,3 +77,31 @@ def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
     """
     bound: np.ndarray = 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))
     return bound
+
+
+def _normal(rng: np.random.Generator, vocab: int) -> np.ndarray:
+    return rng.standard_normal(vocab)
+
+
+# Rows whose nuclei end among many tokens of about the same weight.
+FLAT: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": _normal,
+    "nearly equal": lambda rng, vocab: _normal(rng, vocab) * 1e-3,
+    "a few values": lambda rng, vocab: np.round(_normal(rng, vocab) * 4) / 4,
+    "two values": lambda rng, vocab: np.where(np.arange(vocab) % 2, 0.0, -8.0),
+    "in order": lambda rng, vocab: np.sort(_normal(rng, vocab)),  # those at the border lie together
+    "likely tokens apart": lambda rng, vocab: np.where(np.arange(vocab) % 500 == 7, 12.0, _normal(rng, vocab)),
+}
+
+
+def flat_case(
+    rng: np.random.Generator, name: str, vocab: int, dtype: torch.dtype
+) -> tuple[Tensor, list[SamplingParams]]:
+    """Logits ``[rows, vocab]`` and parameters with all kinds of top-p, alone and with min-p."""
+    params = [SamplingParams(top_p=p) for p in (0.05, 0.5, 0.95, 0.9999, 1 - 1e-9)]
+    # Half of the likelier tokens of two, to a part in 10^4 on both sides, so that rounded sums do not tell.
+    half = 1 / (1 + math.exp(-8.0))
+    params += [SamplingParams(top_p=half * (1 + part)) for part in (-1e-4, -1e-7, 1e-7, 1e-4)]
+    params += [SamplingParams(top_p=0.9, min_p=least) for least in (1e-9, 0.05, 0.5)]
+    rows = np.array([FLAT[name](rng, vocab) for _ in params])
+    return torch.from_numpy(rows).to(dtype), params

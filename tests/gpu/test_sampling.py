@@ -11,7 +11,7 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-from prefixkit.testing.sampling_cases import NASTY, logprob_bound, random_params, rows_of
+from prefixkit.testing.sampling_cases import FLAT, NASTY, flat_case, logprob_bound, random_params, rows_of
 from tests.gpu.cases import GPU
 from tests.ops.test_sample import arguments
 
@@ -110,6 +110,19 @@ def test_extreme_rows(way, name, vocab):
     sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, none(params)))
     tokens, _ = sampler.sample(on_gpu(logits))
     assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocab", [1000, 49_152, 128_256])
+@pytest.mark.parametrize("name", FLAT)
+def test_nuclei_that_end_among_many_tokens(way, name, vocab, dtype):
+    rng = np.random.default_rng(vocab)
+    logits, params = flat_case(rng, name, vocab, dtype)
+    keys, steps = rng.integers(0, 2**64, len(params), dtype=np.uint64), np.arange(len(params))
+    sampler = poisoned(len(params), vocab)
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, none(params)))
+    tokens, logprobs = sampler.sample(on_gpu(logits))
+    assert_sampled(tokens, logprobs, logits, params, keys, steps, None)
 
 
 def test_a_captured_graph_goes_on_with_what_it_sampled(way):

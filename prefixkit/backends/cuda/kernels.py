@@ -48,7 +48,7 @@ SAMPLE = Unit(
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp takes at a time
 # struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
-SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 32 + 2048 * 4
+SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 48 + 2048 * 4
 
 
 @dataclass(frozen=True)

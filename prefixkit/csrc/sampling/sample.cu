@@ -7,9 +7,9 @@
 //          logits are read once.  Where a row does not fit (CACHED false) every pass reads it again.  Warps own
 //          consecutive tokens, so that sums of warps are steps of the cumulative distribution.
 // passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p
-//          count and list those at its border.  Lists that overflow are replaced by counting digits, three passes.  One
-//          block finds the token in one warp's tokens.
-// cost     reads each logit once; some 31 instructions a token, with top-k 10, top-p some 20 more; docs/kernels.md.
+//          add up weights in bins, and list those at its border.  A list that overflows is tried again in a narrower
+//          range, and in the end replaced by counting digits, three passes.  One block finds the token in one warp's.
+// cost     reads each logit once; some 40 instructions a token, with top-k 10, top-p 6 to 30 more; docs/kernel_log.md.
 // effects  A row whose record is not active is unchanged.  Others: the token and its log-probability are written, the
 //          token's bit in `seen` is set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing
 //          finite, or whose scores exceed float32, gets token -1 and NaN, no bit, and a step more.
@@ -54,11 +54,11 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
     filter.top = top;
     filter.rate = fmaxf(__fdiv_rn(LOG2E, params.temperature), SMALLEST_NORMAL);
     const bool top_k = params.top_k > 0 && params.top_k < a.vocab, top_p = params.top_p < 1, min_p = params.min_p > 0;
-    filter.any = top_k || top_p || min_p;
+    filter.any = top_k || (min_p && !top_p), filter.whole = top_p;
     const float least = min_p ? least_weight(params.min_p) : 0;
     if (!top_p) filter.least = least;
     // Weights without temperature, penalty and filters are the exponentials.
-    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any;
+    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any && !top_p;
     bool sums = !alike && !row.penalised;
     float exps = 0;
     if (row.penalised) exps = exps_of_raw(row, raw);
@@ -70,7 +70,7 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
             low = bound(params.top_k);
             count = list_scores(row, low, top, sums, exps);
             sums = false;
-            all = gather_lists(count);
+            all = gather_lists(count, key_of).all;
         }
         const auto one = [](u32) { return 1u; };
         filter.lowest =
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     if (CACHED) row.fetch();
     const SamplingRecord params = a.records[number];
     if (!params.active) return;
-    cluster_begin();
+    cluster_arrive();
     row.penalty = params.penalty, row.penalised = params.penalty != 1.0f;
     if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);

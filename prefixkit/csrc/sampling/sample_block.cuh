@@ -14,8 +14,8 @@ struct Shared {
     u32 ties[MOST_WARPS];   // then those to drop
     float tops[MOST_WARPS], raws[MOST_WARPS], exps[MOST_WARPS];
     u32 firsts[MOST_WARPS];
-    u64 uniform, above;
-    u32 least, unused[3];
+    u64 uniform, above, held;
+    u32 least, first, last, unused[3];
     u32 bins[BINS];
 };
 static_assert(sizeof(Shared) % 16 == 0, "the cache is read by 16 bytes");

@@ -24,8 +24,12 @@ template <class F> DEVICE void each_listed(u32 count, F f) {
     for (u32 i = lane_of(); i < count; i += 32) f(list_of(warp_of())[i]);
 }
 
-// All lists into every block, as keys; `count` is of this warp's.  How many there are; -1 if that is too many.
-DEVICE int gather_lists(u32 count) {
+struct Gathered {
+    int all;           // -1: too many; then none are chosen
+    u32 begin, count;  // of the list, in order of warps, of which this thread is one of four
+};
+// All lists into every block, as `key` makes them; `count` is of this warp's.
+template <class F> DEVICE Gathered gather_lists(u32 count, F key) {
     Shared& s = shared();
     publish(s.firsts, count);
     cluster_sync();
@@ -33,17 +37,17 @@ DEVICE int gather_lists(u32 count) {
     const u32 first = at < warps() ? s.firsts[at] : 0, second = at < warps() ? s.firsts[at + 1] : 0;
     const u32 sums = warp_sums(first + second);
     const int all = __shfl_sync(~0u, sums, 31);
-    if (__ballot_sync(~0u, max(first, second) > LIST) || all > CHOSEN) return -1;
+    if (__ballot_sync(~0u, max(first, second) > LIST) || all > CHOSEN) return {-1, 0, 0};
     const u32 even = __shfl_sync(~0u, first, list / 2), odd = __shfl_sync(~0u, second, list / 2);
     u32 to = __shfl_sync(~0u, sums - first - second, list / 2);
     if (list & 1) to += even;
+    const u32 here = list & 1 ? odd : even;
     if (list < warps()) {
         const float* from = peer(list_of(list % WARPS), list / WARPS);
-        const u32 here = list & 1 ? odd : even;
-        for (u32 i = thread_of() & 3; i < here; i += 4) chosen()[to + i] = key_of(from[i]);
+        for (u32 i = thread_of() & 3; i < here; i += 4) chosen()[to + i] = key(from[i]);
     }
     if (thread_of() < 4 && all + thread_of() < CHOSEN) chosen()[all + thread_of()] = 0;  // they are read by fours
-    return all;
+    return {all, to, here};
 }
 
 // The least of the chosen that is needed, from the largest down, for `need`; what those above it hold.

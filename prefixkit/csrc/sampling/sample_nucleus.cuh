@@ -1,6 +1,6 @@
 // Top-p: the lightest weight of the nucleus, and what each warp's tokens of it weigh.
 #pragma once
-#include "sampling/sample_lists.cuh"
+#include "sampling/sample_narrow.cuh"
 
 namespace prefixkit {
 
@@ -19,12 +19,9 @@ struct Kept {
     }
 };
 
-// Sums of warps into the tables, less what is dropped of the tokens as light as the border: the first by id.
-DEVICE void publish_kept(Kept kept, Nucleus n) {
+// The tables of sums above the border and of tokens as light: drops of these the surplus, the first by id, adds others.
+DEVICE void drop_surplus(Nucleus n) {
     Shared& s = shared();
-    publish(s.sums, warp_sum(kept.above));
-    publish(s.ties, warp_sum(kept.ties));
-    cluster_sync();
     if (warp_of() == 0) {
         const u32 surplus = table_sum(s.ties) - n.count;
         u32 before = 0;
@@ -41,6 +38,12 @@ DEVICE void publish_kept(Kept kept, Nucleus n) {
         }
     }
     __syncthreads();
+}
+DEVICE void publish_kept(Kept kept, Nucleus n) {
+    publish(shared().sums, warp_sum(kept.above));
+    publish(shared().ties, warp_sum(kept.ties));
+    cluster_sync();
+    drop_surplus(n);
 }
 
 // Of the whole row.
@@ -60,45 +63,99 @@ template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& 
     return kept;
 }
 
-// By the first digit of weights, and a list of the tokens that have it; by all digits where the list is too long.
+// Tokens of a range of weights into this warp's list of `count`; what heavier ones weigh, this lane's part.
 template <class T, bool CACHED>
-DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
-    // Lighter tokens lie outside: all of them together hold less than is left over.
-    const float floor = fmaxf(__ull2float_rd((total - need) / u32(row.vocab)), 1.0f);
+DEVICE u64 list_range(const Row<T, CACHED>& row, const Filter& filter, float from, float to, u32& count) {
+    u64 above = 0;
+    Sum sum;
+    row.template each_score<1>([&](int step, int, float4 x) {
+        if ((step & 127) == 127) above += sum.take();
+        const float4 w = filter.weight(x, CACHED);
+        const float most = largest(w);
+        if (!__ballot_sync(~0u, most >= from)) return;
+        if (most >= to) each(w, [&](float y) { sum.add(y >= to ? y : 0); });
+        const auto inside = [=](float y) { return y >= from && y < to; };
+        if (__ballot_sync(~0u, inside(w.x) || inside(w.y) || inside(w.z) || inside(w.w))) append(w, count, inside);
+    });
+    return above + sum.take();
+}
+
+// By all digits of weights.
+template <class T, bool CACHED>
+DEVICE Nucleus nucleus_by_digits(const Row<T, CACHED>& row, const Filter& filter, u64 need, float floor, float least) {
     Border b = {0, need};
-    Kept kept;
-    Nucleus n;
 #pragma unroll 1
-    for (int turn = 0; turn < 3; ++turn) {
+    for (int turn = 0; turn < 3; ++turn)
         b = next_digit<Masses>(row, b, turn, floor, [&](float4 x) { return filter.weight(x, CACHED); });
-        if (turn) continue;
-        cluster_sync();  // no block reads the bins any more
-        const float from = Masses::float_of(b.key << Masses::shift(0));
-        const float to = Masses::float_of((b.key + 1) << Masses::shift(0));
-        Sum sum;
-        u32 count = 0;
-        row.template each_score<1>([&](int step, int, float4 x) {
-            if ((step & 127) == 127) kept.above += sum.take();
-            const float4 w = filter.weight(x, CACHED);
-            const float most = largest(w);
-            if (!__ballot_sync(~0u, most >= from)) return;
-            if (most >= to) each(w, [&](float y) {
-                if (y >= to && y >= least) sum.add(y);
-            });
-            append(w, count, [=](float y) { return y >= from && y < to; });
-        });
-        kept.above += sum.take();
-        const int all = gather_lists(count);
-        if (all < 0) continue;
-        const Least at = least_chosen<u64>(all, b.need, [](u32 key) { return u64(of_key(key)); });
-        n = nucleus_of(of_key(at.key), b.need - at.above, least);
-        each_listed(count, [&](float y) { kept.add(y, n); });
-        publish_kept(kept, n);
-        return n;
-    }
-    n = nucleus_of(Masses::float_of(b.key), b.need, least);
+    const Nucleus n = nucleus_of(Masses::float_of(b.key), b.need, least);
     publish_kept(weigh_nucleus(row, filter, n), n);
     return n;
+}
+
+// The nucleus that ends in a range, of whose tokens all are chosen, or all weigh the same.
+DEVICE Nucleus nucleus_of_range(Gathered g, Range r, Units units, u64 need, float least) {
+    Shared& s = shared();
+    if (warp_of() == 0) {
+        Least at = {units.of(float_of(r.low)), 0};
+        const u64 missing = need - table_sum(s.parts);
+        if (!r.one()) at = least_of_units(g.all, missing, units, at.key, units.of(float_of(r.high)));
+        const Nucleus n = nucleus_of(units.weight(at.key), missing - at.above, least);
+        if (lane_of() == 0) s.least = bits_of(n.border), s.first = n.count;
+    }
+    __syncthreads();
+    return {float_of(s.least), s.first, least};
+}
+
+// What each warp's tokens of the nucleus weigh: from what is above the range and the lists, in every block.
+DEVICE void sum_warps(Gathered g, Range r, Units units, Nucleus n) {
+    Shared& s = shared();
+    const int list = thread_of() / 4;
+    Kept kept;
+    if (!r.one())
+        for (u32 i = thread_of() & 3; i < g.count; i += 4) kept.add(units.weight(chosen()[g.begin + i]), n);
+#pragma unroll
+    for (int step = 2; step; step /= 2) {
+        kept.above += __shfl_xor_sync(~0u, kept.above, step);
+        kept.ties += __shfl_xor_sync(~0u, kept.ties, step);
+    }
+    if (list < warps() && !(thread_of() & 3)) {
+        s.sums[list] = s.parts[list] + kept.above;
+        s.ties[list] = r.one() ? s.firsts[list] : kept.ties;
+    }
+    __syncthreads();
+    drop_surplus(n);
+}
+
+// By a range that holds few tokens or one weight, and a list of these tokens; where there is none, by digits.
+template <class T, bool CACHED>
+DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
+    Shared& s = shared();
+    // Lighter tokens lie outside: all of them together hold less than is left over.
+    const float left = __fmul_rn(__ull2float_rd(total - need), 1 - 0x1p-20f);
+    const float floor = fmaxf(__fdiv_rn(left, float(row.vocab)), 1.0f);
+    Range r;
+    r.low = bits_of(floor), r.high = bits_of(TOP);
+#pragma unroll 1
+    for (int turn = 0; turn < 3; ++turn) {
+        if (turn) cluster_sync();  // no block reads the bins any more
+        r = narrow(row, filter, r, need);
+        if (!r.few && !r.one()) continue;
+        float from = float_of(r.low), to = float_of(r.high + 1);
+        const bool lighter = least >= to;  // all of the range than what min-p keeps
+        if (lighter) from = to = least;
+        const Units units = {int(r.low >> 23)};
+        u32 count = 0;
+        publish(s.parts, warp_sum(list_range(row, filter, from, to, count)));
+        const Gathered g = gather_lists(count, [=](float y) { return units.of(y); });
+        if (g.all < 0 && !r.one()) continue;
+        __syncthreads();
+        cluster_arrive();  // this block has read the others' lists
+        const Nucleus n = lighter ? Nucleus{0, 0, least} : nucleus_of_range(g, r, units, need, least);
+        sum_warps(g, r, units, n);
+        cluster_wait();
+        return n;
+    }
+    return nucleus_by_digits(row, filter, need, floor, least);
 }
 
 // Of the `all` tokens that top-k chose, `count` in this warp's list.

@@ -9,7 +9,7 @@ struct Filter {
     float top, rate;
     float lowest = MINUS_INFINITY;  // score, by top-k
     float least = 0;                // weight, by min-p where there is no top-p, which comes before
-    bool any;                       // one of both, or top-p: weights become whole numbers before they are compared
+    bool any, whole;                // one of both; top-p alone: whole numbers are compared
 
     DEVICE float keep(float score, float w) const { return score >= lowest && w >= least ? floorf(w) : 0; }
     DEVICE float weight(float x) const { return keep(x, weigh(x, top, rate)); }
@@ -17,7 +17,8 @@ struct Filter {
     DEVICE float4 weight(float4 x, bool stored) const {
         if (stored) return x;
         const float4 w = {weigh(x.x, top, rate), weigh(x.y, top, rate), weigh(x.z, top, rate), weigh(x.w, top, rate)};
-        return any ? make_float4(keep(x.x, w.x), keep(x.y, w.y), keep(x.z, w.z), keep(x.w, w.w)) : w;
+        if (any) return make_float4(keep(x.x, w.x), keep(x.y, w.y), keep(x.z, w.z), keep(x.w, w.w));
+        return whole ? make_float4(floorf(w.x), floorf(w.y), floorf(w.z), floorf(w.w)) : w;
     }
 };
 

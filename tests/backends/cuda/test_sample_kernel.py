@@ -18,7 +18,7 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.sampling.weights import EXP2, rate, weigh
-from prefixkit.testing.sampling_cases import NASTY, logprob_bound, random_params, rows_of
+from prefixkit.testing.sampling_cases import FLAT, NASTY, flat_case, logprob_bound, random_params, rows_of
 from tests.covering import pairwise_cover
 from tests.emulation.build import build
 
@@ -132,6 +132,18 @@ def test_extreme_rows(library, name):
     histories = [np.array([], dtype=np.int64)] * len(params)
     tokens, *_ = run(library, logits, params, keys, steps, histories, SampleTiling(1, 128, True))
     assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
+
+
+@pytest.mark.parametrize(("vocab", "blocks", "cached"), [(9001, 2, True), (3000, 1, False), (30_000, 4, True)])
+@pytest.mark.parametrize("name", FLAT)
+def test_nuclei_that_end_among_many_tokens(library, name, vocab, blocks, cached):
+    rng = np.random.default_rng(vocab)
+    logits, params = flat_case(rng, name, vocab, torch.bfloat16 if blocks == 2 else torch.float32)
+    rows = len(params)
+    keys, steps = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
+    tiling = SampleTiling(blocks, -(-vocab // (1024 * blocks)) * 128, cached)
+    tokens, *_ = run(library, logits, params, keys, steps, [np.zeros(0, dtype=np.int64)] * rows, tiling)
+    assert tokens.tolist() == sample_tokens(logits.float(), params, uniforms(keys, steps))[0].tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

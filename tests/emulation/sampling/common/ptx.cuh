@@ -33,6 +33,16 @@ static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     for (int lane = 0; lane < 32; ++lane) sum += unsigned(all[lane]);
     return sum;
 }
+static inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const uint64_t* all = emulation::exchange(value);
+    for (int lane = 0; lane < 32; ++lane) value = min(value, unsigned(all[lane]));
+    return value;
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const uint64_t* all = emulation::exchange(value);
+    for (int lane = 0; lane < 32; ++lane) value = max(value, unsigned(all[lane]));
+    return value;
+}
 static inline float __fadd_rn(float a, float b) { return a + b; }
 // In float64 the sum of these is exact, or so small a part of a step that it does not reach the next one.
 static inline float __fadd_rd(float a, float b) {

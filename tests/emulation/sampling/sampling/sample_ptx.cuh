@@ -9,7 +9,7 @@ constexpr int THREADS = emulation::THREADS, WARPS = THREADS / 32;
 inline int cluster_rank() { return emulation::current / THREADS; }
 inline int cluster_size() { return emulation::blocks; }
 inline void cluster_sync() { emulation::meet(emulation::cluster, emulation::blocks * THREADS); }
-inline void cluster_begin() {}
+inline void cluster_arrive() {}
 inline void cluster_wait() { cluster_sync(); }
 template <class V> inline V* peer(V* p, int rank) {
     using Byte = std::conditional_t<std::is_const_v<V>, const char, char>;
