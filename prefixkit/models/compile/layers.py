@@ -138,6 +138,15 @@ class CompiledLayers:
         """Time that compiling them took."""
         return self.made.seconds
 
+    def serves(self, step: Step, compiling: bool) -> bool:
+        """Whether a step is to run here: its layers are compiled, or may be now.
+
+        Args:
+            step: Of more than one row: a single one would be compiled apart.
+            compiling: Whether it may take the seconds that compiling takes.
+        """
+        return self.reason is None and step.num_rows > 1 and (compiling or self._key_of(step) in self.made.ready)
+
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
 
