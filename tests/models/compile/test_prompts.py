@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkit.attention.gpu.capacity import capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.queries import decode_tree
 from prefixkit.backends.cuda.device_planner import CudaPlanner
-from prefixkit.backends.cuda.plan_launch import plan_on_gpu
+from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.models import ModelRunner
 from prefixkit.models.compile.layers import compile_layer
 from prefixkit.runners.batch import Batch, Outputs, Targets
+from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.eager import EagerRunner
 from tests.models.compile.decode import traced
 from tests.models.driver import TreeDriver
@@ -99,6 +102,31 @@ def test_inductor_has_one_graph_for_both_whichever_comes_first(first, dynamo, dr
     driver.tree.insert(prompts(rng, 500)[0])
     rows.append(run(driver, runner).num_rows)
     assert rows == [2 if first == "decode" else 47, 2, 500]
+    assert runner.compiled.graphs == 1
+    assert runner.compiled.reason is None
+
+
+def test_decode_steps_in_the_static_buffers_of_a_graph_have_no_graph_of_their_own(dynamo, driving, rng):
+    """Which are larger than what they hold."""
+    driver, runner = driving(by_op=True)
+    sequences = [driver.tree.insert(tokens) for tokens in prompts(rng, 40, 7, 9)]
+    run(driver, runner)
+    tokens = torch.tensor([5, 6, 7])
+    driver.tree.extend_each(sequences, tokens.tolist())
+    snapshot = driver.tree.snapshot()
+    tree = decode_tree(snapshot, np.array([sequence.node.index for sequence in sequences], np.int32))
+    shape, rows = driver.planner.ours.shape, len(tokens)
+    buffers = DecodeTree(DecodeCapacity(8, 9, 50), driver.pool.page_size, "cpu")
+    planner = GraphPlanner(shape, 9, capacity_for(tree, shape, 4)._replace(rows=8), "cpu", H200, 4)
+    buffers.upload(tree)
+    buffers.sampled[:rows] = tokens
+    planner.upload(tree)
+    planner.plan()
+    buffers.advance(rows)
+    found, _ = driver.planner.theirs.plan(tree, torch.device("cpu"))
+    planned = StepPlan([*planner.work, *buffers.nodes, *found.tensors], tree, found.specify, owners=found)
+    step = buffers.step(tree, torch.arange(rows), planned)
+    assert torch.allclose(runner(step), driver.runner(driver.step()), atol=2e-5)
     assert runner.compiled.graphs == 1
     assert runner.compiled.reason is None
 
