@@ -65,8 +65,9 @@ def generate(
             GPU up to what the largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
-        compiled: On a GPU, decode through torch.compile: steps are a fifth to a third shorter, after some seconds of
-            compiling, once for each model; less where torch finds the result in its cache on disk.
+        compiled: On a GPU, run layers through torch.compile: decode steps are a fifth to a third shorter, and prompts
+            take less, after some seconds of compiling, once for each model; less where torch finds the result in its
+            cache on disk.  A call that captures no CUDA graph, for it samples a few tokens alone, compiles nothing.
         return_samples: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory
             does not grow with what has finished.
         on_sample: Called with each sample as it finishes.

@@ -98,6 +98,9 @@ class Core:
         self.kv_append(key, value, *where)
         return q
 
+    def linear_pair(self, x: Tensor, weight: Tensor) -> Tensor:
+        return backend_for(x.device).linear_pair(x, weight)
+
     def tree_attention(self, q: Tensor, *over: Any) -> tuple[Tensor, Tensor]:
         return q, q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -10,13 +10,14 @@ from prefixkit.threads import once
 
 @once
 def _torch() -> Backend:
-    from prefixkit.backends.torch import host_planner, plain_kv, plain_sampling, plan_tree, run_program
+    from prefixkit.backends.torch import host_planner, plain_kv, plain_sampling, plan_tree, products, run_program
 
     appends = plain_kv.kv_append, plain_kv.rotary_append
     return Backend(
         "torch",
         host_planner.planner_for,
         *appends,
+        products.linear_pair,
         run_program.tree_attention,
         plain_kv.advance,
         plain_sampling.sample,
@@ -27,9 +28,10 @@ def _torch() -> Backend:
 @once
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
+    from prefixkit.backends.torch.products import linear_pair
 
     append = kv.Append()
-    ops = append.kv_append, append.rotary_append, attention.TreeAttention(), kv.advance, sampling.sample
+    ops = append.kv_append, append.rotary_append, linear_pair, attention.TreeAttention(), kv.advance, sampling.sample
     return Backend("cuda", device_planner.planner_for, *ops, plan_launch.plan_tree, device_planner.graph_planning)
 
 

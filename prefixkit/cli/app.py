@@ -139,7 +139,7 @@ def sample(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")] = None,
     compiled: Annotated[
         bool,
-        typer.Option("--compiled", help="On a GPU, decode through torch.compile: some seconds first, then faster."),
+        typer.Option("--compiled", help="On a GPU, run layers through torch.compile: some seconds first, then faster."),
     ] = False,
     kv_budget: Annotated[
         str | None, typer.Option(help='KV to hold at most, e.g. "2GiB"; prompts beyond it wait.', metavar="SIZE")

@@ -85,7 +85,8 @@ def next_step(
     order = np.argsort(leaves, kind="stable")
     rows, leaves, own = [rows[i] for i in order.tolist()], leaves[order], [own[i] for i in order.tolist()]
     sampling = _sampling(rows)
-    steps = min(most_steps, 1 + int(left.max(initial=-1)))
+    to_start = max((state.request.params.max_new_tokens for state in prompts), default=0)
+    steps = min(most_steps, max(to_start, 1 + int(left.max(initial=-1))))
     if not (prompts or computing) and _decodes(snapshot, leaves):
         tokens = np.array([node.last_token for node in own], np.int32)
         batch = Batch(decode_tree(snapshot, leaves), tokens, Outputs(np.arange(len(rows)), sampling), steps)

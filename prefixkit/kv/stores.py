@@ -26,7 +26,7 @@ class StoreKind:
         layers: What attention layers are like.
         page_size: Tokens per page.
         eviction: What the prefix cache evicts first.
-        compiled: Whether layers of decode steps run through torch.compile, which rounds otherwise.
+        compiled: Whether layers run through torch.compile, which rounds otherwise.
         outer: What runs around the model, such as the hooks of a wrapper.
     """
 

@@ -36,7 +36,7 @@ def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compi
     Args:
         facts: Of the model.
         page_size, eviction: Of the store.
-        compiled: Whether decode steps are asked to run through torch.compile, which they do on a GPU.
+        compiled: Whether steps are asked to run through torch.compile, which they do on a GPU.
     """
     compiles = compiled and facts.spec.device.type == "cuda"
     return StoreKind(facts.spec, facts.attention_shape, page_size, eviction, compiles, facts.outer)

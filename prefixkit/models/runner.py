@@ -113,6 +113,10 @@ class ModelRunner:
         with torch.inference_mode():
             return self.compute(step).float()
 
+    def serves(self, step: Step, compiling: bool) -> bool:
+        """See :meth:`CompiledLayers.serves`; False where layers are not compiled at all."""
+        return self.compiled is not None and self.compiled.serves(step, compiling)
+
     def compute(self, step: Step) -> Tensor:
         """The same, but the logits in the dtype that the model gives them."""
         kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
@@ -191,12 +195,12 @@ def runner_of(
         facts: Of the patched model.
         pool: Where its KV goes.
         graphs: Whether CUDA graphs are wanted.
-        compiled: Whether layers in these graphs go through torch.compile.
+        compiled: Whether layers in these graphs go through torch.compile, and, once they are compiled, those of other
+            steps too.
         call: See :class:`ModelRunner`.
     """
     model, device, planner = facts.model, pool.spec.device, planner_of(facts)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    eager = EagerRunner(plain, planner, device, hidden=plain.hidden)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":
         planning = None if backend.graph_planning is None else backend.graph_planning(planner)
@@ -205,9 +209,10 @@ def runner_of(
     if planning is None:
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-        return eager
-    # Other graphs would have to be compiled for plans of prompts, of which some lists are empty, and for one row.
+        return EagerRunner(plain, planner, device, hidden=plain.hidden)
+    # For one row torch would compile a graph of its own.
     steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
+    eager = EagerRunner(plain, planner, device, hidden=plain.hidden, compiled=steps if compiled else None)
     # The sampler takes logits as they are: to convert them to float32 would copy them.
     return GraphRunner(
         eager,

@@ -95,6 +95,15 @@ def check_rotary(
         _expect_like(k_pages, op, name, tensor, f"[{tokens}, {head_dim}]", tensor.shape == (tokens, head_dim))
 
 
+def check_pair(x: Tensor, weight: Tensor) -> None:
+    """Arguments of ``linear_pair``."""
+    op, fits = "linear_pair", weight.ndim == 2 and weight.shape[0] % 2 == 0 and weight.is_contiguous()
+    expect(op, "weight", weight, "[columns, width], contiguous, columns of two equal weights", fits, FLOATS)
+    width = weight.shape[1]
+    fits = x.ndim > 0 and x.shape[-1] == width
+    expect(op, "x", x, f"[..., {width}] (width of weight)", fits, (weight.dtype,), weight.device, " like weight")
+
+
 def check_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None
 ) -> None:

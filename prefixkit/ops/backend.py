@@ -100,7 +100,7 @@ class Backend:
     Attributes:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype; makes what ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, tree_attention, advance, sample, plan_tree: The ops.
+        kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree: The ops.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
     """
@@ -109,6 +109,7 @@ class Backend:
     planner_for: Callable[[HeadShape, torch.device, torch.dtype], Planner]
     kv_append: Callable[..., None]
     rotary_append: Callable[..., Tensor]
+    linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
     advance: Callable[..., None]
     sample: Callable[..., None]

@@ -5,7 +5,7 @@ results, so it is the op's fake too.
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
-under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` raises it at once.
+under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` and ``linear_pair`` raise it at once.
 """
 
 from __future__ import annotations
@@ -68,6 +68,27 @@ def rotary_append(
     """
     arguments.check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     return q.new_empty(q.shape)
+
+
+def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
+    """Products with two weights of one shape that lie one after the other: as one product where rows are few.
+
+    Few rows are bound by reading weights, which a longer product does at a higher rate; of many rows two products are
+    faster.
+
+    Args:
+        x: ``[..., width]``.
+        weight: ``[columns, width]``, contiguous, of which half are one weight's.
+
+    Returns:
+        ``[..., columns]`` contiguous, ``x @ weight.T``.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: the arguments do not fit each other.
+        NoBackward: a gradient is recorded.
+    """
+    arguments.check_pair(x, weight)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def tree_attention(
@@ -253,9 +274,9 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-def _refuse_gradients(q: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> None:
+def _refuse_gradients(*tensors: Tensor) -> None:
     # torch.library takes no backward of an op that writes to its arguments.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, key, value)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         _no_backward(None)
 
 
@@ -276,6 +297,7 @@ _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-
 _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]], ...] = (
     (kv_append, ("k_pages", "v_pages"), _trust),
     (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
+    (linear_pair, (), _refuse_gradients),
     (tree_attention, (), _trust),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),

@@ -27,7 +27,7 @@ class Batch:
         tree: A tree, and the tokens that run as its query rows.
         tokens: ``[T]`` their ids.
         outputs: What the rows give.
-        steps: Steps that its sequences may still take, this one included.
+        steps: Steps that its sequences, and those that start after its prompts, may still take, this one included.
     """
 
     tree: StepTree

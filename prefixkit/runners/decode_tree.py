@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
-from prefixkit.attention.gpu.staging import Staged
+from prefixkit.attention.gpu.staging import Staged, carve, carved_size
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
@@ -56,10 +56,10 @@ class DecodeTree:
         rows, nodes, pages = (max(1, n) for n in (capacity.rows, capacity.nodes, capacity.pages))
         self._staged = Staged([(nodes,), (nodes,), (nodes + 1,), (pages,), (nodes,), (rows,)], target)
         *self.nodes, self.leaf = self._staged.tensors
-        self.sampled, self.tokens, self.positions = (
-            torch.zeros(rows, dtype=torch.int64, device=target) for _ in range(3)
-        )
-        self.slots = torch.full((rows,), -1, dtype=torch.int64, device=target)
+        size, row = carved_size([(2 * rows,)] * 4), ((rows,), True)
+        flat = torch.zeros(size, dtype=torch.int32, device=target)
+        self.sampled, self.tokens, self.positions, self.slots = carve(flat, [row] * 4)
+        self.slots.fill_(-1)
         self.leaf.fill_(-1)
 
     def upload(self, step: StepTree) -> None:

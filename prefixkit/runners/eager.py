@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,19 @@ _NO_ROWS, _NO_NUMBERS = np.empty(0, np.int64), np.empty(0, np.float32)
 _NOTHING = Results(_NO_ROWS, _NO_NUMBERS, _NO_ROWS[:, None], _NO_NUMBERS[:, None])
 
 
+class CompiledModel(Protocol):
+    """A model as :class:`EagerRunner` takes it, whose layers are compiled."""
+
+    def __call__(self, step: Step) -> Tensor:
+        """Logits, as ``model`` gives them."""
+
+    def hidden(self, step: Step) -> Tensor:
+        """Last hidden states, as ``hidden`` gives them."""
+
+    def serves(self, step: Step, compiling: bool) -> bool:
+        """Whether a step is to run here; layers that are not compiled for such steps are, where ``compiling``."""
+
+
 class EagerRunner:
     """Runs each step as it is launched (see ``Runner``).
 
@@ -32,6 +46,7 @@ class EagerRunner:
         device: Where the model runs.
         pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
         hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
+        compiled: Runs the steps that it serves, in place of both; None: there is none.
     """
 
     graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
@@ -44,9 +59,10 @@ class EagerRunner:
         device: torch.device | str = "cpu",
         pace: Pace = STEP_BY_STEP,
         hidden: Callable[[Step], Tensor] | None = None,
+        compiled: CompiledModel | None = None,
     ) -> None:
         self.model, self.planner, self.device, self.pace = model, planner, torch.device(device), pace
-        self.hidden = hidden
+        self.hidden, self.compiled = hidden, compiled
         self._sampler: Sampler | None = None
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
@@ -65,17 +81,18 @@ class EagerRunner:
     def start_call(self) -> None:
         """Nothing, likewise."""
 
-    def launch(self, batch: Batch) -> None:
+    def launch(self, batch: Batch, compiling: bool = False) -> None:
+        """The same; ``compiling``: whether layers may be compiled for this step."""
         self._unread.clear()
         self._tree = batch.tree
         outputs, targets = batch.outputs, batch.outputs.targets
         if len(outputs.hidden):
-            assert self.hidden is not None, "a runner of a model that gives hidden states"
-            self._unread.append(replace(_NOTHING, hidden=self._run(batch.tokens, outputs.hidden, self.hidden)))
+            states = self._run(batch.tokens, outputs.hidden, compiling, hidden=True)
+            self._unread.append(replace(_NOTHING, hidden=states))
             return
         given = _NO_ROWS if targets is None else targets.rows
         wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, given)))
-        logits = self._run(batch.tokens, wanted)
+        logits = self._run(batch.tokens, wanted, compiling)
         rows = np.searchsorted(wanted, outputs.rows)
         of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
         if outputs.sampling is None:
@@ -113,10 +130,17 @@ class EagerRunner:
         self,
         tokens: NDArray[np.integer],
         wanted: NDArray[np.integer],
-        model: Callable[[Step], Tensor] | None = None,
+        compiling: bool = False,
+        hidden: bool = False,
     ) -> Tensor:
-        self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
-        return (self.model if model is None else model)(self._step)
+        """Run a step; returns the logits of the rows that are wanted, or their last hidden states."""
+        step = self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
+        if self.compiled is not None and self.compiled.serves(step, compiling):
+            return self.compiled.hidden(step) if hidden else self.compiled(step)
+        if not hidden:
+            return self.model(step)
+        assert self.hidden is not None, "a runner of a model that gives hidden states"
+        return self.hidden(step)
 
     def _choose(self, logits: Tensor, sampling: Sampling | None) -> Results:
         """Next tokens of rows; without ``sampling`` they are those of the step before."""

@@ -129,10 +129,11 @@ class GraphRunner:
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
         self._eagerly = not self._prepare_graph(batch)
-        if self._eagerly:
-            self.eager.launch(batch)
-        else:
-            self._replay()
+        if not self._eagerly:
+            return self._replay()
+        # Layers that the graphs of the steps to come are to be compiled for are compiled now.
+        captures = batch.steps > self.fewest_steps and not (self._refused or self._no_memory)
+        self.eager.launch(batch, compiling=captures)
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:

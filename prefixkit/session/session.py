@@ -53,8 +53,9 @@ class Session(SessionMemory):
             preempted.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
-        compiled: On a GPU, decode through torch.compile, after some seconds of compiling: once for each model, whose
-            later sessions use the same, and less where torch finds it in its cache on disk.
+        compiled: On a GPU, run layers through torch.compile, after some seconds of compiling: once for each model,
+            whose later sessions use the same, and less where torch finds it in its cache on disk.  The first call that
+            samples more than a few tokens compiles them; others, scores and values run through them afterwards.
         most_running: Samples, or beam searches, that run at once at most; the rest wait.
         memory: What is evicted first, and what becomes of requests that no longer fit; None: :class:`MemoryPolicy`'s
             own choices.

@@ -144,7 +144,7 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows end at different steps, so that several buckets are captured; one graph of torch.compile serves them all,
-    and those of another engine with another pool.  The prompts are not compiled."""
+    those of another engine with another pool, and the prompts, of which a single one has few lists in its plan."""
     monkeypatch.setenv("PREFIXKIT_BACKEND", "cuda")
     torch._dynamo.reset()
     model = model_of(128, torch.bfloat16)
@@ -156,8 +156,11 @@ def test_an_engine_with_compiled_layers_samples_what_the_model_is_sure_of(
     ]
     with prefixkit.patched(model):
         engine = make_engine(model, requests, compiled=True)
-        samples = engine.run(requests) + make_engine(model, requests, page_size=32, compiled=True).run(requests)
+        samples = engine.run(requests[:1])
         runner = engine.runner.model.__self__  # type: ignore[attr-defined]
+        assert runner.compiled.graphs == 1
+        samples += engine.run(requests)
+        samples += make_engine(model, requests, page_size=32, compiled=True).run(requests)
     assert runner.compiled.reason is None
     assert runner.compiled.graphs == 1 < engine.report.captures
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]

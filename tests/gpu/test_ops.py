@@ -50,6 +50,19 @@ def test_append_writes_the_same_bits_as_on_the_cpu(implementation, dtype, head_d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 128, 129, 1000])
+def test_a_pair_of_products_errs_no_more_than_two_products(dtype, rows):
+    generator = torch.Generator(GPU).manual_seed(rows)
+    x, weight = (torch.randn(shape, generator=generator, device=GPU).to(dtype) for shape in ((rows, 256), (768, 256)))
+    truth = x.double() @ weight.double().T
+    ours = torch.ops.prefixkit.linear_pair(x[None], weight)[0]
+    theirs = torch.cat([torch.nn.functional.linear(x, half) for half in weight.chunk(2)], -1)
+    assert ours.is_contiguous()
+    error = [(found.double() - truth).norm() for found in (ours, theirs)]
+    assert error[0] <= 1.5 * error[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
 def test_rotary_append_leaves_the_same_bits_as_on_the_cpu(implementation, dtype, layout):
     """Of 16-bit numbers, whose products are exact in float32; a float32 product may be fused with the sum."""

@@ -16,6 +16,9 @@ from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_share
 MOST_PARTIAL_BYTES = 2**29
 # Ints that a planner on a GPU keeps for each node, tile and item (csrc/planner/plan_state.cuh); spare ones to round up.
 NODE_INTS, _TILE_INTS, _ITEM_INTS, _SPARE_INTS = 10, 6, 7, 256
+# Lists of a plan and of a tree that kernels take: an empty one has no address, and for lists of none or of one entry
+# torch.compile would make graphs of their own.
+FEWEST_ENTRIES = 2
 OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
 
 
@@ -40,8 +43,8 @@ class PlanCapacity(NamedTuple):
     partials: int
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the six arrays, in the order of ``Plan.arrays``; none is empty, so that all have an address."""
-        tile, decode, segments, _, partials = (max(n, 1) for n in self)
+        """Shapes of the six arrays, in the order of ``Plan.arrays``; none has fewer entries than FEWEST_ENTRIES."""
+        tile, decode, segments, _, partials = (max(n, FEWEST_ENTRIES) for n in self)
         return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from prefixkit.tree.snapshot import Ints
 
+# Int32 elements before the first tensor: torch.compile makes graphs for any place of a tensor in its storage but the
+# first two, so that tensors of steps should not lie there, or should always.
+_BEFORE = 4
+
 
 class Staged:
     """Int32 arrays of fixed shapes on a device, and staging buffers for them in the host's pinned memory.
@@ -55,9 +59,9 @@ def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) ->
     """
     counts = [array.nbytes // 4 for array in arrays]
     staged = torch.empty(
-        sum(counts) + 3 * len(counts), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        _BEFORE + sum(counts) + 3 * len(counts), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
     )
-    image, at = staged.numpy(), 0
+    image, at = staged.numpy(), _BEFORE
     for array, count in zip(arrays, counts, strict=True):
         image[at : at + count].view(array.dtype)[:] = array.ravel()
         at += count + -count % 4
@@ -66,13 +70,13 @@ def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) ->
 
 def carved_size(shapes: Sequence[tuple[int, ...]]) -> int:
     """Int32 elements that :func:`carve` needs for tensors of int32 of these shapes."""
-    return sum(-(-prod(shape) // 4) * 4 for shape in shapes)
+    return _BEFORE + sum(-(-prod(shape) // 4) * 4 for shape in shapes)
 
 
 def carve(flat: Tensor, parts: Sequence[tuple[tuple[int, ...], bool]]) -> list[Tensor]:
     """Tensors laid end to end in ``flat``, 16 bytes aligned: of each its shape, and whether it is int64, not int32."""
     of = flat, flat[: len(flat) // 2 * 2].view(torch.int64)
-    carved, at = [], 0
+    carved, at = [], _BEFORE
     for shape, is_long in parts:
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         # One call for each tensor: a step waits for them.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
-from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
+from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
@@ -81,7 +81,7 @@ class CudaPlanner(Planner):
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
-        snapshot, arrays = tree.snapshot, tree.arrays()
+        snapshot, arrays = tree.snapshot, _node_arrays(tree)
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
@@ -91,20 +91,34 @@ class CudaPlanner(Planner):
             if self.launch is not None:
                 log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
-            tensors = upload([*plan.arrays(), *arrays, *step_arrays()], device)
+            work = [_lengthened(array) for array in plan.arrays()]
+            tensors = upload([*work, *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
         return over_tree(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        tensors = upload([*tree.arrays(), *step_arrays()], device)
+        tensors = upload([*_node_arrays(tree), *step_arrays()], device)
         return over_tree(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The plan on the host and a count of what it reads, each made once, when it is first needed."""
         rows = cache(lambda: decompose(tree, self.shape, self.cost))
         return cache(lambda: self.specify(tree)), lambda length: count_reads(rows(), length, self.shape, self.cost)
+
+
+def _node_arrays(tree: StepTree) -> list[Ints]:
+    """``tree.arrays()``, of at least two nodes and two pages: further nodes are empty."""
+    start, length, page_indptr, pages, first_slot = tree.arrays()
+    indptr = _lengthened(page_indptr, FEWEST_ENTRIES + 1, page_indptr[-1])
+    return [_lengthened(start), _lengthened(length), indptr, _lengthened(pages), _lengthened(first_slot)]
+
+
+def _lengthened(array: Ints, least: int = FEWEST_ENTRIES, value: int = 0) -> Ints:
+    """The array, with ``value`` after its entries up to the ``least`` number of them."""
+    missing = least - len(array)
+    return np.concatenate((array, np.full((missing, *array.shape[1:]), value, array.dtype))) if missing > 0 else array
 
 
 def over_tree(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:

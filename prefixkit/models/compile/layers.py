@@ -4,8 +4,8 @@ Norms, rotary embedding, residual adds and activations become a few kernels.  Th
 on a shallow copy as in ``attention_class.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and
 the layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph,
 and neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The
-q, k and v projections become one product over packed weights (see ``packing.py``), rotary embedding and appending one
-op (see ``rotary.py``).
+q, k and v projections become one product over packed weights, and so do gate and up where rows are few (see
+``packing.py``); rotary embedding and appending become one op (see ``rotary.py``).
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class CompiledLayers:
     whatever the size of their pool, one step at a time; ``unpatch`` drops it.  A layer that cannot be compiled runs as
     it is, after one warning that says why.
 
-    A layer's first compiled step packs the weights of q, k and v: it moves them into one block of memory, and they stay
-    the same Parameter objects with the same values.  ``unpatch`` gives each weight its own memory back.  CUDA graphs
-    that were captured of this model before must be captured again, which engines do by themselves.
+    A layer's first compiled step packs the weights of q, k and v, and those of gate and up: it moves each group into
+    one block of memory, and they stay the same Parameter objects with the same values.  ``unpatch`` gives each weight
+    its own memory back.  CUDA graphs that were captured of this model before must be captured again, which engines do
+    by themselves.
 
     Attributes:
         rows: The numbers of rows to compile for; None for any.
@@ -137,6 +138,15 @@ class CompiledLayers:
     def seconds(self) -> float:
         """Time that compiling them took."""
         return self.made.seconds
+
+    def serves(self, step: Step, compiling: bool) -> bool:
+        """Whether a step is to run here: its layers are compiled, or may be now.
+
+        Args:
+            step: Of more than one row: a single one would be compiled apart.
+            compiling: Whether it may take the seconds that compiling takes.
+        """
+        return self.reason is None and step.num_rows > 1 and (compiling or self._key_of(step) in self.made.ready)
 
     def begin(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.

@@ -1,8 +1,9 @@
-"""Query, key and value projections as one product over packed weights.
+"""Query, key and value projections as one product over packed weights; gate and up as one where rows are few.
 
 With few rows each of the three is too small to fill a GPU.  A graph as dynamo traced it gets one product in their
 place, whose weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for each
-layer, when the layer is first called.  Weights that cannot be moved stay as they are.
+layer, when the layer is first called.  Pairs of other products, such as gate and up, become the op ``linear_pair``.
+Weights that cannot be moved stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.models.compile.packed_weights import ALIGN, movable, pack, packed_view
 from prefixkit.torch_private import fake_mode_of
 
@@ -65,12 +67,13 @@ def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compi
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
-    groups = projection_groups(copied.graph, given)
-    if mode is None or not groups:
+    groups, pairs = projection_groups(copied.graph, given)
+    if mode is None or not (groups or pairs):
         return compiler(graph, inputs)
     packs = []
-    for group in groups:
-        _replace(copied.graph, group, [len(given[product.weight]) for product in group])
+    for group in groups + pairs:
+        target = torch.ops.prefixkit.linear_pair if group in pairs else None
+        _replace(copied.graph, group, [len(given[product.weight]) for product in group], target)
         for nodes in _parameters(group):
             packs.append([place[node] for node in nodes])
             rows, like = sum(len(given[node]) for node in nodes), given[nodes[0]]
@@ -145,12 +148,16 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_Product]]:
+def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> tuple[list[list[_Product]], list[list[_Product]]]:
     """Products of one input that can be one: those that prefixkit's ops depend on, directly or through other nodes.
 
     The ops depend on a layer's q, k and v, and on no other product of their input.
+
+    Returns:
+        These groups, and pairs of other products of one input: of weights of one shape, without a bias or a gradient.
     """
     found: dict[Hashable, list[_Product]] = defaultdict(list)
+    others: dict[Hashable, list[_Product]] = defaultdict(list)
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if is_own_op(node) or not needed.isdisjoint(node.users):
@@ -158,21 +165,25 @@ def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> list[list[_
     writes = 0
     for node in graph.nodes:
         writes += may_write(node)  # the input may be another by then
-        product = _product(node) if node in needed else None
-        if product is not None and _is_free(product, given):
-            values = [given[one] for one in product[2:] if one is not None]
-            forms = [(value.dtype, value.device, value.is_inference()) for value in values]
-            found[writes, product.x, *forms].append(product)
-    groups = []
-    for group in found.values():
-        if len(group) == 1:
+        product = _product(node)
+        if product is None or not _is_free(product, given):
             continue
-        tensors = [[given[node] for node in nodes] for nodes in _parameters(group)]
-        if all(packed_view(parts) is not None or movable(parts) for parts in tensors):
-            groups.append(group)
-        else:
-            log.info("%d projections of one input are not packed: other tensors hold their weights", len(group))
-    return groups
+        values = [given[one] for one in product[2:] if one is not None]
+        forms = [(value.dtype, value.device, value.is_inference()) for value in values]
+        if node in needed:
+            found[writes, product.x, *forms].append(product)
+        elif product.bias is None and not torch.is_grad_enabled() and _of_one_dtype(product):
+            others[writes, product.x, given[product.weight].shape, *forms].append(product)
+    groups = [group for group in found.values() if len(group) > 1 and _can_be_packed(group, given)]
+    return groups, [pair for pair in others.values() if len(pair) == 2 and _can_be_packed(pair, given)]
+
+
+def _can_be_packed(group: list[_Product], given: dict[fx.Node, Any]) -> bool:
+    tensors = [[given[node] for node in nodes] for nodes in _parameters(group)]
+    if all(packed_view(parts) is not None or movable(parts) for parts in tensors):
+        return True
+    log.info("%d projections of one input are not packed: other tensors hold their weights", len(group))
+    return False
 
 
 def _product(node: fx.Node) -> _Product | None:
@@ -200,18 +211,28 @@ def _is_free(product: _Product, given: dict[fx.Node, Any]) -> bool:
     )
 
 
+def _of_one_dtype(product: _Product) -> bool:
+    """Whether nothing is converted, as under autocast."""
+    values = [node.meta.get("example_value") for node in (product.node, product.x, product.weight)]
+    return len({getattr(value, "dtype", None) for value in values}) == 1
+
+
 def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
     """The weights, and the biases if there are any."""
     return [nodes for nodes in zip(*(product[2:] for product in group), strict=True) if None not in nodes]
 
 
-def _replace(graph: fx.Graph, group: list[_Product], rows: list[int]) -> None:
-    """One product in place of the first, with the first's weight; users of the others get parts of its result."""
+def _replace(graph: fx.Graph, group: list[_Product], rows: list[int], pair: Function | None) -> None:
+    """One product in place of the first, with the first's weight; users of the others get parts of its result.
+
+    ``pair``: the op that it is in place of ``linear``.
+    """
     first, begin = group[0], 0
     value = first.node.meta["example_value"]  # torch caches no graph of nodes without one
     value = value.new_empty((*value.shape[:-1], sum(rows)))
     with graph.inserting_before(first.node):
-        whole = graph.call_function(first.node.target, (first.x, first.weight, first.bias))  # type: ignore[arg-type]
+        given = (first.x, first.weight) if pair is not None else (first.x, first.weight, first.bias)
+        whole = graph.call_function(pair or first.node.target, given)  # type: ignore[arg-type]
         whole.meta["example_value"] = value
         for product, count in zip(group, rows, strict=True):
             part = graph.call_function(torch.narrow, (whole, -1, begin, count))

@@ -159,7 +159,7 @@ def llama():
     decode = Decode(TreeDriver, make_model("llama"), np.random.default_rng(1))
     runner, step = decode.runner(), decode.step()
     logits = runner(step)
-    assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
+    assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
     return decode.driver.model, runner, step, logits
 
 
@@ -193,7 +193,7 @@ def test_a_pickle_computes_the_same_and_moves_its_weights_too(llama, dynamo, rng
     decode = Decode(TreeDriver, pickle.loads(pickle.dumps(model)), rng)
     step = decode.step()
     assert torch.equal(decode.runner()(step), decode.driver.runner(step))
-    assert all(len(groups) == 2 for groups in groups_of(decode.driver.model))
+    assert all(len(groups) == 3 for groups in groups_of(decode.driver.model))
     assert storage_bytes(decode.driver.model) == storage_bytes(model)
 
 
@@ -239,7 +239,7 @@ def test_a_model_that_was_converted_is_packed_again(llama):
     model.double().float()
     assert all(not groups for groups in groups_of(model))
     assert torch.equal(runner(step), logits)
-    assert all(len(groups) == 2 for groups in groups_of(model))
+    assert all(len(groups) == 3 for groups in groups_of(model))
 
 
 def test_places_tell_of_weights_that_moved_and_of_no_others(llama):
@@ -267,7 +267,7 @@ def test_unpatch_gives_every_weight_its_own_memory_back(dynamo, rng, tmp_path):
     model.save_pretrained(tmp_path / "before")
     decode.runner()(decode.step())
     moved = [name for name, parameter in model.named_parameters() if parameter.data_ptr() != at[name]]
-    assert len(moved) == 12, "weights and biases of q, k and v in both layers"
+    assert len(moved) == 16, "weights and biases of q, k and v in both layers, weights of gate and up"
     packed = [StorageWeakRef(model.get_parameter(name).untyped_storage()) for name in moved]
     at = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     unpatch(model)
@@ -296,7 +296,7 @@ def test_a_model_may_be_patched_compiled_and_unpatched_again(dynamo, rng):
     patch(unpatch(model))
     assert weights_places(model) != where, "graphs over the packed weights must not be replayed"
     assert torch.equal(decode.runner()(step), expected)
-    assert all(len(groups) == 2 for groups in groups_of(model))
+    assert all(len(groups) == 3 for groups in groups_of(model))
 
 
 def test_the_context_manager_unpacks_what_was_packed_in_its_block(dynamo, rng):
@@ -304,10 +304,10 @@ def test_the_context_manager_unpacks_what_was_packed_in_its_block(dynamo, rng):
     model, step = unpatch(decode.driver.model), decode.step()
     with patched(model):
         decode.runner()(step)
-        assert all(len(groups) == 2 for groups in groups_of(model))
+        assert all(len(groups) == 3 for groups in groups_of(model))
         with patched(model):
             pass
-        assert all(len(groups) == 2 for groups in groups_of(model)), "it was patched before"
+        assert all(len(groups) == 3 for groups in groups_of(model)), "it was patched before"
     assert groups_of(model) == [[], []]
 
 

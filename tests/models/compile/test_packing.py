@@ -20,7 +20,8 @@ from tests.models.compile.weights import groups_of, storage_bytes
 from tests.models.driver import TreeDriver
 from tests.models.tiny_families import make_model
 
-WIDTH = 32
+WIDTH, PAIR = 32, torch.ops.prefixkit.linear_pair
+HEADS = ["q_proj k_proj", "k_proj v_proj"]
 
 
 class Heads(nn.Module):
@@ -125,23 +126,91 @@ def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, comp
 
 
 def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, every_product):
-    """Here those that a sine reads.  In whole numbers, where float32 is exact."""
-    parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(4)), input_of(rng).mul(9).round()
+    """Here those that a sine reads; of the others three are no pair.  In whole numbers, where float32 is exact."""
+    parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(5)), input_of(rng).mul(9).round()
     for part in parts:
         part.weight.data = torch.from_numpy(rng.integers(-9, 9, (8, WIDTH))).float()
 
     def function(x):
         made = [part(x) for part in parts]
-        return torch.sin(made[0] * 2 + made[3]), made[1] + made[2]
+        return torch.sin(made[0] * 2 + made[3]), made[1] + made[2] + made[4]
 
     with torch.inference_mode():
         expected = function(x)
     every_product.reader = lambda node: "sin" in node.name
     found = compiler.of(function)(x)
-    assert compiler.products == [3]
+    assert compiler.products == [4]
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
     assert packed_view([parts[1].weight, parts[2].weight]) is None
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Gated(nn.Module):
+    """Two products of one input, of one shape unless told otherwise, that none of prefixkit's ops depends on."""
+
+    def __init__(self, rows=(24, 24), bias=False):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, count, bias=bias) for count in rows)
+
+    def forward(self, x):
+        gate, up = (part(x) for part in self.parts)
+        return torch.sigmoid(gate[..., :8]) * up[..., :8]
+
+
+def pairs(compiler):
+    return [len(graph.graph.find_nodes(op="call_function", target=PAIR)) for graph in compiler.graphs]
+
+
+@pytest.fixture
+def plain():
+    """A compiler of graphs in which no op of prefixkit's reads anything."""
+    return Compiler()
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_two_other_products_of_one_shape_are_a_pair_of_the_same_parameters(rows, plain, rng):
+    """One product for few rows, two for many."""
+    module, x = Gated(), input_of(rng, rows)
+    before, size = [part.weight for part in module.parts], storage_bytes(module)
+    function = plain.of(module)
+    with torch.inference_mode():
+        expected = module(x)
+    for _ in range(2):
+        assert torch.allclose(function(x), expected, atol=1e-5)
+    assert pairs(plain) == [1] and plain.products == [1]
+    assert packed_view(before).shape == (48, WIDTH)
+    assert all(part.weight is weight for part, weight in zip(module.parts, before, strict=True))
+    assert storage_bytes(module) == size
+
+
+def test_a_graph_of_pairs_serves_any_number_of_rows(plain, rng):
+    module = Gated()
+    torch._dynamo.reset()
+    backend = functools.partial(compile_packed, compiler=plain)
+    function = torch.inference_mode()(torch.compile(module, backend=backend, fullgraph=True, dynamic=True))
+    for rows in (5, 128, 129, 300, 2):
+        x = input_of(rng, rows)
+        with torch.inference_mode():
+            assert torch.allclose(function(x), module(x), atol=1e-5), rows
+    assert pairs(plain) == [1]
+
+
+@pytest.mark.parametrize("module", [Gated((24, 16)), Gated(bias=True), Gated((16, 16)).half()], ids=str)
+def test_products_of_other_shapes_with_biases_or_under_autocast_are_no_pair(module, plain, rng):
+    x = input_of(rng)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=module.parts[0].weight.dtype == torch.half):
+        plain.of(module)(x)
+    assert pairs(plain) == [0]
+    assert packed_view([part.weight for part in module.parts]) is None
+
+
+def test_where_gradients_are_recorded_there_are_no_pairs(plain, rng):
+    module, x = Gated(), input_of(rng)
+    torch._dynamo.reset()
+    backend = functools.partial(compile_packed, compiler=plain)
+    torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
+    assert pairs(plain) == [0]
+    assert all(part.weight.grad is not None for part in module.parts)
 
 
 def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
@@ -307,7 +376,7 @@ def test_a_triton_kernel_of_the_model_may_write_its_input(every_product):
     graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
     graph.output((first, graph.call_function(linear, (x, weights[1]))))
     given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
-    assert projection_groups(graph, given) == []
+    assert projection_groups(graph, given) == ([], [])
 
 
 def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng, every_product):
@@ -357,15 +426,15 @@ def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
 @pytest.mark.parametrize(
     ("family", "groups"),
     [
-        ("llama", ["q_proj k_proj", "k_proj v_proj"]),
-        ("qwen2", ["q_proj k_proj", "k_proj v_proj"]),
-        ("cohere", ["q_proj k_proj", "k_proj v_proj"]),  # its gate and up have the same input
-        ("olmo", ["q_proj k_proj", "k_proj v_proj"]),  # clamps them in place
+        ("llama", [*HEADS, "gate_proj up_proj"]),
+        ("qwen2", [*HEADS, "gate_proj up_proj"]),
+        ("cohere", [*HEADS, "gate_proj up_proj"]),  # all have the same input
+        ("olmo", [*HEADS, "gate_proj up_proj"]),  # clamps heads in place
         ("phi3", []),
-        ("mixtral", ["q_proj k_proj", "k_proj v_proj"]),
+        ("mixtral", HEADS),
     ],
 )
-def test_query_key_and_value_projections_of_a_model_are_packed_and_no_others(family, groups, dynamo, rng):
+def test_heads_of_a_model_are_packed_and_gate_and_up_and_no_others(family, groups, dynamo, rng):
     decode = Decode(TreeDriver, make_model(family), rng)
     model = decode.driver.model
     before, size = copy.deepcopy(model.state_dict()), storage_bytes(model)
