@@ -18,7 +18,8 @@ from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.engine.scoring.head_values import Head, Marked, values
+from prefixkit.engine.scoring.head_values import Head, values
+from prefixkit.engine.scoring.contexts import Text
 from prefixkit.engine.scoring.score import Score, score
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
@@ -103,10 +104,10 @@ class Engine:
                 self.runner, self.store, prompts, continuations, prefill_chunk=chunk, vocab=vocab, report=report
             )
 
-    def values(self, marked: Marked, head: Head, call: Call | None = None) -> list[Tensor]:
+    def values(self, texts: Ordered[Text], head: Head, call: Call | None = None) -> list[Tensor]:
         """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
         with self._reporting(call) as report:
-            return values(self.runner, self.store, marked, head, prefill_chunk=self.prefill_chunk, report=report)
+            return values(self.runner, self.store, texts, head, prefill_chunk=self.prefill_chunk, report=report)
 
     @contextmanager
     def _reporting(self, call: Call | None) -> Iterator[Report]:

@@ -12,7 +12,7 @@ from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
-from prefixkit.engine.sharing_report import BatchCounts
+from prefixkit.engine.sharing_report import Report
 from prefixkit.runners.batch import Results, Runner
 from prefixkit.runners.tree_step import launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -87,21 +87,21 @@ class RunningBatch:
         """Whether its steps run no prompt tokens."""
         return self.scheduled.batch is not None and self.scheduled.batch.decodes
 
-    @property
-    def counts(self) -> BatchCounts:
-        """What the report counts of it."""
+    def add_to(self, report: Report, bytes_per_token: int) -> None:
+        """Add what it has run to a report, once it has ended."""
         size, end = self.tree.page_size, self._end_slot
         # As if no run had ended; without reserved pages.
         pages = self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
-        return BatchCounts(
-            self.steps,
-            self.rows_run,
-            self._kv_tokens_read,
-            self._kv_tokens_unshared,
-            pages * size,
-            self._tokens_unshared,
-            self.decodes,
-            {run.unpipelined for run in self._runs if run.unpipelined is not None},
+        report.add_batch(
+            bytes_per_token,
+            steps=self.steps,
+            rows=self.rows_run,
+            kv_tokens_read=self._kv_tokens_read,
+            kv_tokens_unshared=self._kv_tokens_unshared,
+            tokens_held=pages * size,
+            tokens_unshared=self._tokens_unshared,
+            decodes=self.decodes,
+            unpipelined={run.unpipelined for run in self._runs if run.unpipelined is not None},
         )
 
     def done(self, has_waiting: bool) -> bool:

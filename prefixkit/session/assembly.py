@@ -13,7 +13,7 @@ from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
-from prefixkit.engine.scoring.contexts import Continued
+from prefixkit.engine.scoring.contexts import continued
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
@@ -62,9 +62,9 @@ def make_scorer(
     """The same for prompts with continuations that are scored, which samples nothing and captures no graphs."""
     spec = facts.spec
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    texts = Continued.of(prompts, continuations)
     once = SamplingParams(max_new_tokens=1)  # whose pages are those of its prompt
-    requests = [Request(text, texts.tokens(text), once) for text in range(len(texts))]
+    texts = continued(prompts, continuations)
+    requests = [Request(index, text.tokens, once) for index, text in enumerate(texts)]
     # Logits as computed and in float32, and their log-softmax.
     workspace = step_bytes(facts.config, spec, (), chunk) + 3 * MOST_LOGIT_BYTES
     stores = stores_of(facts.inner)

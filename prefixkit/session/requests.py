@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
-from prefixkit.engine.scoring.head_values import Marked
+from prefixkit.engine.scoring.contexts import Text
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
@@ -136,7 +136,7 @@ def scored_tokens(
     return encoded, found
 
 
-def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> Marked:
+def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> list[Text]:
     """Token ids of prompts, and the positions at which something is wanted; everything is checked.
 
     Args:
@@ -152,12 +152,12 @@ def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one:
     if isinstance(at, str):
         if at not in ("last", "all"):
             raise ValueError(f"at must be 'last', 'all' or positions, got {at!r}")
-        return Marked(encoded, [np.arange(0 if at == "all" else len(tokens) - 1, len(tokens)) for tokens in encoded])
+        return [Text(tokens, np.arange(0 if at == "all" else len(tokens) - 1, len(tokens))) for tokens in encoded]
     each = [at] if one else as_list("at", at, "lists of positions, one for each prompt")
     if len(each) != len(encoded):
         raise ValueError(f"at must be one list of positions for each prompt, got {len(each)} for {len(encoded)}")
     pairs = enumerate(zip(each, encoded, strict=True))
-    return Marked(encoded, [_positions(own, len(tokens), index) for index, (own, tokens) in pairs])
+    return [Text(tokens, _positions(own, len(tokens), index)) for index, (own, tokens) in pairs]
 
 
 def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:

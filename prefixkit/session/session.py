@@ -241,8 +241,8 @@ class Session(SessionMemory):
             given, one = with_tokens(self, "prompts", prompts)
             facts = patched_facts(self.model)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
-            check_length(facts, max(map(len, marked.texts)))
-            with self._lent_store(facts, marked.texts) as store:
+            check_length(facts, max(len(text.prompt) for text in marked))
+            with self._lent_store(facts, [text.prompt for text in marked]) as store:
                 call = Call()
                 self._report = call.report
                 found = self._engine(facts, store).values(marked, head, call)

@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.engine.scoring.context_run import ContextRun, Longs
-from prefixkit.engine.scoring.contexts import Ints, lay_out
+from prefixkit.engine.scoring.context_run import ContextRun
+from prefixkit.engine.scoring.contexts import Text
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Results, Runner
+from prefixkit.runners.batch import Outputs, Runner
 
 # From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
 Head = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Marked:
-    """Texts, and the positions of each whose values are wanted (see ``Texts``).
-
-    Attributes:
-        texts: ``[length]`` token ids each.
-        positions: Of each, ascending, at least one.
-    """
-
-    texts: Sequence[Ints]
-    positions: Sequence[Longs]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def tokens(self, text: int) -> Ints:
-        return self.texts[text]
-
-    def wanted(self, text: int) -> Longs:
-        return self.positions[text]
-
-    def name(self, text: int, number: int) -> str:
-        return f"token {self.positions[text][number]} of prompt {text}"
-
-
 def values(
-    runner: Runner, store: KVStore, marked: Marked, head: Head, *, prefill_chunk: int, report: Report
+    runner: Runner, store: KVStore, texts: Sequence[Text], head: Head, *, prefill_chunk: int, report: Report
 ) -> list[Tensor]:
     """The head's output after each wanted token of each text.
 
     Args:
         runner: Runs steps.
         store: Where KV lives.
-        marked: The texts and what is wanted of them.
+        texts: With what is wanted of them.
         head: Called after each step with the hidden states of its wanted tokens, on the device of the model.
         prefill_chunk: Tokens that a step computes at most.
         report: What was computed is added to it.
@@ -64,26 +38,20 @@ def values(
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
         TypeError, ValueError: the head gave no tensor, or none with a row for each token.
     """
-    budget = store.budget()
-    for index, tokens in enumerate(marked.texts):
-        if pages := budget.pages_lacking(tokens):
-            raise budget.error(f"prompt {index} of {len(tokens)} tokens", pages, "shorten it")
-    contexts, parts = lay_out(marked), list[tuple[slice, Tensor]]()
-
-    def accept(step: Results, which: slice) -> None:
+    budget, lengths = store.budget(), [len(text.tokens) for text in texts]
+    for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        if pages := budget.pages_lacking(text.tokens):
+            raise budget.error(f"prompt {index} of {length} tokens", pages, "shorten it")
+    numbers, parts = [], []
+    run = ContextRun(runner, store, texts, prefill_chunk, prefill_chunk, report, lambda rows, _: Outputs(hidden=rows))
+    for which, step in run.results():
         assert step.hidden is not None, "asked for"
-        parts.append((which, _applied(head, step.hidden)))
-
-    def outputs(rows: Longs, which: slice) -> Outputs:
-        return Outputs(hidden=rows)
-
-    ContextRun(runner, store, contexts, prefill_chunk, prefill_chunk, report, outputs, accept).run()
-    number = np.concatenate([contexts.number[which] for which, _ in parts])
-    found = torch.cat([part for _, part in parts]).cpu()
-    in_order = found[torch.from_numpy(np.argsort(number))]
-    report.prompts += len(marked)
-    report.tokens_plain_batch += sum(map(len, marked.texts))
-    return list(torch.split(in_order, [len(positions) for positions in marked.positions]))
+        numbers.append(which)
+        parts.append(_applied(head, step.hidden))
+    in_order = torch.cat(parts).cpu()[torch.from_numpy(np.argsort(np.concatenate(numbers)))]
+    report.prompts += len(texts)
+    report.tokens_plain_batch += sum(lengths)
+    return list(torch.split(in_order, [len(text.wanted) for text in texts]))
 
 
 def _applied(head: Head, hidden: Tensor) -> Tensor:

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from prefixkit.engine.scoring.context_run import ContextRun, Longs
-from prefixkit.engine.scoring.contexts import Continued, lay_out
+from prefixkit.engine.scoring.context_run import ContextRun
+from prefixkit.engine.scoring.contexts import Ints, continued
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Results, Runner, Targets
+from prefixkit.runners.batch import Outputs, Runner, Targets
 from prefixkit.tree.pages import pages_for
-
-Ints = NDArray[np.int32]
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
@@ -83,34 +80,35 @@ def score(
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
     check_fits(prompts, continuations, store.budget())
-    texts = Continued.of(prompts, continuations)
-    contexts = lay_out(texts)
-    targets = np.concatenate([tokens for each in continuations for tokens in each])[contexts.number].astype(np.int64)
-    results = list[tuple[slice, Tensor, Tensor]]()  # read at the end: until then the host does not wait for a device
-
-    def outputs(rows: Longs, which: slice) -> Outputs:
-        return Outputs(targets=Targets(rows, targets[which]))
-
-    def accept(step: Results, which: slice) -> None:
-        assert step.target_logprobs is not None and step.target_greedy is not None, "asked for"
-        results.append((which, step.target_logprobs, step.target_greedy))
-
-    most_wanted = max(1, MOST_LOGIT_BYTES // (4 * vocab))
-    ContextRun(runner, store, contexts, prefill_chunk, most_wanted, report, outputs, accept).run()
-    number = np.concatenate([contexts.number[which] for which, _, _ in results])
-    logprobs, greedy = np.full(len(number), np.nan, np.float32), np.zeros(len(number), np.bool_)
-    logprobs[number] = torch.cat([part for _, part, _ in results]).cpu().numpy()
-    greedy[number] = torch.cat([part for _, _, part in results]).cpu().numpy()
+    texts = continued(prompts, continuations)
+    targets = np.concatenate([tokens for each in continuations for tokens in each]).astype(np.int64)
+    run = ContextRun(
+        runner,
+        store,
+        texts,
+        prefill_chunk,
+        max(1, MOST_LOGIT_BYTES // (4 * vocab)),
+        report,
+        lambda rows, which: Outputs(targets=Targets(rows, targets[which])),
+    )
+    # Read at the end: until then the host does not wait for a device.
+    results = [(which, step.target_logprobs, step.target_greedy) for which, step in run.results()]
+    number = np.concatenate([which for which, _, _ in results])
+    logprobs, greedy = np.empty(len(number), np.float32), np.empty(len(number), np.bool_)
+    logprobs[number] = torch.cat([part for _, part, _ in results if part is not None]).cpu().numpy()
+    greedy[number] = torch.cat([part for _, _, part in results if part is not None]).cpu().numpy()
+    pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
+    ends = np.cumsum([len(text.wanted) for text in texts])
     if len(broken := np.flatnonzero(np.isnan(logprobs))):
+        text = int(np.searchsorted(ends, broken[0], "right"))
+        token = int(broken[0] - ends[text] + len(texts[text].wanted))
         raise ValueError(
-            f"the logits before {contexts.name(int(broken[0]))} hold NaN, +inf or no finite value, so it has no "
-            "log-probability; look at what the model computed"
+            f"the logits before token {token} of continuation {pairs[text][1]} of prompt {pairs[text][0]} hold NaN, "
+            "+inf or no finite value, so it has no log-probability; look at what the model computed"
         )
     report.prompts, report.scored = report.prompts + len(prompts), report.scored + len(texts)
-    lengths = [(len(prompts[index]), len(continuations[index][number])) for index, number in texts.pairs]
-    report.tokens_plain_batch += sum(before + own - 1 for before, own in lengths)
-    ends = np.cumsum([len(tokens) for each in continuations for tokens in each])[:-1]
-    parts = iter(zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True))
+    report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
+    parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
 
 
