@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.loop import Loop, counters_of, counters_of_cache
+from prefixkit.engine.loop import Loop, counters_of_cache
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.engine.scoring.head_values import Head, values
 from prefixkit.engine.scoring.contexts import Text
+from prefixkit.engine.scoring.head_values import Head, values
 from prefixkit.engine.scoring.score import Score, score
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
@@ -114,7 +114,7 @@ class Engine:
         """The report of a call without a loop; after an interrupt the store has a new tree."""
         report, began, cache = (Call() if call is None else call).report, time.perf_counter(), self.store.cache
         self.runner.start_call()
-        report.start(lambda: {**counters_of(self.runner), **counters_of_cache(cache)})
+        report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:
             yield report
         except KeyboardInterrupt:

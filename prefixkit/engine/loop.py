@@ -109,23 +109,13 @@ class Loop:
     def _counters(self) -> dict[str, float]:
         preemption = self.scheduler.preemption
         return {
-            **counters_of(self.runner),
+            **self.runner.counters(),
             **counters_of_cache(self._cache),
             "preempted_swapped": preemption.swapped,
             "preempted_recomputed": preemption.recomputed,
             "kv_bytes_copied": self.scheduler.bytes_copied,
             "kv_bytes_swapped": preemption.bytes_swapped,
         }
-
-
-def counters_of(runner: Runner) -> dict[str, float]:
-    """Cumulative counters of a runner, by the fields of a report."""
-    return {
-        "plans": runner.plans_made,
-        "graph_steps": runner.graph_steps,
-        "captures": runner.captures,
-        "seconds_capturing": runner.seconds_capturing,
-    }
 
 
 def counters_of_cache(cache: PrefixCache) -> dict[str, float]:

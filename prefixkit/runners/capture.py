@@ -6,9 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,43 +36,27 @@ class Capture(Protocol):
         """GPU memory of that pool."""
 
 
-class SampledBy(Enum):
-    """Who samples from the logits of a captured step."""
-
-    GRAPH = "graph"
-    HOST = "host"  # after each replay, because logits processors run there
-    CALLER = "caller"  # who takes the logits
-
-
-@dataclass(frozen=True)
-class GraphOutput:
-    """What a captured step gives: sampled tokens, those with the likeliest ones beside them, or logits.
+class GraphOutput(NamedTuple):
+    """What a captured step gives.
 
     Attributes:
-        sampled_by: Tokens, where the graph samples them; else logits.
-        top: Likeliest tokens of each row that the graph gives beside the sampled one; 0 for none.
+        samples: Whether the graph samples tokens; else it gives logits.
+        top: Likeliest tokens of each row that it gives beside the sampled one; 0 for none.
+        uploads_batch: Whether it copies its batch from the staging buffers at each replay: batches of beams, and those
+            whose logits the host processes, change at every step.
     """
 
-    sampled_by: SampledBy
+    samples: bool
     top: int = 0
-
-    @property
-    def uploads_batch(self) -> bool:
-        """Whether the graph copies its batch from the staging buffers at each replay."""
-        # Such batches change at every step: those of beams, and those whose logits the host processes.
-        return self.top > 0 or self.sampled_by is SampledBy.HOST
+    uploads_batch: bool = False
 
 
 @dataclass(eq=False)
 class Captured:
     """A captured step, and the logits that a replay writes, where the graph does not sample from them."""
 
-    graph: Graph | None = None
+    graph: Graph = field(init=False)
     logits: Tensor | None = None
-
-    def replay(self) -> None:
-        assert self.graph is not None, "captured"
-        self.graph.replay()
 
 
 class CudaCapture:

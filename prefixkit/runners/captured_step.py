@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prefixkit.attention.step import Step
 from prefixkit.runners.batch import Sampling
-from prefixkit.runners.capture import Capture, Captured, GraphOutput, SampledBy
+from prefixkit.runners.capture import Capture, Captured, GraphOutput
 from prefixkit.runners.capture_errors import first_line, is_about_capture, reason_of
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.runners.sampler import top_tokens
@@ -26,19 +26,18 @@ def capture_step(
         CannotCapture: the step does what no graph can hold.
         RuntimeError: there is no memory for it, or the device has failed.
     """
-    sampler, captured = arrays.sampler, Captured()
-    assert sampler is not None, "made before"
     arrays.ring.allocate_top(arrays.most_top(output.top))
+    captured = Captured()
 
     def run() -> None:
         if output.uploads_batch:
             arrays.enqueue_copy(step.num_rows)
         arrays.tree.advance(step.num_rows)
         logits = model(step)
-        if output.sampled_by is not SampledBy.GRAPH:
+        if not output.samples:
             captured.logits = logits
             return
-        sampled = sampler.sample(logits)
+        sampled = arrays.sampler.sample(logits)
         if output.top:
             arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
 
@@ -54,8 +53,7 @@ def capture_step(
 
 def output_for(sampling: Sampling | None) -> GraphOutput:
     """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
-    if sampling is None:
-        return GraphOutput(SampledBy.CALLER)
-    if sampling.process is not None:
-        return GraphOutput(SampledBy.HOST)
-    return GraphOutput(SampledBy.GRAPH, max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0)
+    if sampling is None or sampling.process is not None:
+        return GraphOutput(samples=False, uploads_batch=sampling is not None)
+    top = max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0
+    return GraphOutput(samples=True, top=top, uploads_batch=top > 0)

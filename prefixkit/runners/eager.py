@@ -15,11 +15,8 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, Targets
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Outputs, Pace, Results, Sampling
 from prefixkit.runners.sampler import Sampler, top_tokens
-
-_NO_ROWS, _NO_NUMBERS = np.empty(0, np.int64), np.empty(0, np.float32)
-_NOTHING = Results(_NO_ROWS, _NO_NUMBERS, _NO_ROWS[:, None], _NO_NUMBERS[:, None])
 
 
 class EagerRunner:
@@ -34,7 +31,7 @@ class EagerRunner:
         hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
     """
 
-    graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
+    graph_bytes = 0
     logits: Tensor
 
     def __init__(
@@ -51,9 +48,8 @@ class EagerRunner:
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
 
-    @property
-    def plans_made(self) -> int:
-        return self.planner.plans_made
+    def counters(self) -> dict[str, float]:
+        return {"plans": self.planner.plans_made}
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -68,34 +64,32 @@ class EagerRunner:
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
         self._tree = batch.tree
-        outputs, targets = batch.outputs, batch.outputs.targets
+        outputs = batch.outputs
         if len(outputs.hidden):
             assert self.hidden is not None, "a runner of a model that gives hidden states"
-            self._unread.append(replace(_NOTHING, hidden=self._run(batch.tokens, outputs.hidden, self.hidden)))
+            self._unread.append(Results(hidden=self._run(batch.tokens, outputs.hidden, self.hidden)))
             return
-        given = _NO_ROWS if targets is None else targets.rows
-        wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, given)))
-        logits = self._run(batch.tokens, wanted)
-        rows = np.searchsorted(wanted, outputs.rows)
+        wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, outputs.target_rows)))
+        logits = self._run(batch.tokens, wanted, self.model)
+        rows, results = np.searchsorted(wanted, outputs.rows), Results()
         of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
         if outputs.sampling is None:
-            self.logits, results = of_rows, _NOTHING
+            self.logits = of_rows
         else:
             results = self._choose(of_rows, outputs.sampling)
         if len(outputs.logits):
             results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
-        if targets is not None:
-            logprobs, greedy = _of_targets(logits, wanted, targets)
+        if len(outputs.targets):
+            logprobs, greedy = _of_targets(logits, wanted, outputs)
             results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
-        if results is not _NOTHING:
-            self._unread.append(results)
+        self._unread.append(results)
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
         if tokens is not None:
-            self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)))
+            self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)), self.model)
             return
-        logits = self._run(self._last, np.arange(len(self._last)))
+        logits = self._run(self._last, np.arange(len(self._last)), self.model)
         self._unread.append(self._choose(logits, None))
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
@@ -109,14 +103,9 @@ class EagerRunner:
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self._choose(logits, sampling)
 
-    def _run(
-        self,
-        tokens: NDArray[np.integer],
-        wanted: NDArray[np.integer],
-        model: Callable[[Step], Tensor] | None = None,
-    ) -> Tensor:
+    def _run(self, tokens: NDArray[np.integer], wanted: NDArray[np.integer], model: Callable[[Step], Tensor]) -> Tensor:
         self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
-        return (self.model if model is None else model)(self._step)
+        return model(self._step)
 
     def _choose(self, logits: Tensor, sampling: Sampling | None) -> Results:
         """Next tokens of rows; without ``sampling`` they are those of the step before."""
@@ -124,7 +113,7 @@ class EagerRunner:
         if sampling is not None:
             self._top, self._process = sampling.top, sampling.process
         if not rows:
-            return replace(_NOTHING)
+            return Results()
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
@@ -147,15 +136,15 @@ class EagerRunner:
         return old
 
 
-def _of_targets(logits: Tensor, wanted: NDArray[np.int64], targets: Targets) -> tuple[Tensor, Tensor]:
+def _of_targets(logits: Tensor, wanted: NDArray[np.int64], outputs: Outputs) -> tuple[Tensor, Tensor]:
     """``[S]`` the log-probability of each target, and whether greedy decoding takes it.
 
     Args:
         logits: ``[rows, vocab]``.
         wanted: Their query rows, ascending.
-        targets: Tokens after some of these.
+        outputs: With targets after some of these.
     """
     with torch.inference_mode():
-        rows, tokens = upload([np.searchsorted(wanted, targets.rows), targets.tokens], logits.device)
+        rows, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
         logprobs = torch.log_softmax(logits.float(), -1)
         return logprobs[rows, tokens], logits.argmax(-1)[rows] == tokens

@@ -100,9 +100,13 @@ class GraphRunner:
     def pace(self) -> Pace:
         return self.eager.pace if self._eagerly else self._pace
 
-    @property
-    def plans_made(self) -> int:
-        return self.eager.plans_made
+    def counters(self) -> dict[str, float]:
+        own = {
+            "graph_steps": self.graph_steps,
+            "captures": self.captures,
+            "seconds_capturing": self.seconds_capturing,
+        }
+        return {**self.eager.counters(), **own}
 
     @property
     def graph_bytes(self) -> int:
@@ -156,7 +160,7 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.select_rows(rows)
         arrays = self._arrays
-        assert arrays is not None and arrays.sampler is not None, "launched before"
+        assert arrays is not None, "launched before"
         with self._on_device():
             self._drop_stale_graphs()
             bucket = self._bucket_for(len(rows))
@@ -179,11 +183,9 @@ class GraphRunner:
             return self.eager.read()
         arrays, oldest = self._arrays, self._unread.popleft()
         assert arrays is not None, "launched before"
-        return (
-            oldest
-            if isinstance(oldest, Results)
-            else arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
-        )
+        if isinstance(oldest, Results):
+            return oldest
+        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self.eager.sample(logits, sampling)
@@ -244,13 +246,13 @@ class GraphRunner:
 
     def _replay(self) -> None:
         arrays, captured = self._arrays, self._graphs[self._bucket, self._output]
-        assert arrays is not None and arrays.sampler is not None, "launched before"
+        assert arrays is not None, "launched before"
         with self._on_device():
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
             self._steps += 1
             self.graph_steps += 1
-            captured.replay()
+            captured.graph.replay()
             if self._sampling is None:
                 return
             if captured.logits is not None:

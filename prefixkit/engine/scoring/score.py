@@ -14,7 +14,7 @@ from prefixkit.engine.scoring.contexts import Ints, continued
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Runner, Targets
+from prefixkit.runners.batch import Outputs, Runner
 from prefixkit.tree.pages import pages_for
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
@@ -89,7 +89,7 @@ def score(
         prefill_chunk,
         max(1, MOST_LOGIT_BYTES // (4 * vocab)),
         report,
-        lambda rows, which: Outputs(targets=Targets(rows, targets[which])),
+        lambda rows, which: Outputs(targets=targets[which], target_rows=rows),
     )
     # Read at the end: until then the host does not wait for a device.
     results = [(which, step.target_logprobs, step.target_greedy) for which, step in run.results()]
