@@ -95,24 +95,24 @@ class Engine:
         prompts: Ordered[NDArray[np.int32]],
         continuations: Ordered[Ordered[NDArray[np.int32]]],
         vocab: int,
-        call: Call | None = None,
+        report: Report | None = None,
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt; see ``engine/scoring/score.py``."""
-        with self._reporting(call) as report:
+        with self._reporting(report) as report:
             chunk = self.prefill_chunk
             return score(
                 self.runner, self.store, prompts, continuations, prefill_chunk=chunk, vocab=vocab, report=report
             )
 
-    def values(self, texts: Ordered[Text], head: Head, call: Call | None = None) -> list[Tensor]:
+    def values(self, texts: Ordered[Text], head: Head, report: Report) -> list[Tensor]:
         """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
-        with self._reporting(call) as report:
+        with self._reporting(report):
             return values(self.runner, self.store, texts, head, prefill_chunk=self.prefill_chunk, report=report)
 
     @contextmanager
-    def _reporting(self, call: Call | None) -> Iterator[Report]:
+    def _reporting(self, report: Report | None) -> Iterator[Report]:
         """The report of a call without a loop; after an interrupt the store has a new tree."""
-        report, began, cache = (Call() if call is None else call).report, time.perf_counter(), self.store.cache
+        report, began, cache = Report() if report is None else report, time.perf_counter(), self.store.cache
         self.runner.start_call()
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
-from prefixkit.engine.scoring.contexts import continued
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.runner import runner_of
-from prefixkit.sampling.params import SamplingParams
 
 
 def make_engine(
@@ -31,6 +26,7 @@ def make_engine(
     prefill_chunk: int | None = None,
     graphs: bool = True,
     compiled: bool = False,
+    scores: bool = False,
 ) -> Engine:
     """An engine over a patched model, with a pool that holds what these requests need, within the budget.
 
@@ -40,37 +36,17 @@ def make_engine(
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
         compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
+        scores: Whether the requests stand for texts whose tokens are scored, and nothing is sampled.
     """
     spec = facts.spec
     chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    workspace = step_bytes(facts.config, spec, requests, chunk)
+    workspace = step_bytes(facts.config, spec, () if scores else requests, chunk)
+    if scores:
+        workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
     return engine_of(facts, store, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
-
-
-def make_scorer(
-    facts: ModelFacts,
-    prompts: Sequence[NDArray[np.int32]],
-    continuations: Sequence[Sequence[NDArray[np.int32]]],
-    *,
-    kv_budget: float | str | None = None,
-    page_size: int = 16,
-    prefill_chunk: int | None = None,
-) -> Engine:
-    """The same for prompts with continuations that are scored, which samples nothing and captures no graphs."""
-    spec = facts.spec
-    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    once = SamplingParams(max_new_tokens=1)  # whose pages are those of its prompt
-    texts = continued(prompts, continuations)
-    requests = [Request(index, text.tokens, once) for index, text in enumerate(texts)]
-    # Logits as computed and in float32, and their log-softmax.
-    workspace = step_bytes(facts.config, spec, (), chunk) + 3 * MOST_LOGIT_BYTES
-    stores = stores_of(facts.inner)
-    num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
-    store = stores.make(kind_of(facts, page_size), num_pages)
-    return engine_of(facts, store, prefill_chunk=chunk, graphs=False)
 
 
 def engine_of(

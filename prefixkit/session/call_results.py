@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.engine import Engine
-from prefixkit.engine.request import Request, Sample, TokenEvent
+from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
 from prefixkit.models import ModelFacts
@@ -46,27 +45,14 @@ class Result:
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
-def run(engine: Engine, call: Call, requests: Sequence[Request]) -> Result:
-    """One call: the engine runs requests to their end."""
-    return Result(tuple(engine.run(requests, call)), call.report)
-
-
-def call_of(
-    facts: ModelFacts,
-    tokenizer: Any,
-    requests: Sequence[Request],
-    return_samples: bool = True,
-    on_sample: Callable[[Sample], None] | None = None,
-    on_token: Callable[[TokenEvent], None] | None = None,
-    on_step: Callable[[int], None] | None = None,
-) -> Call:
+def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *listeners: Any) -> Call:
     """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
 
     Raises:
         ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
     """
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer))
+    return Call(detokenizer_of(tokenizer), *listeners)
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:

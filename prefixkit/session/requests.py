@@ -14,6 +14,7 @@ from prefixkit.engine.request import BeamFields, BeamParams, Request
 from prefixkit.engine.scoring.contexts import Text
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
+from prefixkit.session.call_results import check_length
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 
 Prompts = Prompt | Iterable[Prompt]
@@ -49,44 +50,35 @@ _NEUTRAL: dict[str, float | None] = {
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
-def sampling_requests(
+def requests_for(
+    kind: type[Params],
     facts: ModelFacts,
     tokenizer: Any,
     prompts: Prompts,
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    fields: SamplingFields,
+    params: Params | Sequence[Params] | None,
+    fields: SamplingFields | BeamFields,
 ) -> list[Request]:
-    """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
+    """A request for each prompt, with parameters as :func:`prefixkit.generate` or :func:`prefixkit.beam_search` takes
+    them, of one ``kind``; everything is checked.
+    """
     encoded = _encoded(facts, tokenizer, prompts)
-    fields = with_configured(facts, params, fields)
-    each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
+    configured = "repetition_penalty stop_strings" if kind is SamplingParams else "length_penalty early_stopping"
+    each = _per_prompt(kind, params, with_configured(facts, params, fields, configured), len(encoded))
     each = _with_stop_ids(facts, tokenizer, each)
-    _check_generation_config(facts, each)
-    _check_text(tokenizer, each)
+    _check_params(facts, tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
 
 
 def prompt_requests(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[Request]:
     """A request for each prompt that computes its KV; its one sampled token is not used."""
+    return text_requests(_encoded(facts, tokenizer, prompts))
+
+
+def text_requests(texts: Iterable[NDArray[np.int32]]) -> list[Request]:
+    """The same of token ids: what such a request takes of memory is the pages of its text."""
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
-    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(facts, tokenizer, prompts))]
-
-
-def beam_requests(
-    facts: ModelFacts,
-    tokenizer: Any,
-    prompts: Prompts,
-    params: BeamParams | Sequence[BeamParams] | None,
-    fields: BeamFields,
-) -> list[Request]:
-    """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
-    encoded = _encoded(facts, tokenizer, prompts)
-    own = _configured(facts, ["length_penalty", "early_stopping"] if params is None else [])
-    fields = {**own, **fields}  # type: ignore[typeddict-item]
-    each = _with_stop_ids(facts, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
-    _check_generation_config(facts, each)
-    return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
+    return [Request(index, tokens, params) for index, tokens in enumerate(texts)]
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -129,10 +121,11 @@ def scored_tokens(
             if not len(own):
                 raise ValueError(f"prompt {index} has no continuations; pass at least one")
             named = [(f"continuation {i}", tokens) for i, tokens in enumerate(own)]
-            known[id(own)] = [_continuation(tokenizer, tokens, where, vocab) for where, tokens in named]
+            known[id(own)] = [continuation_tokens(tokenizer, tokens, vocab, where) for where, tokens in named]
             if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
+    check_length(facts, max(len(prompt) + max(map(len, own)) for prompt, own in zip(encoded, found, strict=True)))
     return encoded, found
 
 
@@ -149,6 +142,7 @@ def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one:
         ValueError, TypeError: see :meth:`prefixkit.Session.values`.
     """
     encoded = _encoded(facts, tokenizer, prompts)
+    check_length(facts, max(map(len, encoded)))
     if isinstance(at, str):
         if at not in ("last", "all"):
             raise ValueError(f"at must be 'last', 'all' or positions, got {at!r}")
@@ -173,20 +167,6 @@ def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
     return found
 
 
-def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence[Sequence[NDArray[np.int32]]]) -> int:
-    """Tokens of the longest prompt with a continuation of it."""
-    return max(len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True))
-
-
-def continuation_tokens(tokenizer: Any, given: str | Sequence[int], vocab: int) -> NDArray[np.int32]:
-    """Token ids of a string alone, without special tokens, or the given ones, checked.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
-    """
-    return _continuation(tokenizer, given, "tokens", vocab)
-
-
 def _is_list_of_continuations(one: Any) -> bool:
     """Whether it is a list of strings or of lists, not a continuation itself."""
     if isinstance(one, str | bytes) or not isinstance(one, Iterable):
@@ -194,8 +174,12 @@ def _is_list_of_continuations(one: Any) -> bool:
     return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
 
 
-def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[np.int32]:
-    """Token ids of a continuation: those of its text alone, without special tokens; ``where`` names it in messages."""
+def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "tokens") -> NDArray[np.int32]:
+    """Token ids of a string alone, without special tokens, or the given ones, checked; messages say ``where``.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
+    """
     if isinstance(one, str):
         if tokenizer is None:
             raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
@@ -224,17 +208,21 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
     check_ids([one.tokens for one in asked], facts.vocab_size)
-    _check_generation_config(facts, [one.params for one in asked])
-    _check_text(tokenizer, [one.params for one in asked])
+    _check_params(facts, tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(facts, tokenizer, [one.params])[0]) for one in asked]
 
 
-def with_configured(facts: ModelFacts, params: object, fields: SamplingFields) -> SamplingFields:
-    """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
-    found = _configured(facts, ["repetition_penalty", "stop_strings"] if params is None else [])
+def with_configured(
+    facts: ModelFacts,
+    params: object,
+    fields: SamplingFields | BeamFields,
+    names: str = "repetition_penalty stop_strings",
+) -> dict[str, Any]:
+    """Fields with those ``names`` of the generation config, where neither one nor ``params`` are given."""
+    found = _configured(facts, names.split() if params is None else [])
     if "stop_strings" in found:
         found["stop"] = found.pop("stop_strings")
-    return {**found, **fields}  # type: ignore[typeddict-item]
+    return {**found, **fields}
 
 
 def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
@@ -244,8 +232,8 @@ def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
-def _check_generation_config(facts: ModelFacts, each: Sequence[SamplingParams | BeamParams]) -> None:
-    """Raise ValueError where the model's generation config asks for what would be left out."""
+def _check_params(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
+    """Raise ValueError where the generation config asks for what would be left out, or stop strings need text."""
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
     names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
     if beams := len(samples) < len(each):
@@ -259,12 +247,8 @@ def _check_generation_config(facts: ModelFacts, each: Sequence[SamplingParams | 
             f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
             f"runs on the tree too, {processors}or set model.generation_config.{next(iter(asked))} = None"
         )
-
-
-def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> None:
-    """Raise ValueError where stop strings are to be found without a tokenizer."""
-    for own in each:
-        if tokenizer is None and isinstance(own, SamplingParams) and own.stop_strings:
+    for own in samples:
+        if tokenizer is None and own.stop_strings:
             raise ValueError(
                 f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
                 "pass the model's tokenizer, or use stop_token_ids and stop=()"
@@ -280,15 +264,14 @@ def _per_prompt(
     params: Params | Sequence[Params] | None,
     fields: Mapping[str, Any],
     count: int,
-    listed: Sequence[str] = (),
 ) -> list[Params]:
-    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, those ``listed`` as one
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, ``n`` and ``seed`` as one
     value or one per prompt.
     """
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:
         raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
-    lists = {name: _values(name, fields[name], count) for name in listed if name in fields}
+    lists = {name: _values(name, fields[name], count) for name in ("n", "seed") if name in fields}
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
@@ -300,11 +283,12 @@ def _per_prompt(
             f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) "
             f"for {count} prompts"
         )
-    own = [replace(one, **common) for one in own] if common else own
-    if not lists:
+    if not fields:
         return own
-    changes = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [replace(one, **change) for one, change in zip(own, changes, strict=True)]
+    return [
+        replace(one, **common, **{name: values[index] for name, values in lists.items()})
+        for index, one in enumerate(own)
+    ]
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:

@@ -60,7 +60,7 @@ def _params_of_each(
     facts: ModelFacts, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
 ) -> list[Params]:
     """The parameters of each node: its own or those of all, with ``fields`` in their place."""
-    fields = with_configured(facts, params, fields)
+    changes = with_configured(facts, params, fields)
     params = SamplingParams() if params is None else params
     of = "SamplingParams or BeamParams, or one of them for all nodes"
     each = [params] * count if isinstance(params, Params) else as_list("params", params, of)
@@ -72,10 +72,9 @@ def _params_of_each(
         )
     for own in each:
         names = own.__dataclass_fields__
-        if unknown := [name for name in fields if name not in names]:
+        if unknown := [name for name in changes if name not in names]:
             kind = type(own).__name__
             raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind} are {', '.join(names)}")
-    changes: dict[str, Any] = {**fields}
     return [replace(own, **changes) for own in each]
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.engine.call import Call
 from prefixkit.engine.page_needs import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.scoring.head_values import Head
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
-from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, check_length
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
     Prompts,
-    beam_requests,
     checked_requests,
-    longest_scored,
     marked_tokens,
     prompt_requests,
-    sampling_requests,
+    requests_for,
     scored_tokens,
 )
 from prefixkit.session.search import SearchNode, check_nodes, in_step, with_tokens
@@ -83,9 +81,8 @@ class Session(SessionMemory):
             KVBudgetTooSmall: one of the sequences does not fit the pool.
             ValueError, TypeError: as :func:`prefixkit.generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
+        with self._called() as facts:
+            requests = requests_for(SamplingParams, facts, self.tokenizer, prompts, params, fields)
             return self._run(facts, requests, return_samples, on_sample, on_token, on_step)
 
     def stream(
@@ -103,19 +100,19 @@ class Session(SessionMemory):
         are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
         and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
-            with self._lent_store(facts) as store:
-                check_fits(requests, store.budget())
+        with self._called() as facts:
+            requests = requests_for(SamplingParams, facts, self.tokenizer, prompts, params, fields)
+            with self._engine(facts) as engine:
+                check_fits(requests, engine.store.budget())
 
         def samples() -> Generator[Any, None, None]:
-            with self._busy():
-                facts = patched_facts(self.model)
-                with self._lent_store(facts, [request.tokens for request in requests]) as store:
-                    engine, call = self._engine(facts, store), self._call(facts, requests, True, None, on_token)
-                    yield  # it has begun
-                    yield from engine.stream(requests, call)
+            with (
+                self._called() as facts,
+                self._engine(facts, [request.tokens for request in requests]) as engine,
+            ):
+                call = self._call(facts, requests, True, None, on_token)
+                yield  # it has begun
+                yield from engine.stream(requests, call)
 
         self._streams.add(stream := Stream(samples))
         return stream
@@ -133,9 +130,8 @@ class Session(SessionMemory):
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = beam_requests(facts, self.tokenizer, prompts, params, fields)
+        with self._called() as facts:
+            requests = requests_for(BeamParams, facts, self.tokenizer, prompts, params, fields)
             return self._run(facts, requests, True, on_sample)
 
     def run(
@@ -157,11 +153,9 @@ class Session(SessionMemory):
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            return self._run(
-                facts, checked_requests(facts, self.tokenizer, requests), return_samples, on_sample, on_token, on_step
-            )
+        with self._called() as facts:
+            own = checked_requests(facts, self.tokenizer, requests)
+            return self._run(facts, own, return_samples, on_sample, on_token, on_step)
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
         """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
@@ -206,9 +200,8 @@ class Session(SessionMemory):
             NodeReleased, NodeFinished, ForeignNode: a node cannot go on.
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
+        with self._called() as facts:
             own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
-            facts = patched_facts(self.model)
             requests = step_requests(facts, self.tokenizer, own, params, until, fields)
             with in_step(own):
                 result = self._run(facts, requests, True)
@@ -237,15 +230,12 @@ class Session(SessionMemory):
             KVBudgetTooSmall: a prompt does not fit the pool; nothing was computed.
             UnsupportedModel: the model below its language-model head gives no last hidden states.
         """
-        with self._busy():
+        with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
-            facts = patched_facts(self.model)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
-            check_length(facts, max(len(text.prompt) for text in marked))
-            with self._lent_store(facts, [text.prompt for text in marked]) as store:
-                call = Call()
-                self._report = call.report
-                found = self._engine(facts, store).values(marked, head, call)
+            with self._engine(facts, [text.prompt for text in marked]) as engine:
+                self._report = Report()
+                found = engine.values(marked, head, self._report)
             return found[0] if one else found
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
@@ -262,13 +252,10 @@ class Session(SessionMemory):
             KVBudgetTooSmall: a prompt with one of its continuations does not fit the pool; nothing was computed.
             ValueError, TypeError: as :func:`prefixkit.score`.
         """
-        with self._busy():
+        with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
-            facts = patched_facts(self.model)
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
-            check_length(facts, longest_scored(*asked))
-            with self._lent_store(facts, asked[0]) as store:
-                call = Call()
-                self._report = call.report
-                scores = self._engine(facts, store).score(*asked, facts.vocab_size, call)
+            with self._engine(facts, asked[0]) as engine:
+                self._report = Report()
+                scores = engine.score(*asked, facts.vocab_size, self._report)
             return scores[0] if one else scores

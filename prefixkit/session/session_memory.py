@@ -32,7 +32,7 @@ from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
-from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, call_of, run
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, call_of
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
 from prefixkit.session.search import SearchNode, with_tokens
@@ -72,7 +72,7 @@ class Pin:
             if store is None or tree is not store.tree:
                 self.sequence.tree = None  # it ended with its tree
                 return
-            with self.session._alone():
+            with self.session._lent_store():
                 tree.retain(self.sequence)
 
 
@@ -163,9 +163,9 @@ class SessionMemory:
         """
         with self._busy():
             if self._home is not None:
-                with self._alone():
-                    self._home.version = None
-                    for runner in self._home.runners.values():
+                with self._lent_store() as store:
+                    store.version = None
+                    for runner in store.runners.values():
                         runner.drop_graphs()
 
     def pin(self, prompt: Prompt) -> Pin:
@@ -180,11 +180,10 @@ class SessionMemory:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`.
             KVBudgetTooSmall: the pool does not hold it beside what is pinned already.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
+        with self._called() as facts:
             (request,) = prompt_requests(facts, self.tokenizer, [prompt])
-            with self._lent_store(facts, [request.tokens], own=False) as store:
-                return Pin(request.tokens.tolist(), self._compute(facts, store, request), self)
+            with self._engine(facts, [request.tokens], elsewhere=False) as engine:
+                return Pin(request.tokens.tolist(), self._compute(facts, engine, request), self)
 
     def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
@@ -206,18 +205,17 @@ class SessionMemory:
             OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
                 computed.
         """
-        with self._busy():
+        with self._called() as facts:
             check_place(path)
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:
                 raise ValueError("prefixes is empty; pass at least one prompt or search node")
-            facts = patched_facts(self.model)
-            requests = prompt_requests(facts, self.tokenizer, own)
-            pins = list[TreeSequence]()
-            with self._lent_store(facts, [request.tokens for request in requests], own=False) as store:
+            requests, pins = prompt_requests(facts, self.tokenizer, own), list[TreeSequence]()
+            with self._engine(facts, [request.tokens for request in requests], elsewhere=False) as engine:
+                store = engine.store
                 try:
                     for request in requests:
-                        pins.append(self._compute(facts, store, request))
+                        pins.append(self._compute(facts, engine, request))
                     return save_prefixes(store, path, pins, kv_fingerprint(self.model))
                 finally:
                     for pin in pins:
@@ -240,49 +238,42 @@ class SessionMemory:
             KVBudgetTooSmall: the pool does not hold it.
             OSError: it cannot be read.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            with self._lent_store(facts, own=False) as store:
-                return load_prefixes(store, path, kv_fingerprint(self.model), facts.vocab_size)
+        with self._called() as facts, self._engine(facts, elsewhere=False) as engine:
+            return load_prefixes(engine.store, path, kv_fingerprint(self.model), facts.vocab_size)
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
-        with self._lent_store(facts, [request.tokens for request in requests]) as store:
-            return run(self._engine(facts, store), self._call(facts, requests, *listeners), requests)
+        with self._engine(facts, [request.tokens for request in requests]) as engine:
+            call = self._call(facts, requests, *listeners)
+            return Result(tuple(engine.run(requests, call)), call.report)
 
-    def _compute(self, facts: ModelFacts, store: KVStore, request: Request) -> TreeSequence:
+    def _compute(self, facts: ModelFacts, engine: Engine, request: Request) -> TreeSequence:
         """Compute a prompt's KV, and pin it."""
-        self._engine(facts, store).run([request], self._call(facts, [request], False, lambda sample: None))
-        return store.pin(request.tokens)
+        engine.run([request], self._call(facts, [request], False, lambda sample: None))
+        return engine.store.pin(request.tokens)
 
     def _call(self, facts: ModelFacts, requests: Sequence[Request], *listeners: Any) -> Call:
         call = call_of(facts, self.tokenizer, requests, *listeners)
         self._report = call.report
         return call
 
-    def _engine(self, facts: ModelFacts, store: KVStore) -> Engine:
-        return engine_of(
-            facts,
-            store,
-            prefill_chunk=self._prefill_chunk,
-            compiled=self._compiled,
-            most_running=self._most_running,
-            retain_samples=True,
-            policy=self._memory,
-        )
+    @contextmanager
+    def _called(self) -> Iterator[ModelFacts]:
+        """What is known of the model, during a call of the session."""
+        with self._busy():
+            yield patched_facts(self.model)
 
     @contextmanager
-    def _lent_store(
-        self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = (), *, own: bool = True
-    ) -> Iterator[KVStore]:
-        """A KV store for a call, without KV of other weights than the model has now.
+    def _engine(
+        self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = (), *, elsewhere: bool = True
+    ) -> Iterator[Engine]:
+        """An engine over a KV store that is lent to a call, without KV of other weights than the model has now.
 
         Args:
             facts: Of the model.
             prompts: What is about to use its KV.
-            own: Whether the call may run in another store, while the session's is lent to a call of ``generate()`` or
-                of another session; else it raises SessionBusy.
+            elsewhere: See :meth:`_lent_store`.
         """
         if self._home is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
@@ -290,36 +281,41 @@ class SessionMemory:
             log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
             self._let_go()  # first, for the memory
             self._take_home(facts)
-        store = self._lend(own)
-        try:
+        with self._lent_store(elsewhere) as store:
             known, found = store.version is not None, partial(store.tree.longest_match, prompts)
             if store.use_version((self._stores.epoch, kv_version(facts.inner, found, facts.state))) and known:
                 log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
+            yield engine_of(
+                facts,
+                store,
+                prefill_chunk=self._prefill_chunk,
+                compiled=self._compiled,
+                most_running=self._most_running,
+                retain_samples=True,
+                policy=self._memory,
+            )
+
+    @contextmanager
+    def _lent_store(self, elsewhere: bool = False) -> Iterator[KVStore]:
+        """The session's store while no other call uses it.
+
+        Where one of ``generate()`` or of another session does, it is another store, if the call may run ``elsewhere``;
+        else SessionBusy is raised.
+        """
+        store = self._home
+        assert store is not None, "checked before"
+        if self._kv_budget is None and not self._stores.lend(store, self):
+            if not elsewhere:
+                raise SessionBusy(
+                    "another call uses the KV store that the model's sessions share with its generate(); wait for its "
+                    "end, or give the session a kv_budget, for a store of its own"
+                )
+            store = self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
+        try:
             yield store
         except KeyboardInterrupt:
             store.restart()
             raise
-        finally:
-            self._stores.return_(store)
-
-    def _lend(self, own: bool) -> KVStore:
-        home = self._home
-        assert home is not None, "checked before"
-        if self._kv_budget is not None or self._stores.lend(home, self):
-            return home
-        if not own:
-            raise SessionBusy(
-                "another call uses the KV store that the model's sessions share with its generate(); wait for its end, "
-                "or give the session a kv_budget, for a store of its own"
-            )
-        return self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The session's own store, while no other call uses it; else SessionBusy."""
-        store = self._lend(own=False)
-        try:
-            yield
         finally:
             self._stores.return_(store)
 

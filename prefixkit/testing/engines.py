@@ -41,7 +41,7 @@ class ReportingEngine(Engine):
         return super().stream(requests, self._call() if call is None else call)
 
     def score(self, *args: Any, **options: Any) -> list[list[Score]]:
-        return super().score(*args, **{"call": self._call()} | options)
+        return super().score(*args, **{"report": self.report} | options)
 
     def _call(self) -> Call:
         return Call(**self.options, report=self.report)
