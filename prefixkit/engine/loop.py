@@ -7,7 +7,7 @@ import time
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
@@ -33,7 +33,6 @@ class Loop:
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
         self._finished: list[Sample] = []  # by the step under way
-        self._has_waiting = False  # when what is running was scheduled
 
     def start(self, requests: list[Request]) -> None:
         """Start the call with requests that :func:`check_fits` has passed."""
@@ -48,7 +47,6 @@ class Loop:
         try:
             if self._running is None and (scheduled := self.scheduler.next()) is not None:
                 self._running = RunningBatch(self._tree, self.runner, scheduled, self.call)
-                self._has_waiting = self.scheduler.had_waiting
             if self._running is not None:
                 self._step(self._running, began)
         finally:
@@ -58,7 +56,9 @@ class Loop:
     def end(self) -> None:
         """Give every page back, and end the report; after all requests there is nothing left to give but reserves."""
         if self.store.tree is self._tree:
-            self._drop_ended()
+            self._ended = self._running or self._ended
+            self._running = None
+            self._report_ended()
             self.scheduler.close()
         self.call.report.graph_bytes = self.runner.graph_bytes
         self.call.report.end()
@@ -69,7 +69,7 @@ class Loop:
         if running.forks:
             self.scheduler.compact_in_time()
         running.read(self._finish)
-        if running.done(self._has_waiting):
+        if running.done(self.scheduler.had_waiting):
             running.commit(self._finish)
             self._running, self._ended = None, running
             self.scheduler.drop_ended()
@@ -93,12 +93,6 @@ class Loop:
         if self.call.on_sample is not None:
             for sample in samples:
                 self.call.on_sample(sample)
-
-    def _drop_ended(self) -> None:
-        if self._running is not None:
-            self._running, self._ended = None, self._running
-            self.scheduler.drop_ended()
-        self._report_ended()
 
     def _report_ended(self) -> None:
         """Count the batch that ended last."""

@@ -19,8 +19,8 @@ from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.waiting_queue import WaitingQueue, admission_order
 from prefixkit.kv.store import KVStore
@@ -28,9 +28,6 @@ from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
 
 COMPACT_EVERY = 16  # steps of beams, in which the tree of a search gets about five nodes deeper
-
-# What runs for a request, by whether its sequences fork.
-RUNS: dict[bool, type[Run]] = {False: SampleRun, True: BeamRun}
 
 
 class Scheduler:
@@ -54,6 +51,7 @@ class Scheduler:
         runs: What runs, in the order in which it started or came back.
         preemption: Takes runs out of the tree and brings them back.
         bytes_copied: KV copied within the pool so far.
+        had_waiting: Whether :attr:`has_waiting` when the step under way was scheduled.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Scheduler:
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), list[Run]()
         self.steps = self.bytes_copied = 0
-        self._has_waiting = False  # when the step under way was scheduled
+        self.had_waiting = False
         self._orders = count()
         self._of_prompts: dict[int, RequestState] = {}  # those in flight, by their prompts' sequences
 
@@ -90,11 +88,6 @@ class Scheduler:
     def has_waiting(self) -> bool:
         """Whether something waits for pages, or for a slot among those that run."""
         return bool(self.queue) or any(state.has_waiting for state in self.in_flight)
-
-    @property
-    def had_waiting(self) -> bool:
-        """The same when the step under way was scheduled."""
-        return self._has_waiting
 
     @property
     def slots_left(self) -> int:
@@ -194,7 +187,7 @@ class Scheduler:
             self.store.cache.clear()
             scheduled = self._next()
             assert scheduled is not None, "a request that passed check_fits must fit an empty store"
-        self._has_waiting = self.has_waiting
+        self.had_waiting = self.has_waiting
         return scheduled
 
     def drop_ended(self) -> None:
@@ -212,7 +205,7 @@ class Scheduler:
         if lookahead > self.store.tree.allocator.free:
             self._free_pages()
             lookahead = self._lookahead(self.policy.longest)
-        if self._has_waiting or self.has_waiting:
+        if self.had_waiting or self.has_waiting:
             if started := self._admit_and_start(lookahead):
                 return first_tokens(started)
             self._resume_recomputed()  # what was copied back has all its KV
@@ -282,7 +275,7 @@ class Scheduler:
         last.running -= len(chosen)
         gone = set(chosen)
         self.runs = [run for run in self.runs if run not in gone]
-        self._has_waiting = True
+        self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
         """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages.
@@ -322,7 +315,8 @@ class Scheduler:
 
     def _start(self, state: RequestState) -> Row:
         """Start the next run of a prompt whose logits are known."""
-        run = RUNS[state.request.params.forks].start(state, self.store.tree, self.call)
+        kind: type[Run] = BeamRun if state.request.params.forks else SampleRun
+        run = kind.start(state, self.store.tree, self.call)
         self.runs.append(run)
         state.started += 1
         return run.sequences[0], run
@@ -332,7 +326,7 @@ class Scheduler:
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """
-        if any(not run.streams for run in self.runs):
+        if any(isinstance(run, BeamRun) for run in self.runs):
             source, target = self.store.tree.compact(most_pages)
             self.store.pool.copy(source, target)
             self.bytes_copied += len(source) * self.store.pool.spec.bytes_per_token
