@@ -14,10 +14,11 @@ from torch import Tensor
 
 from prefixkit.engine.call import Call
 from prefixkit.engine.loop import Loop, counters_of_cache
-from prefixkit.engine.page_needs import check_fits
+from prefixkit.engine.memory import check_fits
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
+from prefixkit.engine.scoring.context_run import ContextRun
 from prefixkit.engine.scoring.contexts import Text
 from prefixkit.engine.scoring.head_values import Head, values
 from prefixkit.engine.scoring.score import Score, score
@@ -98,25 +99,22 @@ class Engine:
         report: Report | None = None,
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt; see ``engine/scoring/score.py``."""
-        with self._reporting(report) as report:
-            chunk = self.prefill_chunk
-            return score(
-                self.runner, self.store, prompts, continuations, prefill_chunk=chunk, vocab=vocab, report=report
-            )
+        with self._contexts(report) as run:
+            return score(run, prompts, continuations, vocab)
 
     def values(self, texts: Ordered[Text], head: Head, report: Report) -> list[Tensor]:
         """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
-        with self._reporting(report):
-            return values(self.runner, self.store, texts, head, prefill_chunk=self.prefill_chunk, report=report)
+        with self._contexts(report) as run:
+            return values(run, texts, head)
 
     @contextmanager
-    def _reporting(self, report: Report | None) -> Iterator[Report]:
-        """The report of a call without a loop; after an interrupt the store has a new tree."""
+    def _contexts(self, report: Report | None) -> Iterator[ContextRun]:
+        """A call without a loop; after an interrupt the store has a new tree."""
         report, began, cache = Report() if report is None else report, time.perf_counter(), self.store.cache
         self.runner.start_call()
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:
-            yield report
+            yield ContextRun(self.runner, self.store, self.prefill_chunk, report)
         except KeyboardInterrupt:
             self.store.restart()
             raise

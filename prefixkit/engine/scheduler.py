@@ -13,8 +13,8 @@ from itertools import count
 from torch import Tensor
 
 from prefixkit.engine.call import Call
+from prefixkit.engine.memory import lookahead_pages
 from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
-from prefixkit.engine.page_needs import lookahead_pages
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request

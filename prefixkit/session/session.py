@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.engine.page_needs import check_fits
+from prefixkit.engine.memory import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.scoring.head_values import Head
 from prefixkit.engine.sharing_report import Report

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.page_needs import check_fits, lookahead_pages, pages_per_run
+from prefixkit.engine.memory import check_fits, lookahead_pages, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import RequestState

@@ -23,8 +23,7 @@ from prefixkit.cli.progress import Meter
 from prefixkit.cli.prompted import Prompted, Settings, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
-from prefixkit.engine.memory import pages_needed
-from prefixkit.engine.page_needs import check_fits
+from prefixkit.engine.memory import check_fits, pages_needed
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import RunFolder, check_place, create

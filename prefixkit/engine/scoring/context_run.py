@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.uncomputed import tokens_of
-from prefixkit.engine.scoring.contexts import Longs, Text, lay_out
+from prefixkit.engine.scoring.contexts import Contexts, Longs, Text, lay_out
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Batch, Outputs, Results, Runner
@@ -51,34 +51,37 @@ class _Rows:
 
 @dataclass(eq=False)
 class ContextRun:
-    """Computes the contexts of texts, as many at a time as the store holds.
+    """Computes texts, as many at a time as the store holds.
 
     Attributes:
         runner: Runs steps.
         store: Where KV lives.
-        texts: What is to be computed; their wanted tokens are numbered, one text after the other.
         chunk: Tokens that a step computes at most.
-        most_wanted: After how many of them something may be wanted.
         report: What was computed is added to it.
-        outputs: What the rows of wanted tokens give.
     """
 
     runner: Runner
     store: KVStore
-    texts: Sequence[Text]
     chunk: int
-    most_wanted: int
     report: Report
-    outputs: OutputsOf
     _held: list[TreeSequence] = field(default_factory=list)
 
-    def results(self) -> Iterator[tuple[Longs, Results]]:
-        """The results of each step, and the numbers of its wanted tokens; tensors may be read later."""
-        self.contexts, begin = lay_out(self.texts), 0
+    def results(
+        self, texts: Sequence[Text], outputs: OutputsOf, most_wanted: int | None = None
+    ) -> Iterator[tuple[Longs, Results]]:
+        """The results of each step, and the numbers of its wanted tokens; tensors may be read later.
+
+        Args:
+            texts: What is to be computed; their wanted tokens are numbered, one text after the other.
+            outputs: What the rows of wanted tokens give.
+            most_wanted: After how many tokens of a step something may be wanted; None: all.
+        """
+        contexts, begin = lay_out(texts), 0
         try:
-            while begin < len(self.contexts.texts):
-                end = self._admit(begin)
-                yield from self._compute(self._rows(begin))
+            while begin < len(contexts.texts):
+                end = self._admit(contexts, begin)
+                rows = self._rows(contexts, begin)
+                yield from self._compute(rows, contexts, outputs, self.chunk if most_wanted is None else most_wanted)
                 while self._held:
                     self.store.retain(self._held.pop())
                 begin = end
@@ -89,10 +92,10 @@ class ContextRun:
             while self._held:
                 self.store.tree.release(self._held.pop())
 
-    def _admit(self, begin: int) -> int:
+    def _admit(self, contexts: Contexts, begin: int) -> int:
         """Insert contexts from ``begin`` on until one does not fit; returns which."""
         tree, unshared = self.store.tree, 0
-        for text in self.contexts.texts[begin:]:
+        for text in contexts.texts[begin:]:
             tokens = text.tokens
             if (sequence := self.store.admit(tokens, alone=not self._held)) is None:
                 break
@@ -102,13 +105,13 @@ class ContextRun:
         self.report.add_batch(self.store.pool.spec.bytes_per_token, tokens_held=held, tokens_unshared=unshared)
         return begin + len(self._held)
 
-    def _rows(self, begin: int) -> _Rows:
+    def _rows(self, contexts: Contexts, begin: int) -> _Rows:
         """What has to run of the contexts that are held, from ``begin`` on.
 
         Of the first one that is all that is uncomputed, for its ancestors may have been evicted since, and what is
         wanted of its own tokens; of the others, of their own tokens.
         """
-        snapshot, contexts = self.store.tree.snapshot(), self.contexts
+        snapshot = self.store.tree.snapshot()
         offset, own = np.zeros((2, snapshot.num_nodes), np.int64)  # index less position; the first own position
         runs = np.zeros(snapshot.num_nodes, np.bool_)
         for number, sequence in enumerate(self._held, begin):
@@ -129,19 +132,21 @@ class ContextRun:
         taken = token >= np.repeat(np.minimum(snapshot.computed[part], first_wanted), length)
         return _Rows(of[taken], token[taken], index[taken])
 
-    def _compute(self, rows: _Rows) -> Iterator[tuple[Longs, Results]]:
+    def _compute(
+        self, rows: _Rows, contexts: Contexts, outputs: OutputsOf, most_wanted: int
+    ) -> Iterator[tuple[Longs, Results]]:
         tree, wanted = self.store.tree, np.flatnonzero(rows.index >= 0)
-        row_of = np.full(len(self.contexts.wanted), -1, np.int64)
+        row_of = np.full(len(contexts.wanted), -1, np.int64)
         row_of[rows.index[wanted]] = wanted
-        row = row_of[self.contexts.index]  # of each wanted token, -1 for those of other contexts
+        row = row_of[contexts.index]  # of each wanted token, -1 for those of other contexts
         numbers = np.argsort(row, kind="stable")
         row = row[numbers]
-        for step in rows.steps(self.chunk, self.most_wanted):
+        for step in rows.steps(self.chunk, most_wanted):
             queries, nodes = rows.queries(step), tree.nodes()
             which = slice(*np.searchsorted(row, (step.start, step.stop)).tolist())
             asked = which.start < which.stop
-            outputs = self.outputs(row[which] - step.start, numbers[which]) if asked else Outputs()
-            batch = Batch(StepTree(tree.snapshot(), queries), tokens_of(queries, nodes), outputs)
+            given = outputs(row[which] - step.start, numbers[which]) if asked else Outputs()
+            batch = Batch(StepTree(tree.snapshot(), queries), tokens_of(queries, nodes), given)
             launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
             if asked:
                 yield numbers[which], self.runner.read()

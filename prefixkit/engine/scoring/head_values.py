@@ -10,26 +10,19 @@ from torch import Tensor
 
 from prefixkit.engine.scoring.context_run import ContextRun
 from prefixkit.engine.scoring.contexts import Text
-from prefixkit.engine.sharing_report import Report
-from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Runner
+from prefixkit.runners.batch import Outputs
 
 # From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
 Head = Callable[[Tensor], Tensor]
 
 
-def values(
-    runner: Runner, store: KVStore, texts: Sequence[Text], head: Head, *, prefill_chunk: int, report: Report
-) -> list[Tensor]:
+def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
     """The head's output after each wanted token of each text.
 
     Args:
-        runner: Runs steps.
-        store: Where KV lives.
+        run: Computes the texts.
         texts: With what is wanted of them.
         head: Called after each step with the hidden states of its wanted tokens, on the device of the model.
-        prefill_chunk: Tokens that a step computes at most.
-        report: What was computed is added to it.
 
     Returns:
         For each text ``[positions, ...]`` on the CPU.
@@ -38,19 +31,18 @@ def values(
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
         TypeError, ValueError: the head gave no tensor, or none with a row for each token.
     """
-    budget, lengths = store.budget(), [len(text.tokens) for text in texts]
+    budget, lengths = run.store.budget(), [len(text.tokens) for text in texts]
     for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         if pages := budget.pages_lacking(text.tokens):
             raise budget.error(f"prompt {index} of {length} tokens", pages, "shorten it")
     numbers, parts = [], []
-    run = ContextRun(runner, store, texts, prefill_chunk, prefill_chunk, report, lambda rows, _: Outputs(hidden=rows))
-    for which, step in run.results():
+    for which, step in run.results(texts, lambda rows, _: Outputs(hidden=rows)):
         assert step.hidden is not None, "asked for"
         numbers.append(which)
         parts.append(_applied(head, step.hidden))
     in_order = torch.cat(parts).cpu()[torch.from_numpy(np.argsort(np.concatenate(numbers)))]
-    report.prompts += len(texts)
-    report.tokens_plain_batch += sum(lengths)
+    run.report.prompts += len(texts)
+    run.report.tokens_plain_batch += sum(lengths)
     return list(torch.split(in_order, [len(text.wanted) for text in texts]))
 
 

@@ -10,11 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from prefixkit.engine.scoring.context_run import ContextRun
-from prefixkit.engine.scoring.contexts import Ints, continued
-from prefixkit.engine.sharing_report import Report
+from prefixkit.engine.scoring.contexts import Ints, Longs, continued
 from prefixkit.kv.budget import Budget
-from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Runner
+from prefixkit.runners.batch import Outputs
 from prefixkit.tree.pages import pages_for
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
@@ -49,14 +47,7 @@ class Score:
 
 
 def score(
-    runner: Runner,
-    store: KVStore,
-    prompts: Sequence[Ints],
-    continuations: Sequence[Sequence[Ints]],
-    *,
-    prefill_chunk: int,
-    vocab: int,
-    report: Report,
+    run: ContextRun, prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], vocab: int
 ) -> list[list[Score]]:
     """The score of each continuation of each prompt.
 
@@ -65,34 +56,26 @@ def score(
     after which something is wanted, runs again and writes nothing.
 
     Args:
-        runner: Runs steps.
-        store: Where KV lives.
+        run: Computes them; fewer tokens a step where their logits would take more than :data:`MOST_LOGIT_BYTES`.
         prompts: ``[length]`` token ids each, at least one.
         continuations: Of each prompt, ``[length]`` token ids each, at least one.
-        prefill_chunk: Tokens that a step computes at most; fewer where their logits would take more than
-            :data:`MOST_LOGIT_BYTES`.
         vocab: Columns of the logits.
-        report: What was computed is added to it.
 
     Raises:
         KVBudgetTooSmall: a prompt with one of its continuations does not fit the store, beside what is pinned; raised
             before anything runs.
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
-    check_fits(prompts, continuations, store.budget())
+    check_fits(prompts, continuations, run.store.budget())
     texts = continued(prompts, continuations)
     targets = np.concatenate([tokens for each in continuations for tokens in each]).astype(np.int64)
-    run = ContextRun(
-        runner,
-        store,
-        texts,
-        prefill_chunk,
-        max(1, MOST_LOGIT_BYTES // (4 * vocab)),
-        report,
-        lambda rows, which: Outputs(targets=targets[which], target_rows=rows),
-    )
+
+    def outputs(rows: Longs, which: Longs) -> Outputs:
+        return Outputs(targets=targets[which], target_rows=rows)
+
     # Read at the end: until then the host does not wait for a device.
-    results = [(which, step.target_logprobs, step.target_greedy) for which, step in run.results()]
+    steps = run.results(texts, outputs, max(1, MOST_LOGIT_BYTES // (4 * vocab)))
+    results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
     number = np.concatenate([which for which, _, _ in results])
     logprobs, greedy = np.empty(len(number), np.float32), np.empty(len(number), np.bool_)
     logprobs[number] = torch.cat([part for _, part, _ in results if part is not None]).cpu().numpy()
@@ -106,6 +89,7 @@ def score(
             f"the logits before token {token} of continuation {pairs[text][1]} of prompt {pairs[text][0]} hold NaN, "
             "+inf or no finite value, so it has no log-probability; look at what the model computed"
         )
+    report = run.report
     report.prompts, report.scored = report.prompts + len(prompts), report.scored + len(texts)
     report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
     parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
