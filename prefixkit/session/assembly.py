@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
-from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
@@ -57,19 +57,13 @@ def engine_of(
     graphs: bool = True,
     compiled: bool = False,
     most_running: int = MOST_RUNNING,
-    retain_samples: bool = False,
-    policy: MemoryPolicy | None = None,
+    **settings: Any,
 ) -> Engine:
-    """An engine over a patched model and a store of its KV; the runner stays with the store."""
+    """An engine over a patched model and a store of its KV, with settings of :class:`Engine`; the runner stays with the
+    store.
+    """
     key = "runner of calls", facts.model, graphs, compiled
     if key not in store.runners:
         store.runners[key] = runner_of(facts, store.pool, graphs=graphs, compiled=compiled)
     chunk = prefill_chunk_for(facts.spec.device) if prefill_chunk is None else prefill_chunk
-    return Engine(
-        store.runners[key],
-        store,
-        prefill_chunk=chunk,
-        most_running=most_running,
-        retain_samples=retain_samples,
-        policy=policy,
-    )
+    return Engine(store.runners[key], store, prefill_chunk=chunk, most_running=most_running, **settings)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 from prefixkit.engine.memory import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.scoring.head_values import Head
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.kv.prefixes.write import check_place
 from prefixkit.models import patched_facts
+from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy
 from prefixkit.session.prompts import Prompt
@@ -25,6 +29,7 @@ from prefixkit.session.search import SearchNode, check_nodes, in_step, with_toke
 from prefixkit.session.search_steps import Until, append_samples, step_requests
 from prefixkit.session.session_memory import Pin, SessionMemory
 from prefixkit.session.stream import Stream
+from prefixkit.tree.radix import Sequence as TreeSequence
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]
 
@@ -234,8 +239,8 @@ class Session(SessionMemory):
             given, one = with_tokens(self, "prompts", prompts)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
             with self._engine(facts, [text.prompt for text in marked]) as engine:
-                self._report = Report()
-                found = engine.values(marked, head, self._report)
+                self.report = Report()
+                found = engine.values(marked, head, self.report)
             return found[0] if one else found
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
@@ -256,6 +261,62 @@ class Session(SessionMemory):
             given, one = with_tokens(self, "prompts", prompts)
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
             with self._engine(facts, asked[0]) as engine:
-                self._report = Report()
-                scores = engine.score(*asked, facts.vocab_size, self._report)
+                self.report = Report()
+                scores = engine.score(*asked, facts.vocab_size, self.report)
             return scores[0] if one else scores
+
+    def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
+        """Write the KV of prompts to a file, for :meth:`load` of another session or process.
+
+        What the session has no KV of is computed first.  The file is written beside its place and renamed: an
+        interrupted write leaves an earlier file as it was.
+
+        Args:
+            path: The file; its name should end in ``.safetensors``.
+            prefixes: One or a list of them: strings, lists of token ids, lists of chat messages, or search nodes of
+                this session.
+
+        Returns:
+            How many tokens it holds, each shared one counted once.
+
+        Raises:
+            SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
+            KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
+            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
+                computed.
+        """
+        with self._called() as facts:
+            check_place(path)
+            own, _ = with_tokens(self, "prefixes", prefixes)
+            if isinstance(own, list) and not own:
+                raise ValueError("prefixes is empty; pass at least one prompt or search node")
+            requests, pins = prompt_requests(facts, self.tokenizer, own), list[TreeSequence]()
+            with self._engine(facts, [request.tokens for request in requests], elsewhere=False) as engine:
+                store = engine.store
+                try:
+                    for request in requests:
+                        pins.append(self._compute(facts, engine, request))
+                    return save_prefixes(store, path, pins, kv_fingerprint(self.model))
+                finally:
+                    for pin in pins:
+                        if pin.tree is store.tree:  # after an interrupt the store has another
+                            store.retain(pin)
+
+    def load(self, path: str | Path) -> int:
+        """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
+
+        Args:
+            path: The file.  It is mapped into memory; what the cache has already is not read.
+
+        Returns:
+            How many tokens were read.
+
+        Raises:
+            SessionBusy, MemoryReleased: as :meth:`generate`.
+            PrefixFileError: it is no prefix file, it is torn, or its model, dtype or layout is another; the message
+                says which.
+            KVBudgetTooSmall: the pool does not hold it.
+            OSError: it cannot be read.
+        """
+        with self._called() as facts, self._engine(facts, elsewhere=False) as engine:
+            return load_prefixes(engine.store, path, kv_fingerprint(self.model), facts.vocab_size)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -23,19 +21,15 @@ from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.limits import session_pages
-from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
-from prefixkit.kv.prefixes.write import check_place
 from prefixkit.kv.store import KVStore
 from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models import ModelFacts, patched_facts
-from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, call_of
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
-from prefixkit.session.search import SearchNode, with_tokens
 from prefixkit.session.stream import Stream
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
@@ -77,7 +71,13 @@ class Pin:
 
 
 class SessionMemory:
-    """The part of a :class:`prefixkit.Session` that outlives its calls; see there for the arguments."""
+    """The part of a :class:`prefixkit.Session` that outlives its calls; see there for the arguments.
+
+    Attributes:
+        store: Where the session's KV lies: pool, tree and prefix cache, to look at between calls; None once released.
+            Sessions without a ``kv_budget`` and ``model.generate()`` share one, as far as they compute alike.
+        report: That of the call that is under way, or of the last one; empty before the first.
+    """
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class SessionMemory:
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}")
         checked_limits(1 if prefill_chunk is None else prefill_chunk, most_running)
         self.model, self.tokenizer = model, tokenizer
-        self._kv_budget, self._page_size = kv_budget, page_size
-        self._prefill_chunk, self._compiled, self._most_running = prefill_chunk, compiled, most_running
-        self._memory = MemoryPolicy() if memory is None else memory
+        self._kv_budget, self._page_size, self._compiled = kv_budget, page_size, compiled
+        self._policy = MemoryPolicy() if memory is None else memory
+        self._limits: dict[str, Any] = {"prefill_chunk": prefill_chunk, "most_running": most_running}
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._home: KVStore | None = None
+        self.store: KVStore | None = None
         self._kind: StoreKind
         self._stores: ModelStores
-        self._report = Report()
+        self.report = Report()
         self.resume()
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class SessionMemory:
     def resume(self) -> None:
         """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
         with self._busy():
-            if self._home is None:
+            if self.store is None:
                 self._take_home(patched_facts(self.model))
 
     def release_memory(self) -> None:
@@ -136,21 +136,8 @@ class SessionMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def report(self) -> Report:
-        """The report of the call that is under way, or of the last one; empty before the first."""
-        return self._report
-
-    @property
-    def store(self) -> KVStore | None:
-        """Where the session's KV lies: pool, tree and prefix cache, to look at between calls; None once released.
-
-        Sessions without a ``kv_budget`` and ``model.generate()`` share one, as far as they compute alike.
-        """
-        return self._home
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +149,7 @@ class SessionMemory:
         only a number that a layer read from its weights on the host is part of a graph.
         """
         with self._busy():
-            if self._home is not None:
+            if self.store is not None:
                 with self._lent_store() as store:
                     store.version = None
                     for runner in store.runners.values():
@@ -185,62 +172,6 @@ class SessionMemory:
             with self._engine(facts, [request.tokens], elsewhere=False) as engine:
                 return Pin(request.tokens.tolist(), self._compute(facts, engine, request), self)
 
-    def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
-        """Write the KV of prompts to a file, for :meth:`load` of another session or process.
-
-        What the session has no KV of is computed first.  The file is written beside its place and renamed: an
-        interrupted write leaves an earlier file as it was.
-
-        Args:
-            path: The file; its name should end in ``.safetensors``.
-            prefixes: One or a list of them: strings, lists of token ids, lists of chat messages, or search nodes of
-                this session.
-
-        Returns:
-            How many tokens it holds, each shared one counted once.
-
-        Raises:
-            SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
-            KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
-            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
-                computed.
-        """
-        with self._called() as facts:
-            check_place(path)
-            own, _ = with_tokens(self, "prefixes", prefixes)
-            if isinstance(own, list) and not own:
-                raise ValueError("prefixes is empty; pass at least one prompt or search node")
-            requests, pins = prompt_requests(facts, self.tokenizer, own), list[TreeSequence]()
-            with self._engine(facts, [request.tokens for request in requests], elsewhere=False) as engine:
-                store = engine.store
-                try:
-                    for request in requests:
-                        pins.append(self._compute(facts, engine, request))
-                    return save_prefixes(store, path, pins, kv_fingerprint(self.model))
-                finally:
-                    for pin in pins:
-                        if pin.tree is store.tree:  # after an interrupt the store has another
-                            store.retain(pin)
-
-    def load(self, path: str | Path) -> int:
-        """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
-
-        Args:
-            path: The file.  It is mapped into memory; what the cache has already is not read.
-
-        Returns:
-            How many tokens were read.
-
-        Raises:
-            SessionBusy, MemoryReleased: as :meth:`generate`.
-            PrefixFileError: it is no prefix file, it is torn, or its model, dtype or layout is another; the message
-                says which.
-            KVBudgetTooSmall: the pool does not hold it.
-            OSError: it cannot be read.
-        """
-        with self._called() as facts, self._engine(facts, elsewhere=False) as engine:
-            return load_prefixes(engine.store, path, kv_fingerprint(self.model), facts.vocab_size)
-
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
@@ -255,7 +186,7 @@ class SessionMemory:
 
     def _call(self, facts: ModelFacts, requests: Sequence[Request], *listeners: Any) -> Call:
         call = call_of(facts, self.tokenizer, requests, *listeners)
-        self._report = call.report
+        self.report = call.report
         return call
 
     @contextmanager
@@ -275,7 +206,7 @@ class SessionMemory:
             prompts: What is about to use its KV.
             elsewhere: See :meth:`_lent_store`.
         """
-        if self._home is None:
+        if self.store is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
         if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
             log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
@@ -288,11 +219,10 @@ class SessionMemory:
             yield engine_of(
                 facts,
                 store,
-                prefill_chunk=self._prefill_chunk,
                 compiled=self._compiled,
-                most_running=self._most_running,
                 retain_samples=True,
-                policy=self._memory,
+                policy=self._policy,
+                **self._limits,
             )
 
     @contextmanager
@@ -302,7 +232,7 @@ class SessionMemory:
         Where one of ``generate()`` or of another session does, it is another store, if the call may run ``elsewhere``;
         else SessionBusy is raised.
         """
-        store = self._home
+        store = self.store
         assert store is not None, "checked before"
         if self._kv_budget is None and not self._stores.lend(store, self):
             if not elsewhere:
@@ -320,7 +250,7 @@ class SessionMemory:
             self._stores.return_(store)
 
     def _kind_of(self, facts: ModelFacts) -> StoreKind:
-        return kind_of(facts, self._page_size, self._memory.eviction, self._compiled)
+        return kind_of(facts, self._page_size, self._policy.eviction, self._compiled)
 
     def _size(self, free: int) -> int:
         return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
@@ -328,17 +258,17 @@ class SessionMemory:
     def _take_home(self, facts: ModelFacts) -> None:
         self._kind, self._stores = self._kind_of(facts), stores_of(facts.inner)
         if self._kv_budget is None:
-            self._home = self._stores.hold(self._kind, self, self._size)
+            self.store = self._stores.hold(self._kind, self, self._size)
         else:
-            self._home = self._stores.make(self._kind, self._size(0))
-        spec, tokens = self._kind.spec, self._home.pool.num_pages * self._page_size
+            self.store = self._stores.make(self._kind, self._size(0))
+        spec, tokens = self._kind.spec, self.store.pool.num_pages * self._page_size
         log.info(
             "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
         )
 
     def _let_go(self) -> None:
-        if self._home is not None:
-            self._home = None
+        if self.store is not None:
+            self.store = None
             self._stores.let_go(self)
 
     @contextmanager
@@ -350,7 +280,7 @@ class SessionMemory:
         try:
             yield
         except KeyboardInterrupt:
-            if self._home is not None:
+            if self.store is not None:
                 self._stores.take_back(self)
             raise
         finally:
