@@ -97,7 +97,7 @@ class Loop:
     def _report_ended(self) -> None:
         """Count the batch that ended last."""
         if self._ended is not None:
-            self._ended.add_to(self.call.report, self.store.pool.spec.bytes_per_token)
+            self.call.report.add(self._ended.counts(self.store.pool.spec.bytes_per_token))
             self._ended = None
 
     def _counters(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
-from prefixkit.engine.sharing_report import Report
 from prefixkit.runners.batch import Results, Runner
 from prefixkit.runners.tree_step import launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -92,22 +92,23 @@ class RunningBatch:
         """Whether its steps run no prompt tokens."""
         return self.scheduled.batch is not None and self.scheduled.batch.decodes
 
-    def add_to(self, report: Report, bytes_per_token: int) -> None:
-        """Add what it has run to a report, once it has ended."""
+    def counts(self, bytes_per_token: int) -> dict[str, Any]:
+        """What the report counts of it, once it has ended."""
         size, end = self.tree.page_size, self._end_slot
         # As if no run had ended; without reserved pages.
         pages = self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
-        report.add_batch(
-            bytes_per_token,
-            steps=self.steps,
-            rows=self.rows_run,
-            kv_tokens_read=self._kv_tokens_read,
-            kv_tokens_unshared=self._kv_tokens_unshared,
-            tokens_held=pages * size,
-            tokens_unshared=self._tokens_unshared,
-            decodes=self.decodes,
-            unpipelined={run.unpipelined for run in self._runs if run.unpipelined is not None},
-        )
+        decode_steps = self.steps if self.decodes else 0
+        reasons = {run.unpipelined for run in self._runs if run.unpipelined is not None} if decode_steps else ()
+        return {
+            "steps": self.steps,
+            "decode_steps": decode_steps,
+            "unpipelined": dict.fromkeys(reasons, decode_steps),
+            "tokens_computed": self.rows_run,
+            "kv_bytes_read": self._kv_tokens_read * bytes_per_token,
+            "kv_bytes_read_unshared": self._kv_tokens_unshared * bytes_per_token,
+            "kv_bytes_held_peak": pages * size * bytes_per_token,
+            "kv_bytes_unshared_peak": self._tokens_unshared * bytes_per_token,
+        }
 
     def done(self, has_waiting: bool) -> bool:
         """Whether the tree is to take the tokens now: nothing is left to run, or others may come in."""

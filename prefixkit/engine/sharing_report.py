@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -99,52 +99,15 @@ class Report:
         return {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher one counts."""
-        for name, before in self.counts().items():
-            value = counts.get(name)
-            if isinstance(before, dict):
-                value = value if isinstance(value, Mapping) else {}
+        """Add what steps, or another run, have counted, as :meth:`counts` gives it; of peaks the higher one counts."""
+        self.update()
+        for name, value in counts.items():
+            before = vars(self).get(name)
+            if isinstance(before, dict) and isinstance(value, Mapping):
                 setattr(self, name, {key: before.get(key, 0) + value.get(key, 0) for key in {**before, **value}})
-            elif isinstance(value, int | float):
+            elif isinstance(before, int | float) and isinstance(value, int | float):
                 peak = name.endswith("_peak") or name == "graph_bytes"
                 setattr(self, name, max(before, value) if peak else before + value)
-
-    def add_batch(
-        self,
-        bytes_per_token: int,
-        *,
-        steps: int = 0,
-        rows: int = 0,
-        kv_tokens_read: int = 0,
-        kv_tokens_unshared: int = 0,
-        tokens_held: int = 0,
-        tokens_unshared: int = 0,
-        decodes: bool = False,
-        unpipelined: Iterable[str] = (),
-    ) -> None:
-        """Add steps of the same sequences that have run.
-
-        Args:
-            bytes_per_token: KV of a token in all layers.
-            steps, rows: Forward passes, and query rows of all of them.
-            kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row
-                apart.
-            tokens_held: Tokens of all pages that were held at the end.
-            tokens_unshared: What the sequences would have held unshared when they were longest.
-            decodes: Whether the steps ran no prompt tokens.
-            unpipelined: Why the next step could not be launched before the tokens of the one before were read.
-        """
-        self.update()
-        self.steps += steps
-        if decodes:
-            self.decode_steps += steps
-            for reason in unpipelined:
-                self.unpipelined[reason] = self.unpipelined.get(reason, 0) + steps
-        self.tokens_computed += rows
-        self.kv_bytes_read += kv_tokens_read * bytes_per_token
-        self.kv_bytes_read_unshared += kv_tokens_unshared * bytes_per_token
-        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, tokens_held * bytes_per_token)
-        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, tokens_unshared * bytes_per_token)
 
     @property
     def tokens_per_second(self) -> float:

@@ -101,8 +101,9 @@ class ContextRun:
                 break
             self._held.append(sequence)
             unshared += len(tokens)
+        size = self.store.pool.spec.bytes_per_token
         held = tree.pages_held() * tree.page_size
-        self.report.add_batch(self.store.pool.spec.bytes_per_token, tokens_held=held, tokens_unshared=unshared)
+        self.report.add({"kv_bytes_held_peak": held * size, "kv_bytes_unshared_peak": unshared * size})
         return begin + len(self._held)
 
     def _rows(self, contexts: Contexts, begin: int) -> _Rows:
@@ -150,11 +151,7 @@ class ContextRun:
             launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
             if asked:
                 yield numbers[which], self.runner.read()
-            read, unshared = self.runner.reads
-            self.report.add_batch(
-                self.store.pool.spec.bytes_per_token,
-                steps=1,
-                rows=step.stop - step.start,
-                kv_tokens_read=read,
-                kv_tokens_unshared=unshared,
-            )
+            read, unshared = (tokens * self.store.pool.spec.bytes_per_token for tokens in self.runner.reads)
+            rows_run = step.stop - step.start
+            counts = {"steps": 1, "tokens_computed": rows_run, "kv_bytes_read": read}
+            self.report.add({**counts, "kv_bytes_read_unshared": unshared})
