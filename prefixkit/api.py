@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
 from prefixkit.engine.scoring.contexts import continued
 from prefixkit.engine.scoring.score import Score
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session.assembly import make_engine
@@ -171,5 +172,5 @@ def score(
         graphs=False,
         scores=True,
     )
-    scores = engine.score(*asked, vocab=facts.vocab_size)
+    scores = engine.score(*asked, facts.vocab_size, Report())
     return scores[0] if one else scores

@@ -57,17 +57,16 @@ class Engine:
         self.runner, self.store = runner, store
         self.retain_samples, self.policy = retain_samples, MemoryPolicy() if policy is None else policy
 
-    def run(self, requests: Iterable[Request], call: Call | None = None) -> list[Sample]:
+    def run(self, requests: Iterable[Request], call: Call) -> list[Sample]:
         """Run requests to their end and return their samples, if the call does, by prompt, then index.
 
         Raises:
             KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
         """
-        call = Call() if call is None else call
         finished = [sample for sample in self.stream(requests, call) if call.return_samples]
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
-    def stream(self, requests: Iterable[Request], call: Call | None = None) -> Iterator[Sample]:
+    def stream(self, requests: Iterable[Request], call: Call) -> Iterator[Sample]:
         """Run requests to their end, and give each sample as it finishes.
 
         Raises:
@@ -75,7 +74,7 @@ class Engine:
         """
         requests = list(requests)
         check_fits(requests, self.store.budget())
-        loop = self.loop(Call() if call is None else call)
+        loop = self.loop(call)
         try:
             loop.start(requests)
             while not loop.scheduler.idle:
@@ -96,7 +95,7 @@ class Engine:
         prompts: Ordered[NDArray[np.int32]],
         continuations: Ordered[Ordered[NDArray[np.int32]]],
         vocab: int,
-        report: Report | None = None,
+        report: Report,
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt; see ``engine/scoring/score.py``."""
         with self._contexts(report) as run:
@@ -108,9 +107,9 @@ class Engine:
             return values(run, texts, head)
 
     @contextmanager
-    def _contexts(self, report: Report | None) -> Iterator[ContextRun]:
+    def _contexts(self, report: Report) -> Iterator[ContextRun]:
         """A call without a loop; after an interrupt the store has a new tree."""
-        report, began, cache = Report() if report is None else report, time.perf_counter(), self.store.cache
+        began, cache = time.perf_counter(), self.store.cache
         self.runner.start_call()
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:

@@ -15,8 +15,7 @@ from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
-from prefixkit.runners.batch import Results, Runner
-from prefixkit.runners.tree_step import launch_step
+from prefixkit.runners.batch import Results, Runner, launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 # Called with a run that has ended, and the samples that it has come to.

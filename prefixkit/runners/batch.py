@@ -1,9 +1,9 @@
-"""One step of the loop as a value, its results, and what runs it."""
+"""One step of the loop as a value, its results, and what runs it: the one way in which all tokens are computed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.tree.node import Node
+from prefixkit.tree.radix import PrefixTree
 
 # From ``[rows, vocab]`` float32 logits, which it may change, to those that tokens are sampled from.
 Process = Callable[[Tensor], Tensor]
@@ -174,3 +176,13 @@ class Runner(Protocol):
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""
+
+
+def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[Node]) -> None:
+    """Launch a batch over the tree that ``batch.tree`` is a snapshot of, and mark its tokens computed.
+
+    ``nodes`` are those of its query runs, in order.
+    """
+    runner.launch(batch)
+    queries, snapshot = batch.tree.queries, batch.tree.snapshot
+    tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some ran once more

@@ -191,11 +191,7 @@ def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "toke
         raise ValueError(f"{where}: pass at least one token, got none")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"{where}: token ids must be integers, got {tokens.dtype}; pass the text itself, or encode it")
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(
-            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's "
-            f"vocabulary of {vocab}; encode with the model's own tokenizer"
-        )
+    check_ids(where, tokens, vocab)
     return tokens.astype(np.int32)
 
 
@@ -207,7 +203,8 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
     for one in asked:
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
-    check_ids([one.tokens for one in asked], facts.vocab_size)
+    for index, one in enumerate(asked):
+        check_ids(f"prompt {index}", one.tokens, facts.vocab_size)
     _check_params(facts, tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(facts, tokenizer, [one.params])[0]) for one in asked]
 

@@ -11,7 +11,7 @@ import numpy as np
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
+from prefixkit.engine.runs.beam import Beam, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.runs.detokenizer import Decode
 from prefixkit.engine.runs.row_sampling import RowSampling
 from prefixkit.kv.store import KVStore
@@ -100,17 +100,17 @@ class BeamRun:
         alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
         for run in rows:
             alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
-        moves: dict[BeamRun, tuple[BeamSearch, BeamMove]] = {}
+        moves: dict[BeamRun, tuple[BeamSearch, tuple[int, ...]]] = {}
         for group in alike.values():
             own, top = [row for run in group for row in rows[run]], group[0].top
             tokens, logprobs = results.top_tokens[own, :top], results.top_logprobs[own, :top]
             moves |= zip(group, advance([run.search for run in group], tokens, logprobs), strict=True)
         grown = list[tuple[Sequence, int]]()
         for run in rows:
-            run.search, move = moves[run]
+            run.search, parents = moves[run]
             run.steps += 1
-            run.sequences = select(tree, run.sequences, move.parents)
-            grown += zip(run.sequences, move.tokens, strict=True)
+            run.sequences = select(tree, run.sequences, parents)
+            grown += zip(run.sequences, [beam.token for beam in run.search.beams], strict=True)
         return grown
 
     def samples(self) -> list[Sample]:

@@ -12,8 +12,7 @@ from prefixkit.attention.uncomputed import tokens_of
 from prefixkit.engine.scoring.contexts import Contexts, Longs, Text, lay_out
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Batch, Outputs, Results, Runner
-from prefixkit.runners.tree_step import launch_step
+from prefixkit.runners.batch import Batch, Outputs, Results, Runner, launch_step
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 # From query rows, one for each of some wanted tokens, and the numbers of these, to what the rows give.
