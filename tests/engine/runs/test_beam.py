@@ -254,8 +254,8 @@ def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
 def test_states_are_values(model):
     state = BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
     step = log_probs([0.5, 0.3, 0.1, 0.1])
-    once = repr(advance(state, *step))
-    assert repr(advance(state, *step)) == once
+    once = repr(beam.advance([state], *step)[0])
+    assert repr(beam.advance([state], *step)[0]) == once
     twice = beam.advance([state, state], *(np.concatenate((part, part)) for part in step))
     assert list(map(repr, twice)) == [once] * 2
     assert repr(state) == repr(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))))
