@@ -15,13 +15,9 @@ from prefixkit.tree.eviction import PrefixCache
 
 
 class Loop:
-    """One call over a KV store, from its requests to their last samples.
+    """One call over a KV store that it uses alone, from its requests to their last samples.
 
-    Args:
-        runner, store: What it uses, alone.
-        scheduler: What waits and what runs.
-        call: What comes with the call.
-        retain_samples: Whether the KV of finished samples is retained in the prefix cache.
+    Where ``retain_samples``, the KV of finished samples is retained in the prefix cache.
     """
 
     def __init__(
@@ -95,7 +91,6 @@ class Loop:
                 self.call.on_sample(sample)
 
     def _report_ended(self) -> None:
-        """Count the batch that ended last."""
         if self._ended is not None:
             self.call.report.add(self._ended.counts(self.store.pool.spec.bytes_per_token))
             self._ended = None

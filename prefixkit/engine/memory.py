@@ -35,11 +35,7 @@ def pool_pages(
     free: int,
     workspace: int = 0,
 ) -> int:
-    """How many pages to make: what all requests need at once, within the budget.
-
-    Args:
-        requests: What will be asked.
-        spec, kv_budget, page_size, free, workspace: See :func:`call_pages`; for the workspace, :func:`step_bytes`.
+    """How many pages to make: what all requests need at once, within what :func:`call_pages` allows.
 
     Raises:
         ValueError: see :func:`call_pages`.
@@ -68,11 +64,8 @@ def pages_needed(requests: Sequence[Request], page_size: int, most_running: int 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
     """Bytes that the largest step may take besides weights and KV, from above: activations, logits, partial states.
 
-    Args:
-        config: The model's text config.
-        spec: For the dtype.
-        requests: Their samples run at once, up to ``MOST_RUNNING``.
-        prefill_chunk: Prompt tokens of a step.
+    ``config`` is the model's text config.  Samples of all requests run at once, up to ``MOST_RUNNING``, beside
+    ``prefill_chunk`` prompt tokens.
     """
     rows = sum(len(request.sample_indices) * request.params.sequences_per_run for request in requests)
     samples = min(MOST_RUNNING, rows)

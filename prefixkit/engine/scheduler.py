@@ -130,11 +130,7 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self, lookahead: int) -> None:
-        """Insert waiting prompts until one does not fit.
-
-        Args:
-            lookahead: Pages that what runs may take with its next tokens.
-        """
+        """Insert waiting prompts until one does not fit beside ``lookahead`` pages for what runs."""
         slots = self.slots_left - sum(not state.running for state in self.in_flight)
         lookahead += self._pages_to_start() if self.queue else 0
         while self.queue and slots > 0:
@@ -163,9 +159,7 @@ class Scheduler:
         return own + run.pages_to_resume(size, tokens)
 
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
-        """The first logits of an equal prompt in flight, if they have been computed: all that want them get them at
-        once.
-        """
+        """The first logits of an equal prompt in flight, if they are known; all that want them get them at once."""
         for end in prompt.node.sequences:
             state = self._of_prompts.get(end)
             if state is not None and (state.first_logits is not None or state.wants_logits):
@@ -216,11 +210,7 @@ class Scheduler:
         return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
-        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others.
-
-        Args:
-            lookahead: Pages that what runs may take with its next tokens.
-        """
+        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
         self.admit(lookahead)
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:
@@ -278,48 +268,32 @@ class Scheduler:
         self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
-        """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages.
-
-        Args:
-            lookahead: Pages that what runs already may take with its next tokens.
-
-        Returns:
-            The new ones.
+        """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages beside
+        ``lookahead`` for what runs already; returns the new ones.
         """
         started: list[Row] = []
-        slots = self.slots_left
+        slots, tree = self.slots_left, self.store.tree
         lookahead += self._pages_to_start()
         for state in self.in_flight:
+            kind: type[Run] = BeamRun if state.request.params.forks else SampleRun
             while slots > 0 and state.ready:
                 pages = self._pages_of_next_run(state)
                 more = pages if state.running else 0  # for the first of a request they are counted
                 if state.preempted:
-                    if not self._resume(state, lookahead - (0 if state.running else pages)):
+                    run: Run = state.preempted[0]
+                    own = run.pages_to_resume(tree.page_size, self.policy.longest)
+                    if not self.preemption.resume(run, lookahead + more - pages, own):
                         return started
+                    del state.preempted[0]
                 elif self.store.cache.free_pages(lookahead + more):
-                    started.append(self._start(state))
+                    run = kind.start(state, tree, self.call)
+                    state.started += 1
+                    started.append((run.sequences[0], run))
                 else:
                     return started
+                self.runs.append(run)
                 slots, lookahead, state.running = slots - 1, lookahead + more, state.running + 1
         return started
-
-    def _resume(self, state: RequestState, lookahead: int) -> bool:
-        """Bring the first preempted run of a request back, if there are pages for it beside the lookahead."""
-        run: Run = state.preempted[0]
-        own = run.pages_to_resume(self.store.tree.page_size, self.policy.longest)
-        if not self.preemption.resume(run, lookahead, own):
-            return False
-        del state.preempted[0]
-        self.runs.append(run)
-        return True
-
-    def _start(self, state: RequestState) -> Row:
-        """Start the next run of a prompt whose logits are known."""
-        kind: type[Run] = BeamRun if state.request.params.forks else SampleRun
-        run = kind.start(state, self.store.tree, self.call)
-        self.runs.append(run)
-        state.started += 1
-        return run.sequences[0], run
 
     def _compact(self, most_pages: int) -> None:
         """Make the tree of runs that fork less deep, with ``most_pages`` free pages at most.

@@ -190,14 +190,7 @@ def _is_last(state: BeamSearch) -> bool:
 
 
 def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:
-    """Whether the search may stop although beams could go on.
-
-    Args:
-        params: The length penalty and the rule to stop by.
-        hypotheses: Finished sequences, best first.
-        best_live: Summed log-probability of the best live beam.
-        length: Its tokens.
-    """
+    """Whether the search may stop although beams could go on, the best of which has this sum and this many tokens."""
     if len(hypotheses) < params.num_beams:
         return False
     if params.early_stopping is True:
