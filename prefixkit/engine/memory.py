@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.engine.waiting_queue import admission_order
+from prefixkit.engine.request_state import admission_order
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.limits import call_pages
 from prefixkit.ops.kv_pool import KVSpec

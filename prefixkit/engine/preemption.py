@@ -123,8 +123,8 @@ class Preemption:
     def resume(self, run: Run, lookahead: int, own_pages: int) -> bool:
         """Bring a run back into the tree, if there are pages for it beside ``lookahead`` for others; else only evict.
 
-        Its last token is uncomputed then, and joins the tree once all before it has KV.  ``own_pages`` are those that it
-        may take itself, if it shares none of its tokens.
+        Its last token is uncomputed then, and joins the tree once all before it has KV.  It may take ``own_pages``
+        itself, if it shares none of its tokens.
         """
         store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens

@@ -18,11 +18,10 @@ from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
-from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order
 from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.engine.waiting_queue import WaitingQueue, admission_order
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
@@ -268,8 +267,9 @@ class Scheduler:
         self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
-        """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages beside
-        ``lookahead`` for what runs already; returns the new ones.
+        """Bring preempted runs back, and start new ones from prompts with known logits; returns the new ones.
+
+        That is as far as there are pages beside ``lookahead`` for what runs already.
         """
         started: list[Row] = []
         slots, tree = self.slots_left, self.store.tree

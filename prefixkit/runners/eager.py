@@ -15,7 +15,7 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import STEP_BY_STEP, Batch, Outputs, Pace, Results, Sampling
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling
 from prefixkit.runners.sampler import Sampler, top_tokens
 
 
@@ -80,7 +80,10 @@ class EagerRunner:
         if len(outputs.logits):
             results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
         if len(outputs.targets):
-            logprobs, greedy = _of_targets(logits, wanted, outputs)
+            with torch.inference_mode():
+                at, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
+                logprobs = torch.log_softmax(logits.float(), -1)[at, tokens]
+                greedy = logits.argmax(-1)[at] == tokens
             results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
         self._unread.append(results)
 
@@ -134,17 +137,3 @@ class EagerRunner:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self._sampler = old = Sampler(rows, vocab, device)
         return old
-
-
-def _of_targets(logits: Tensor, wanted: NDArray[np.int64], outputs: Outputs) -> tuple[Tensor, Tensor]:
-    """``[S]`` the log-probability of each target, and whether greedy decoding takes it.
-
-    Args:
-        logits: ``[rows, vocab]``.
-        wanted: Their query rows, ascending.
-        outputs: With targets after some of these.
-    """
-    with torch.inference_mode():
-        rows, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
-        logprobs = torch.log_softmax(logits.float(), -1)
-        return logprobs[rows, tokens], logits.argmax(-1)[rows] == tokens

@@ -32,8 +32,8 @@ def make_engine(
 
     Args:
         facts: Of the patched model.
-        requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
+        requests: What it will be asked.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
         compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
         scores: Whether the requests stand for texts whose tokens are scored, and nothing is sampled.

@@ -23,14 +23,7 @@ class Unpadded(list[int]):
 
 
 def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_size: int) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt.
-
-    Args:
-        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an
-            answer.  None: all prompts are token ids.
-        prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
-            string counts as a list of one.
-        vocab_size: The model's.
+    """Token ids of each prompt, as :func:`prefixkit.generate` takes them; a single string counts as a list of one.
 
     Raises:
         ValueError: no prompts, an empty prompt, padding (see :func:`refuse_padding`), text without a tokenizer, or a

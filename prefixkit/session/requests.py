@@ -94,14 +94,8 @@ def scored_tokens(
 ) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
     """Token ids of prompts, and of the continuations of each; everything is checked.
 
-    Args:
-        facts: Of the model.
-        tokenizer, prompts: As of :func:`prefixkit.generate`.
-        continuations: A list for all prompts, or one for each: strings or lists of token ids.
-        one: Whether there is one prompt, whose list this is.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.Session.score`.
+    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.score` says what may be given and is
+    raised.
     """
     encoded = _encoded(facts, tokenizer, prompts)
     as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
@@ -120,8 +114,8 @@ def scored_tokens(
         if id(own) not in known:
             if not len(own):
                 raise ValueError(f"prompt {index} has no continuations; pass at least one")
-            named = [(f"continuation {i}", tokens) for i, tokens in enumerate(own)]
-            known[id(own)] = [continuation_tokens(tokenizer, tokens, vocab, where) for where, tokens in named]
+            named = enumerate(own)
+            known[id(own)] = [continuation_tokens(tokenizer, one, vocab, f"continuation {i}") for i, one in named]
             if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
@@ -130,16 +124,10 @@ def scored_tokens(
 
 
 def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> list[Text]:
-    """Token ids of prompts, and the positions at which something is wanted; everything is checked.
+    """Prompts, and the positions after which something is wanted; everything is checked.
 
-    Args:
-        facts: Of the model.
-        tokenizer, prompts: As of :func:`prefixkit.generate`.
-        at: ``"last"``, ``"all"``, or positions: a list for each prompt.
-        one: Whether there is one prompt, whose list this is.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.Session.values`.
+    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.values` says what may be given and is
+    raised.
     """
     encoded = _encoded(facts, tokenizer, prompts)
     check_length(facts, max(map(len, encoded)))

@@ -15,7 +15,7 @@ from prefixkit.kv.prefixes.write import check_place
 from prefixkit.models import patched_facts
 from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
-from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
     Prompts,
@@ -28,7 +28,6 @@ from prefixkit.session.requests import (
 from prefixkit.session.search import SearchNode, check_nodes, in_step, with_tokens
 from prefixkit.session.search_steps import Until, append_samples, step_requests
 from prefixkit.session.session_memory import Pin, SessionMemory
-from prefixkit.session.stream import Stream
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]

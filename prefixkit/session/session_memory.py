@@ -27,10 +27,9 @@ from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
-from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, call_of
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream, call_of
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import prompt_requests
-from prefixkit.session.stream import Stream
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 
@@ -116,9 +115,9 @@ class SessionMemory:
                 self._take_home(patched_facts(self.model))
 
     def release_memory(self) -> None:
-        """Give back the pool and the graphs, for a backward pass, say; :meth:`resume` takes them again.
+        """Give back the pool and the graphs, which are freed once no other session and no call uses them.
 
-        They are freed once no other session and no call uses them.
+        That makes room for a backward pass, say; :meth:`resume` takes them again.
         """
         with self._busy():
             self._let_go()

@@ -167,7 +167,7 @@ class SampleRun:
         """Take tokens of which none but the last can end it; returns the sample if that did."""
         self.tokens += tokens
         self.logprobs += logprobs
-        stopped = self.stop.push_all(self.tokens[self._accepted :])
+        stopped = self.stop.push(self.tokens[self._accepted :])
         self._accepted = len(self.tokens)
         if not stopped and (functions := self.params.stop_functions):
             stopped = any(function(self.tokens.copy(), self.stop.so_far) for function in functions)
