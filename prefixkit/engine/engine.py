@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
@@ -15,7 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.loop import Loop, counters_of_cache
 from prefixkit.engine.memory import check_fits
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.engine.scoring.context_run import ContextRun
@@ -25,7 +24,6 @@ from prefixkit.engine.scoring.score import Score, score
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
-from prefixkit.sampling.params import as_integer
 
 
 class Engine:
@@ -34,28 +32,12 @@ class Engine:
     Args:
         runner: Runs steps, and samples from logits.
         store: Where KV lives; no other call uses it meanwhile.
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        retain_samples: Whether the KV of finished samples is retained in the prefix cache, as that of prompts is.
-        policy: What happens where KV does not fit.
-
-    Raises:
-        ValueError, TypeError: one of the numbers is below 1, or no integer.
+        settings: How calls run; None: as :class:`EngineSettings` has it.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        store: KVStore,
-        *,
-        prefill_chunk: int = 1024,
-        most_running: int = sys.maxsize,
-        retain_samples: bool = False,
-        policy: MemoryPolicy | None = None,
-    ) -> None:
-        self.prefill_chunk, self.most_running = checked_limits(prefill_chunk, most_running)
+    def __init__(self, runner: Runner, store: KVStore, settings: EngineSettings | None = None) -> None:
         self.runner, self.store = runner, store
-        self.retain_samples, self.policy = retain_samples, MemoryPolicy() if policy is None else policy
+        self.settings = EngineSettings() if settings is None else settings
 
     def run(self, requests: Iterable[Request], call: Call) -> list[Sample]:
         """Run requests to their end and return their samples, if the call does, by prompt, then index.
@@ -87,8 +69,8 @@ class Engine:
 
     def loop(self, call: Call) -> Loop:
         """A call that has not started."""
-        scheduler = Scheduler(self.store, call, self.prefill_chunk, self.most_running, self.policy)
-        return Loop(self.runner, self.store, scheduler, call, self.retain_samples)
+        scheduler = Scheduler(self.store, call, self.settings)
+        return Loop(self.runner, self.store, scheduler, call)
 
     def score(
         self,
@@ -113,18 +95,11 @@ class Engine:
         self.runner.start_call()
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:
-            yield ContextRun(self.runner, self.store, self.prefill_chunk, report)
+            chunk = self.settings.chunk_for(self.store.pool.spec.device)
+            yield ContextRun(self.runner, self.store, chunk, report)
         except KeyboardInterrupt:
             self.store.restart()
             raise
         finally:
             report.seconds += time.perf_counter() - began
             report.end()
-
-
-def checked_limits(prefill_chunk: int, most_running: int) -> tuple[int, int]:
-    """Both as integers; ValueError, TypeError: one is below 1, or no integer."""
-    return (
-        as_integer("prefill_chunk", prefill_chunk, 1, "compute at least one token a step"),
-        as_integer("most_running", most_running, 1, "let at least one sample run"),
-    )

@@ -15,16 +15,10 @@ from prefixkit.tree.eviction import PrefixCache
 
 
 class Loop:
-    """One call over a KV store that it uses alone, from its requests to their last samples.
+    """One call over a KV store that it uses alone, from its requests to their last samples."""
 
-    Where ``retain_samples``, the KV of finished samples is retained in the prefix cache.
-    """
-
-    def __init__(
-        self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call, retain_samples: bool = False
-    ) -> None:
+    def __init__(self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call) -> None:
         self.runner, self.store, self.scheduler, self.call = runner, store, scheduler, call
-        self.retain_samples = retain_samples
         self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt gives the store others
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
@@ -78,7 +72,7 @@ class Loop:
 
     def _finish(self, run: Run, samples: list[Sample]) -> None:
         """Take a run that has ended out of the tree, count its samples, and hand them out."""
-        run.leave(self.store, samples, self.retain_samples)
+        run.leave(self.store, samples, self.scheduler.settings.retain_samples)
         report = self.call.report
         report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
         report.samples += len(samples)

@@ -6,7 +6,6 @@ store later: then the request admitted last is preempted (`prefixkit.engine.pree
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import count
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.memory import lookahead_pages
 from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
 from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order
@@ -39,9 +38,7 @@ class Scheduler:
     Args:
         store: Where prompts and runs live.
         call: What comes with the call.
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        most_running: Samples, or beam searches, that run at once at most.
-        policy: How long requests wait, for how many tokens there must be pages, and what preemption does.
+        settings: How the call runs.
 
     Attributes:
         steps: Steps so far.
@@ -53,17 +50,8 @@ class Scheduler:
         had_waiting: Whether :attr:`has_waiting` when the step under way was scheduled.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        call: Call,
-        prefill_chunk: int = 1024,
-        most_running: int = sys.maxsize,
-        policy: MemoryPolicy | None = None,
-    ) -> None:
-        self.store, self.call = store, call
-        self.prefill_chunk, self.most_running = prefill_chunk, most_running
-        self.policy = MemoryPolicy() if policy is None else policy
+    def __init__(self, store: KVStore, call: Call, settings: EngineSettings) -> None:
+        self.store, self.call, self.settings, self.policy = store, call, settings, settings.policy
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), list[Run]()
         self.steps = self.bytes_copied = 0
@@ -91,7 +79,7 @@ class Scheduler:
     @property
     def slots_left(self) -> int:
         """How many more runs may run."""
-        return max(0, self.most_running - sum(state.running for state in self.in_flight))
+        return max(0, self.settings.most_running - sum(state.running for state in self.in_flight))
 
     def finish(self, run: Run) -> None:
         """Count a run that has ended; after its last one a request is retired."""
@@ -206,7 +194,8 @@ class Scheduler:
         asking = [state for state in self.in_flight if state.wants_logits]
         prompts = (state.sequence.node for state in self.in_flight)
         computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
-        return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
+        chunk = self.settings.chunk_for(self.store.pool.spec.device)
+        return next_step(self.store.tree, rows, asking, chunk, computing)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
         """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""

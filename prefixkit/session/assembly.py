@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
@@ -39,31 +38,21 @@ def make_engine(
         scores: Whether the requests stand for texts whose tokens are scored, and nothing is sampled.
     """
     spec = facts.spec
-    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    workspace = step_bytes(facts.config, spec, () if scores else requests, chunk)
+    settings = EngineSettings(prefill_chunk, MOST_RUNNING)
+    workspace = step_bytes(facts.config, spec, () if scores else requests, settings.chunk_for(spec.device))
     if scores:
         workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
-    return engine_of(facts, store, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
+    return engine_of(facts, store, settings, graphs=graphs, compiled=compiled)
 
 
 def engine_of(
-    facts: ModelFacts,
-    store: KVStore,
-    *,
-    prefill_chunk: int | None = None,
-    graphs: bool = True,
-    compiled: bool = False,
-    most_running: int = MOST_RUNNING,
-    **settings: Any,
+    facts: ModelFacts, store: KVStore, settings: EngineSettings, *, graphs: bool = True, compiled: bool = False
 ) -> Engine:
-    """An engine over a patched model and a store of its KV, with settings of :class:`Engine`; the runner stays with the
-    store.
-    """
+    """An engine over a patched model and a store of its KV; the runner stays with the store."""
     key = "runner of calls", facts.model, graphs, compiled
     if key not in store.runners:
         store.runners[key] = runner_of(facts, store.pool, graphs=graphs, compiled=compiled)
-    chunk = prefill_chunk_for(facts.spec.device) if prefill_chunk is None else prefill_chunk
-    return Engine(store.runners[key], store, prefill_chunk=chunk, most_running=most_running, **settings)
+    return Engine(store.runners[key], store, settings)

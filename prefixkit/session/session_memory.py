@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.engine import Engine, checked_limits
+from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.policy import EngineSettings, MemoryPolicy
 from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.limits import session_pages
@@ -93,11 +93,10 @@ class SessionMemory:
         patched_facts(model)  # or raise
         if not isinstance(memory, MemoryPolicy | None):
             raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}")
-        checked_limits(1 if prefill_chunk is None else prefill_chunk, most_running)
         self.model, self.tokenizer = model, tokenizer
         self._kv_budget, self._page_size, self._compiled = kv_budget, page_size, compiled
-        self._policy = MemoryPolicy() if memory is None else memory
-        self._limits: dict[str, Any] = {"prefill_chunk": prefill_chunk, "most_running": most_running}
+        policy = MemoryPolicy() if memory is None else memory
+        self._settings = EngineSettings(prefill_chunk, most_running, retain_samples=True, policy=policy)
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.store: KVStore | None = None
@@ -215,14 +214,7 @@ class SessionMemory:
             known, found = store.version is not None, partial(store.tree.longest_match, prompts)
             if store.use_version((self._stores.epoch, kv_version(facts.inner, found, facts.state))) and known:
                 log.info("session: the model's weights, adapters or numbers changed: the prefix cache is emptied")
-            yield engine_of(
-                facts,
-                store,
-                compiled=self._compiled,
-                retain_samples=True,
-                policy=self._policy,
-                **self._limits,
-            )
+            yield engine_of(facts, store, self._settings, compiled=self._compiled)
 
     @contextmanager
     def _lent_store(self, elsewhere: bool = False) -> Iterator[KVStore]:
@@ -249,7 +241,7 @@ class SessionMemory:
             self._stores.return_(store)
 
     def _kind_of(self, facts: ModelFacts) -> StoreKind:
-        return kind_of(facts, self._page_size, self._policy.eviction, self._compiled)
+        return kind_of(facts, self._page_size, self._settings.policy.eviction, self._compiled)
 
     def _size(self, free: int) -> int:
         return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
