@@ -49,11 +49,7 @@ class Engine:
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def stream(self, requests: Iterable[Request], call: Call) -> Iterator[Sample]:
-        """Run requests to their end, and give each sample as it finishes.
-
-        Raises:
-            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
-        """
+        """The same, but gives each sample as it finishes."""
         requests = list(requests)
         check_fits(requests, self.store.budget())
         loop = self.loop(call)

@@ -31,18 +31,7 @@ class RunningBatch:
     writes to pages that were its own, and no other sequence gets them meanwhile.  Anything else is committed after its
     one step.
 
-    The first step is launched when the batch is made.
-
-    Args:
-        tree: Where the sequences live.
-        runner: Runs the steps.
-        scheduled: What is to run.
-        call: Its ``on_token`` is called with each token as it is read, its ``on_step`` after each step that was read
-            with how many tokens of samples counted.
-
-    Attributes:
-        steps: Steps that were launched.
-        rows_run: Query rows of all of them.
+    The first step is launched when the batch is made.  ``steps`` were launched, of ``rows_run`` query rows.
     """
 
     def __init__(self, tree: PrefixTree, runner: Runner, scheduled: Scheduled, call: Call) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import torch
@@ -214,8 +214,12 @@ class GraphRunner:
 
     def _place_batch(self, batch: Batch, bucket: int) -> None:
         """Capture a graph where there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
-        arrays, tree = self._arrays, batch.tree
-        if arrays is None or not self._stage_batch(arrays, batch, bucket):
+        arrays, tree, staged = self._arrays, batch.tree, False
+        if arrays is not None and self._output.uploads_batch and (bucket, self._output) in self._graphs:
+            with suppress(BatchTooLarge, PlanTooLarge):
+                arrays.stage(tree, batch.tokens)
+                staged = True
+        if arrays is None or not staged:
             arrays = self._arrays_for(tree)
             self._ensure_graph(arrays, bucket)
             if self._output.uploads_batch:
@@ -226,16 +230,6 @@ class GraphRunner:
             arrays.upload_tokens(batch.tokens)
             arrays.upload_tree(tree)
         self._start_batch(arrays, tree, bucket)
-
-    def _stage_batch(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
-        """Whether a captured graph uploads the batch, which is staged for it then."""
-        if not self._output.uploads_batch or (bucket, self._output) not in self._graphs:
-            return False
-        try:
-            arrays.stage(batch.tree, batch.tokens)
-        except (BatchTooLarge, PlanTooLarge):
-            return False
-        return True
 
     def _replay(self) -> None:
         arrays, captured = self._arrays, self._graphs[self._bucket, self._output]

@@ -253,27 +253,38 @@ def _per_prompt(
     """The parameters of each prompt: its own or those of all, with ``fields`` in their place, ``n`` and ``seed`` as one
     value or one per prompt.
     """
-    names = kind.__dataclass_fields__
-    if unknown := [name for name in fields if name not in names]:
-        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+    check_names(kind, fields)
     lists = {name: _values(name, fields[name], count) for name in ("n", "seed") if name in fields}
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    of = f"{kind.__name__}, or one of them for all prompts"
-    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
-    if len(own) != count or not all(isinstance(one, kind) for one in own):
-        kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
-        raise ValueError(
-            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) "
-            f"for {count} prompts"
-        )
+    own = listed_params((kind,), params, count, "one for all or one per prompt", "prompts")
     if not fields:
         return own
     return [
         replace(one, **common, **{name: values[index] for name, values in lists.items()})
         for index, one in enumerate(own)
     ]
+
+
+def check_names(kind: type[Any], fields: Mapping[str, Any]) -> None:
+    """Raise TypeError where parameters of a kind have no field of one of these names."""
+    names = kind.__dataclass_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+
+
+def listed_params(
+    kinds: tuple[type[Params], ...], params: Params | Sequence[Params], count: int, how: str, things: str
+) -> list[Params]:
+    """Parameters for each of ``count`` things: those given for all, or a list of as many; messages say ``how``."""
+    named = " or ".join(kind.__name__ for kind in kinds)
+    of = f"{named}, or one of them for all {things}"
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
+    if len(own) != count or not all(isinstance(one, kinds) for one in own):
+        found = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
+        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({found}) for {count} {things}")
+    return own
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:

@@ -149,10 +149,8 @@ class Session(SessionMemory):
     ) -> Result:
         """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
 
-        Args:
-            requests: Token ids, each with how to sample from them or search.  Their occurrences are taken as they are:
-                equal prompts with equal seeds need different ones, or their samples are equal.
-            return_samples, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
+        Occurrences of requests are taken as they are: equal prompts with equal seeds need different ones, or their
+        samples are equal.  For the listeners see :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
@@ -164,9 +162,8 @@ class Session(SessionMemory):
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
         """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
 
-        Args:
-            prompt: A string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them.
-            seed: What its tokens are sampled by.
+        It is a string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them, and
+        its tokens are sampled by ``seed``.
 
         Raises:
             ValueError, TypeError: as :meth:`generate`.
@@ -185,8 +182,7 @@ class Session(SessionMemory):
         """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
 
         A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and
-        beam-searched nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that
-        raises changes no node.
+        beam-searched nodes may be mixed.  A call that raises changes no node.
 
         Args:
             nodes: Search nodes of this session, each once.
@@ -245,11 +241,8 @@ class Session(SessionMemory):
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
         """How likely given continuations are; tokens that prompts and continuations share are computed once.
 
-        See :func:`prefixkit.score`.  Tokens whose logits are wanted run again where the session has their KV.
-
-        Args:
-            prompts: One prompt, which may be a :class:`SearchNode`, or a list of prompts.
-            continuations: A list of strings or of lists of token ids; for a list of prompts also one list for each.
+        See :func:`prefixkit.score`; a prompt may be a :class:`SearchNode`.  Tokens whose logits are wanted run again
+        where the session has their KV.
 
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
@@ -272,8 +265,7 @@ class Session(SessionMemory):
 
         Args:
             path: The file; its name should end in ``.safetensors``.
-            prefixes: One or a list of them: strings, lists of token ids, lists of chat messages, or search nodes of
-                this session.
+            prefixes: One prompt or search node of this session, or a list of them.
 
         Returns:
             How many tokens it holds, each shared one counted once.

@@ -71,8 +71,9 @@ class BeamRun:
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
         """Pages that its next steps may take, so many if it gets as far, if not every beam forks at each of them."""
-        most = pages_for(min(self.tokens_left, tokens), tree.page_size)
-        return self.search.params.num_beams * (most + self.recomputing)
+        return self.search.params.num_beams * (
+            pages_for(min(self.tokens_left, tokens), tree.page_size) + self.recomputing
+        )
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
         most = pages_for(min(self.tokens_left, tokens), page_size)

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from prefixkit.engine.scoring.context_run import ContextRun
 from prefixkit.engine.scoring.contexts import Ints, Longs, continued
-from prefixkit.kv.budget import Budget
 from prefixkit.runners.batch import Outputs
-from prefixkit.tree.pages import pages_for
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
@@ -66,8 +64,12 @@ def score(
             before anything runs.
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
-    check_fits(prompts, continuations, run.store.budget())
-    texts = continued(prompts, continuations)
+    texts, budget = continued(prompts, continuations), run.store.budget()
+    pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
+    for (index, number), text in zip(pairs, texts, strict=True):
+        if pages := budget.pages_lacking(text.tokens):
+            own = f"its continuation {number} of {len(text.wanted)} tokens"
+            raise budget.error(f"prompt {index} of {len(text.prompt)} tokens with {own}", pages, "shorten the two")
     targets = np.concatenate([tokens for each in continuations for tokens in each]).astype(np.int64)
 
     def outputs(rows: Longs, which: Longs) -> Outputs:
@@ -76,17 +78,16 @@ def score(
     # Read at the end: until then the host does not wait for a device.
     steps = run.results(texts, outputs, max(1, MOST_LOGIT_BYTES // (4 * vocab)))
     results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
-    number = np.concatenate([which for which, _, _ in results])
-    logprobs, greedy = np.empty(len(number), np.float32), np.empty(len(number), np.bool_)
-    logprobs[number] = torch.cat([part for _, part, _ in results if part is not None]).cpu().numpy()
-    greedy[number] = torch.cat([part for _, _, part in results if part is not None]).cpu().numpy()
-    pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
+    place = np.concatenate([which for which, _, _ in results])
+    logprobs, greedy = np.empty(len(place), np.float32), np.empty(len(place), np.bool_)
+    logprobs[place] = torch.cat([part for _, part, _ in results if part is not None]).cpu().numpy()
+    greedy[place] = torch.cat([part for _, _, part in results if part is not None]).cpu().numpy()
     ends = np.cumsum([len(text.wanted) for text in texts])
     if len(broken := np.flatnonzero(np.isnan(logprobs))):
-        text = int(np.searchsorted(ends, broken[0], "right"))
-        token = int(broken[0] - ends[text] + len(texts[text].wanted))
+        at = int(np.searchsorted(ends, broken[0], "right"))
+        token = int(broken[0] - ends[at] + len(texts[at].wanted))
         raise ValueError(
-            f"the logits before token {token} of continuation {pairs[text][1]} of prompt {pairs[text][0]} hold NaN, "
+            f"the logits before token {token} of continuation {pairs[at][1]} of prompt {pairs[at][0]} hold NaN, "
             "+inf or no finite value, so it has no log-probability; look at what the model computed"
         )
     report = run.report
@@ -94,14 +95,3 @@ def score(
     report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
     parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
-
-
-def check_fits(prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], budget: Budget) -> None:
-    """Raise KVBudgetTooSmall if a context cannot be in the store even alone."""
-    for index, (prompt, each) in enumerate(zip(prompts, continuations, strict=True)):
-        if pages_for(len(prompt) + max(map(len, each)) - 1, budget.tree.page_size) <= budget.pages:
-            continue
-        for number, tokens in enumerate(each):
-            if pages := budget.pages_lacking(np.concatenate((prompt, tokens[:-1]))):
-                what = f"prompt {index} of {len(prompt)} tokens with its continuation {number} of {len(tokens)} tokens"
-                raise budget.error(what, pages, "shorten the two")
