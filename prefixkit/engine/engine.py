@@ -19,8 +19,7 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.engine.scoring.context_run import ContextRun
 from prefixkit.engine.scoring.contexts import Text
-from prefixkit.engine.scoring.head_values import Head, values
-from prefixkit.engine.scoring.score import Score, score
+from prefixkit.engine.scoring.score import Head, Score, score, values
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
@@ -80,7 +79,7 @@ class Engine:
             return score(run, prompts, continuations, vocab)
 
     def values(self, texts: Ordered[Text], head: Head, report: Report) -> list[Tensor]:
-        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
+        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/score.py``."""
         with self._contexts(report) as run:
             return values(run, texts, head)
 

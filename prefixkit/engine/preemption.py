@@ -101,14 +101,14 @@ class Preemption:
             self.bytes_swapped += len(own) * self.store.pool.spec.bytes_per_token
             for run, of in slots.items():
                 self._held[run] = [SwappedKV(start, kv, place[np.searchsorted(in_order, each)]) for each in of]
-        self.swapped, self.recomputed = self.swapped + swap * len(runs), self.recomputed + (not swap) * len(runs)
-        log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, _HOW[swap])
-        for run in runs:
-            for sequence in run.sequences:
-                if swap:
-                    self.store.tree.release(sequence)
-                else:
-                    self.store.retain(sequence)
+            self.swapped += len(runs)
+        else:
+            self.recomputed += len(runs)
+        how = "its KV goes to host memory" if swap else "what is evicted of its KV is computed again"
+        log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, how)
+        drop = self.store.tree.release if swap else self.store.retain
+        for sequence in [one for run in runs for one in run.sequences]:
+            drop(sequence)
 
     def _swaps(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is to go to host memory."""
@@ -167,9 +167,6 @@ class Preemption:
             held = min(node.length, max(node.computed, end - node.start))
             self.store.tree.mark_computed([node], [held])
             node = node.parent
-
-
-_HOW = {True: "its KV goes to host memory", False: "what is evicted of its KV is computed again"}
 
 
 def _first_own(runs: Sequence[Run]) -> int:

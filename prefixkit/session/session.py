@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from prefixkit.engine.memory import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.scoring.head_values import Head
+from prefixkit.engine.scoring.score import Head
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.kv.prefixes.write import check_place

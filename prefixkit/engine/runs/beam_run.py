@@ -13,7 +13,7 @@ from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.beam import Beam, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.runs.detokenizer import Decode
-from prefixkit.engine.runs.row_sampling import RowSampling
+from prefixkit.engine.runs.sample_run import RowSampling
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.specification import GREEDY
@@ -71,9 +71,8 @@ class BeamRun:
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
         """Pages that its next steps may take, so many if it gets as far, if not every beam forks at each of them."""
-        return self.search.params.num_beams * (
-            pages_for(min(self.tokens_left, tokens), tree.page_size) + self.recomputing
-        )
+        most = pages_for(min(self.tokens_left, tokens), tree.page_size)
+        return self.search.params.num_beams * (most + self.recomputing)
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
         most = pages_for(min(self.tokens_left, tokens), page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.row_sampling import RowSampling
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
@@ -26,6 +25,25 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 if TYPE_CHECKING:
     from prefixkit.sampling.params import LogitsProcessor
+
+
+class RowSampling(NamedTuple):
+    """How the next token of each of a run's sequences is chosen.
+
+    Attributes:
+        params: Temperature, filters and penalty.
+        key, step: Of the random numbers.
+        history: What penalties look at.
+        top: Likeliest tokens that the run looks at; 0 for none.
+        process: Changes ``[vocab]`` logits first; None for nothing that does.
+    """
+
+    params: SamplingParams
+    key: np.uint64
+    step: int
+    history: NDArray[np.int32]
+    top: int = 0
+    process: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(eq=False)

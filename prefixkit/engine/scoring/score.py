@@ -1,17 +1,21 @@
-"""Log-probabilities of given continuations: what they and their prompts share is computed once, nothing is sampled."""
+"""Log-probabilities of given continuations, and values of a head; what texts share is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from prefixkit.engine.scoring.context_run import ContextRun
-from prefixkit.engine.scoring.contexts import Ints, Longs, continued
+from prefixkit.engine.scoring.contexts import Ints, Longs, Text, continued
 from prefixkit.runners.batch import Outputs
+
+# From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
+Head = Callable[[Tensor], Tensor]
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
@@ -95,3 +99,47 @@ def score(
     report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
     parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
+
+
+def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
+    """The head's output after each wanted token of each text.
+
+    Args:
+        run: Computes the texts.
+        texts: With what is wanted of them.
+        head: Called after each step with the hidden states of its wanted tokens, on the device of the model.
+
+    Returns:
+        For each text ``[positions, ...]`` on the CPU.
+
+    Raises:
+        KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
+        TypeError, ValueError: the head gave no tensor, or none with a row for each token.
+    """
+    budget, lengths = run.store.budget(), [len(text.tokens) for text in texts]
+    for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        if pages := budget.pages_lacking(text.tokens):
+            raise budget.error(f"prompt {index} of {length} tokens", pages, "shorten it")
+    numbers, parts = [], []
+    for which, step in run.results(texts, lambda rows, _: Outputs(hidden=rows)):
+        assert step.hidden is not None, "asked for"
+        numbers.append(which)
+        parts.append(_applied(head, step.hidden))
+    in_order = torch.cat(parts).cpu()[torch.from_numpy(np.argsort(np.concatenate(numbers)))]
+    run.report.prompts += len(texts)
+    run.report.tokens_plain_batch += sum(lengths)
+    return list(torch.split(in_order, [len(text.wanted) for text in texts]))
+
+
+def _applied(head: Head, hidden: Tensor) -> Tensor:
+    """The head's output, without a graph for gradients, and outside of inference mode."""
+    with torch.no_grad():
+        made = head(hidden.clone())
+    if not isinstance(made, Tensor):
+        raise TypeError(f"a head must return a tensor, got {type(made).__name__}; it is called with hidden states")
+    if not made.ndim or len(made) != len(hidden):
+        raise ValueError(
+            f"a head must return a row for each of the {len(hidden)} hidden states {list(hidden.shape)}, got "
+            f"{list(made.shape)}"
+        )
+    return made.detach()
