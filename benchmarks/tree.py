@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.runner import Row, Run, arguments, spread, wall_seconds
 from prefixkit.engine.call import Call
 from prefixkit.engine.memory import pages_needed
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.kv.store import KVStore
@@ -83,7 +84,7 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
             pool = KVPool(KVSpec(1, 1, 1), pages_needed(requests, 16, most_running=count), 16)
-            scheduler = Scheduler(KVStore(pool), Call())
+            scheduler = Scheduler(KVStore(pool), Call(), EngineSettings())
             times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
             times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
             times["admit"] += wall_seconds(lambda to=scheduler: to.admit(0))

@@ -8,21 +8,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixkit.api import beam_search, generate, score
-    from prefixkit.engine.policy import MemoryPolicy
-    from prefixkit.engine.request import BeamParams, Request, Sample, TokenEvent
-    from prefixkit.engine.scoring.score import Score
-    from prefixkit.engine.sharing_report import Report
-    from prefixkit.kv.budget import KVBudgetTooSmall
-    from prefixkit.kv.prefixes.file import PrefixFileError
-    from prefixkit.models.generate.tree_cache import TreeCache
-    from prefixkit.models.model_errors import UnsupportedModel
-    from prefixkit.models.patch import patch, patched, unpatch
-    from prefixkit.sampling.params import SamplingParams
-    from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy
-    from prefixkit.session.search import ForeignNode, NodeFinished, NodeReleased, SearchNode
-    from prefixkit.session.session import Session
-    from prefixkit.session.session_memory import Pin
+    from prefixkit.api import beam_search as beam_search
+    from prefixkit.api import generate as generate
+    from prefixkit.api import score as score
+    from prefixkit.engine.policy import MemoryPolicy as MemoryPolicy
+    from prefixkit.engine.request import BeamParams as BeamParams
+    from prefixkit.engine.request import Request as Request
+    from prefixkit.engine.request import Sample as Sample
+    from prefixkit.engine.request import TokenEvent as TokenEvent
+    from prefixkit.engine.scoring.score import Score as Score
+    from prefixkit.engine.sharing_report import Report as Report
+    from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
+    from prefixkit.kv.prefixes.file import PrefixFileError as PrefixFileError
+    from prefixkit.models.generate.tree_cache import TreeCache as TreeCache
+    from prefixkit.models.model_errors import UnsupportedModel as UnsupportedModel
+    from prefixkit.models.patch import patch as patch
+    from prefixkit.models.patch import patched as patched
+    from prefixkit.models.patch import unpatch as unpatch
+    from prefixkit.sampling.params import SamplingParams as SamplingParams
+    from prefixkit.session.call_results import MemoryReleased as MemoryReleased
+    from prefixkit.session.call_results import Result as Result
+    from prefixkit.session.call_results import SessionBusy as SessionBusy
+    from prefixkit.session.search import ForeignNode as ForeignNode
+    from prefixkit.session.search import NodeFinished as NodeFinished
+    from prefixkit.session.search import NodeReleased as NodeReleased
+    from prefixkit.session.search import SearchNode as SearchNode
+    from prefixkit.session.session import Session as Session
+    from prefixkit.session.session_memory import Pin as Pin
+
 
 __version__ = "0.1.0"
 
@@ -45,35 +58,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "BeamParams",
-    "ForeignNode",
-    "KVBudgetTooSmall",
-    "MemoryPolicy",
-    "MemoryReleased",
-    "NodeFinished",
-    "NodeReleased",
-    "Pin",
-    "PrefixFileError",
-    "Report",
-    "Request",
-    "Result",
-    "Sample",
-    "SamplingParams",
-    "Score",
-    "SearchNode",
-    "Session",
-    "SessionBusy",
-    "TokenEvent",
-    "TreeCache",
-    "UnsupportedModel",
-    "beam_search",
-    "generate",
-    "patch",
-    "patched",
-    "score",
-    "unpatch",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,19 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
+from prefixkit.engine.scoring.contexts import continued
 from prefixkit.engine.scoring.score import Score
+from prefixkit.engine.sharing_report import Report
 from prefixkit.models import patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
-from prefixkit.session.assembly import make_engine, make_scorer
-from prefixkit.session.call_results import Result, call_of, check_length, run
-from prefixkit.session.requests import (
-    Prompts,
-    beam_requests,
-    is_one_prompt,
-    longest_scored,
-    sampling_requests,
-    scored_tokens,
-)
+from prefixkit.session.assembly import make_engine
+from prefixkit.session.call_results import Result, call_of
+from prefixkit.session.requests import Prompts, is_one_prompt, requests_for, scored_tokens, text_requests
 
 
 def generate(
@@ -87,11 +82,12 @@ def generate(
         TypeError: a parameter or a prompt of another type.
     """
     facts = patched_facts(model)
-    requests = sampling_requests(facts, tokenizer, prompts, params, fields)
+    requests = requests_for(SamplingParams, facts, tokenizer, prompts, params, fields)
     engine = make_engine(
         facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
     )
-    return run(engine, call_of(facts, tokenizer, requests, return_samples, on_sample, on_token, on_step), requests)
+    call = call_of(facts, tokenizer, requests, return_samples, on_sample, on_token, on_step)
+    return Result(tuple(engine.run(requests, call)), call.report)
 
 
 def beam_search(
@@ -125,9 +121,10 @@ def beam_search(
         ValueError, TypeError: as for :func:`generate`.
     """
     facts = patched_facts(model)
-    requests = beam_requests(facts, tokenizer, prompts, params, fields)
+    requests = requests_for(BeamParams, facts, tokenizer, prompts, params, fields)
     engine = make_engine(facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    return run(engine, call_of(facts, tokenizer, requests, True, on_sample), requests)
+    call = call_of(facts, tokenizer, requests, True, on_sample)
+    return Result(tuple(engine.run(requests, call)), call.report)
 
 
 def score(
@@ -167,7 +164,14 @@ def score(
     """
     facts, one = patched_facts(model), is_one_prompt(prompts)
     asked = scored_tokens(facts, tokenizer, [prompts] if one else prompts, continuations, one)
-    check_length(facts, longest_scored(*asked))
-    engine = make_scorer(facts, *asked, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    scores = engine.score(*asked, vocab=facts.vocab_size)
+    engine = make_engine(
+        facts,
+        text_requests([text.tokens for text in continued(*asked)]),
+        kv_budget=kv_budget,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        graphs=False,
+        scores=True,
+    )
+    scores = engine.score(*asked, facts.vocab_size, Report())
     return scores[0] if one else scores

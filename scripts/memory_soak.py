@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from prefixkit.engine.page_needs import pages_per_run  # noqa: E402
+from prefixkit.engine.memory import pages_per_run  # noqa: E402
 from prefixkit.engine.policy import MemoryPolicy  # noqa: E402
 from prefixkit.engine.request import BeamParams, Request  # noqa: E402
 from prefixkit.sampling.params import SamplingParams  # noqa: E402

@@ -11,7 +11,6 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 CSRC = Path(__file__).parents[1] / "csrc"
 REMEDY = "pip install 'prefixkit[cuda]'"
@@ -150,8 +149,6 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
             code = Program(text, "c++", options).compile("cubin", name_expressions=unit.names, logs=log)
         except Exception as error:  # cuda-core has its own exception types, one per library
             raise CompileError(f"NVRTC {version} cannot compile {unit} for {arch}: {error}") from error
-    return Binary(bytes(code.code), {name: _text(code.symbol_mapping[name]) for name in unit.names}, log.getvalue())
-
-
-def _text(symbol: Any) -> str:
-    return symbol.decode() if isinstance(symbol, bytes) else str(symbol)
+    symbols = {name: code.symbol_mapping[name] for name in unit.names}
+    text_of = {name: of.decode() if isinstance(of, bytes) else str(of) for name, of in symbols.items()}
+    return Binary(bytes(code.code), text_of, log.getvalue())

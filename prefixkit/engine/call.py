@@ -15,11 +15,11 @@ class Call:
     """What one call brings with it.
 
     Attributes:
+        detokenizer: Makes the text of samples; needed for stop strings and ``Sample.text``.
         return_samples: Whether the call returns its samples; else they go to ``on_sample`` alone.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token of a sample as it is sampled.
         on_step: Called after each step with how many tokens it sampled.
-        detokenizer: Makes the text of samples; needed for stop strings and ``Sample.text``.
         report: What the call's steps are counted in.
 
     Raises:
@@ -27,11 +27,11 @@ class Call:
         TypeError: a listener is no function.
     """
 
+    detokenizer: Detokenizer = field(default_factory=Detokenizer)
     return_samples: bool = True
     on_sample: Callable[[Sample], None] | None = None
     on_token: Callable[[TokenEvent], None] | None = None
     on_step: Callable[[int], None] | None = None
-    detokenizer: Detokenizer = field(default_factory=Detokenizer)
     report: Report = field(default_factory=Report)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
@@ -14,17 +13,17 @@ from torch import Tensor
 
 from prefixkit.engine.call import Call
 from prefixkit.engine.frozen_heap import frozen_heap
-from prefixkit.engine.loop import Loop, counters_of, counters_of_cache
-from prefixkit.engine.page_needs import check_fits
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.loop import Loop, counters_of_cache
+from prefixkit.engine.memory import check_fits
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.engine.scoring.head_values import Head, Marked, values
-from prefixkit.engine.scoring.score import Score, score
+from prefixkit.engine.scoring.context_run import ContextRun
+from prefixkit.engine.scoring.contexts import Text
+from prefixkit.engine.scoring.score import Head, Score, score, values
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
-from prefixkit.sampling.params import as_integer
 
 
 class Engine:
@@ -33,48 +32,27 @@ class Engine:
     Args:
         runner: Runs steps, and samples from logits.
         store: Where KV lives; no other call uses it meanwhile.
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        retain_samples: Whether the KV of finished samples is retained in the prefix cache, as that of prompts is.
-        policy: What happens where KV does not fit.
-
-    Raises:
-        ValueError, TypeError: one of the numbers is below 1, or no integer.
+        settings: How calls run; None: as :class:`EngineSettings` has it.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        store: KVStore,
-        *,
-        prefill_chunk: int = 1024,
-        most_running: int = sys.maxsize,
-        retain_samples: bool = False,
-        policy: MemoryPolicy | None = None,
-    ) -> None:
-        self.prefill_chunk, self.most_running = checked_limits(prefill_chunk, most_running)
+    def __init__(self, runner: Runner, store: KVStore, settings: EngineSettings | None = None) -> None:
         self.runner, self.store = runner, store
-        self.retain_samples, self.policy = retain_samples, MemoryPolicy() if policy is None else policy
+        self.settings = EngineSettings() if settings is None else settings
 
-    def run(self, requests: Iterable[Request], call: Call | None = None) -> list[Sample]:
+    def run(self, requests: Iterable[Request], call: Call) -> list[Sample]:
         """Run requests to their end and return their samples, if the call does, by prompt, then index.
 
         Raises:
             KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
         """
-        call = Call() if call is None else call
         finished = [sample for sample in self.stream(requests, call) if call.return_samples]
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
-    def stream(self, requests: Iterable[Request], call: Call | None = None) -> Iterator[Sample]:
-        """Run requests to their end, and give each sample as it finishes.
-
-        Raises:
-            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
-        """
+    def stream(self, requests: Iterable[Request], call: Call) -> Iterator[Sample]:
+        """The same, but gives each sample as it finishes."""
         requests = list(requests)
         check_fits(requests, self.store.budget())
-        loop = self.loop(Call() if call is None else call)
+        loop = self.loop(call)
         try:
             with frozen_heap(sum(len(request.sample_indices) for request in requests)):
                 loop.start(requests)
@@ -88,47 +66,37 @@ class Engine:
 
     def loop(self, call: Call) -> Loop:
         """A call that has not started."""
-        scheduler = Scheduler(self.store, call, self.prefill_chunk, self.most_running, self.policy)
-        return Loop(self.runner, self.store, scheduler, call, self.retain_samples)
+        scheduler = Scheduler(self.store, call, self.settings)
+        return Loop(self.runner, self.store, scheduler, call)
 
     def score(
         self,
         prompts: Ordered[NDArray[np.int32]],
         continuations: Ordered[Ordered[NDArray[np.int32]]],
         vocab: int,
-        call: Call | None = None,
+        report: Report,
     ) -> list[list[Score]]:
         """The score of each continuation of each prompt; see ``engine/scoring/score.py``."""
-        with self._reporting(call) as report:
-            chunk = self.prefill_chunk
-            return score(
-                self.runner, self.store, prompts, continuations, prefill_chunk=chunk, vocab=vocab, report=report
-            )
+        with self._contexts(report) as run:
+            return score(run, prompts, continuations, vocab)
 
-    def values(self, marked: Marked, head: Head, call: Call | None = None) -> list[Tensor]:
-        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/head_values.py``."""
-        with self._reporting(call) as report:
-            return values(self.runner, self.store, marked, head, prefill_chunk=self.prefill_chunk, report=report)
+    def values(self, texts: Ordered[Text], head: Head, report: Report) -> list[Tensor]:
+        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/score.py``."""
+        with self._contexts(report) as run:
+            return values(run, texts, head)
 
     @contextmanager
-    def _reporting(self, call: Call | None) -> Iterator[Report]:
-        """The report of a call without a loop; after an interrupt the store has a new tree."""
-        report, began, cache = (Call() if call is None else call).report, time.perf_counter(), self.store.cache
+    def _contexts(self, report: Report) -> Iterator[ContextRun]:
+        """A call without a loop; after an interrupt the store has a new tree."""
+        began, cache = time.perf_counter(), self.store.cache
         self.runner.start_call()
-        report.start(lambda: {**counters_of(self.runner), **counters_of_cache(cache)})
+        report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:
-            yield report
+            chunk = self.settings.chunk_for(self.store.pool.spec.device)
+            yield ContextRun(self.runner, self.store, chunk, report)
         except KeyboardInterrupt:
             self.store.restart()
             raise
         finally:
             report.seconds += time.perf_counter() - began
             report.end()
-
-
-def checked_limits(prefill_chunk: int, most_running: int) -> tuple[int, int]:
-    """Both as integers; ValueError, TypeError: one is below 1, or no integer."""
-    return (
-        as_integer("prefill_chunk", prefill_chunk, 1, "compute at least one token a step"),
-        as_integer("most_running", most_running, 1, "let at least one sample run"),
-    )

@@ -7,7 +7,7 @@ import time
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner
@@ -15,25 +15,14 @@ from prefixkit.tree.eviction import PrefixCache
 
 
 class Loop:
-    """One call over a KV store, from its requests to their last samples.
+    """One call over a KV store that it uses alone, from its requests to their last samples."""
 
-    Args:
-        runner, store: What it uses, alone.
-        scheduler: What waits and what runs.
-        call: What comes with the call.
-        retain_samples: Whether the KV of finished samples is retained in the prefix cache.
-    """
-
-    def __init__(
-        self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call, retain_samples: bool = False
-    ) -> None:
+    def __init__(self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call) -> None:
         self.runner, self.store, self.scheduler, self.call = runner, store, scheduler, call
-        self.retain_samples = retain_samples
         self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt gives the store others
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
         self._finished: list[Sample] = []  # by the step under way
-        self._has_waiting = False  # when what is running was scheduled
 
     def start(self, requests: list[Request]) -> None:
         """Start the call with requests that :func:`check_fits` has passed."""
@@ -48,7 +37,6 @@ class Loop:
         try:
             if self._running is None and (scheduled := self.scheduler.next()) is not None:
                 self._running = RunningBatch(self._tree, self.runner, scheduled, self.call)
-                self._has_waiting = self.scheduler.had_waiting
             if self._running is not None:
                 self._step(self._running, began)
         finally:
@@ -58,7 +46,9 @@ class Loop:
     def end(self) -> None:
         """Give every page back, and end the report; after all requests there is nothing left to give but reserves."""
         if self.store.tree is self._tree:
-            self._drop_ended()
+            self._ended = self._running or self._ended
+            self._running = None
+            self._report_ended()
             self.scheduler.close()
         self.call.report.graph_bytes = self.runner.graph_bytes
         self.call.report.end()
@@ -69,7 +59,7 @@ class Loop:
         if running.forks:
             self.scheduler.compact_in_time()
         running.read(self._finish)
-        if running.done(self._has_waiting):
+        if running.done(self.scheduler.had_waiting):
             running.commit(self._finish)
             self._running, self._ended = None, running
             self.scheduler.drop_ended()
@@ -82,7 +72,7 @@ class Loop:
 
     def _finish(self, run: Run, samples: list[Sample]) -> None:
         """Take a run that has ended out of the tree, count its samples, and hand them out."""
-        run.leave(self.store, samples, self.retain_samples)
+        run.leave(self.store, samples, self.scheduler.settings.retain_samples)
         report = self.call.report
         report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
         report.samples += len(samples)
@@ -94,38 +84,21 @@ class Loop:
             for sample in samples:
                 self.call.on_sample(sample)
 
-    def _drop_ended(self) -> None:
-        if self._running is not None:
-            self._running, self._ended = None, self._running
-            self.scheduler.drop_ended()
-        self._report_ended()
-
     def _report_ended(self) -> None:
-        """Count the batch that ended last."""
         if self._ended is not None:
-            self.call.report.add_batch(self._ended.counts, self.store.pool.spec.bytes_per_token)
+            self.call.report.add(self._ended.counts(self.store.pool.spec.bytes_per_token))
             self._ended = None
 
     def _counters(self) -> dict[str, float]:
         preemption = self.scheduler.preemption
         return {
-            **counters_of(self.runner),
+            **self.runner.counters(),
             **counters_of_cache(self._cache),
             "preempted_swapped": preemption.swapped,
             "preempted_recomputed": preemption.recomputed,
             "kv_bytes_copied": self.scheduler.bytes_copied,
             "kv_bytes_swapped": preemption.bytes_swapped,
         }
-
-
-def counters_of(runner: Runner) -> dict[str, float]:
-    """Cumulative counters of a runner, by the fields of a report."""
-    return {
-        "plans": runner.plans_made,
-        "graph_steps": runner.graph_steps,
-        "captures": runner.captures,
-        "seconds_capturing": runner.seconds_capturing,
-    }
 
 
 def counters_of_cache(cache: PrefixCache) -> dict[str, float]:

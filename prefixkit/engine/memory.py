@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
-from prefixkit.engine.page_needs import pages_per_run
-from prefixkit.engine.request import Request
-from prefixkit.engine.waiting_queue import admission_order
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.engine.request_state import admission_order
+from prefixkit.kv.budget import Budget
 from prefixkit.kv.limits import call_pages
 from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
 
@@ -34,11 +35,7 @@ def pool_pages(
     free: int,
     workspace: int = 0,
 ) -> int:
-    """How many pages to make: what all requests need at once, within the budget.
-
-    Args:
-        requests: What will be asked.
-        spec, kv_budget, page_size, free, workspace: See :func:`call_pages`; for the workspace, :func:`step_bytes`.
+    """How many pages to make: what all requests need at once, within what :func:`call_pages` allows.
 
     Raises:
         ValueError: see :func:`call_pages`.
@@ -54,9 +51,8 @@ def pages_needed(requests: Sequence[Request], page_size: int, most_running: int 
     """Pages of all requests at once at most, what they share counted once, while so many samples run at a time."""
     prompts = samples = runs = largest = 0
     before = np.empty(0, np.int32)
-    for request in admission_order(
-        requests
-    ):  # what a prompt shares with any before it, it shares with the last of them
+    # What a prompt shares with any before it in this order, it shares with the last of them.
+    for request in admission_order(requests):
         prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
         pages, count = pages_per_run(request.params, page_size), len(request.sample_indices)
         pages *= _BEAMS_PAGES if request.params.forks else 1
@@ -68,13 +64,11 @@ def pages_needed(requests: Sequence[Request], page_size: int, most_running: int 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
     """Bytes that the largest step may take besides weights and KV, from above: activations, logits, partial states.
 
-    Args:
-        config: The model's text config.
-        spec: For the dtype.
-        requests: Their samples run at once, up to ``MOST_RUNNING``.
-        prefill_chunk: Prompt tokens of a step.
+    ``config`` is the model's text config.  Samples of all requests run at once, up to ``MOST_RUNNING``, beside
+    ``prefill_chunk`` prompt tokens.
     """
-    samples = min(MOST_RUNNING, sum(_rows(request) for request in requests))
+    rows = sum(len(request.sample_indices) * request.params.sequences_per_run for request in requests)
+    samples = min(MOST_RUNNING, rows)
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     heads = int(config.num_attention_heads) * spec.head_dim
@@ -87,5 +81,27 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     return activations + logits + 2 * MOST_PARTIAL_BYTES
 
 
-def _rows(request: Request) -> int:
-    return len(request.sample_indices) * request.params.sequences_per_run
+def pages_per_run(params: SamplingParams | BeamParams, page_size: int) -> int:
+    """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
+
+    The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
+    that runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.
+    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.
+    """
+    tokens = params.max_new_tokens - 1
+    pages = pages_for(tokens, page_size)
+    return params.sequences_per_run * (min(tokens, pages + 2) if params.forks else pages)
+
+
+def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
+    """Pages that a sample, or a search, may take with the next ``tokens`` tokens of each sequence."""
+    return params.sequences_per_run * pages_for(min(params.max_new_tokens - 1, tokens), page_size)
+
+
+def check_fits(requests: Iterable[Request], budget: Budget) -> None:
+    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone."""
+    for request in requests:
+        if pages := budget.pages_lacking(request.tokens, pages_per_run(request.params, budget.tree.page_size)):
+            what = f"{len(request.tokens)} prompt tokens, max_new_tokens={request.params.max_new_tokens}"
+            one = f"one sequence of prompt {request.prompt_index} ({what})"
+            raise budget.error(one, pages, "lower max_new_tokens" + " or num_beams" * request.params.forks)

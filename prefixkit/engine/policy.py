@@ -1,10 +1,14 @@
-"""What a session does where KV does not fit."""
+"""How calls run, and what is done where KV does not fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
+from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.limits import parse_size
 from prefixkit.sampling.params import as_integer
 from prefixkit.tree.eviction import POLICIES
@@ -66,3 +70,33 @@ class MemoryPolicy:
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 0, "use 0 for none"))
         size = as_integer("swap_space", parse_size(self.swap_space, "swap_space", least=0), 0, "use 0 for none")
         object.__setattr__(self, "swap_space", size)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine runs its calls.
+
+    Attributes:
+        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence; None:
+            by the device.
+        most_running: Samples, or beam searches, that run at once at most; the rest wait.
+        retain_samples: Whether the KV of finished samples is retained in the prefix cache, as that of prompts is.
+        policy: What happens where KV does not fit.
+
+    Raises:
+        ValueError, TypeError: one of the numbers is below 1, or no integer.
+    """
+
+    prefill_chunk: int | None = None
+    most_running: int = sys.maxsize
+    retain_samples: bool = False
+    policy: MemoryPolicy = field(default_factory=MemoryPolicy)
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk is not None:
+            as_integer("prefill_chunk", self.prefill_chunk, 1, "compute at least one token a step")
+        as_integer("most_running", self.most_running, 1, "let at least one sample run")
+
+    def chunk_for(self, device: torch.device) -> int:
+        """Prompt tokens that one step computes at most on a device."""
+        return prefill_chunk_for(device) if self.prefill_chunk is None else int(self.prefill_chunk)

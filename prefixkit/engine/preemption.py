@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.any_run import Run
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence as TreeSequence
@@ -101,14 +101,14 @@ class Preemption:
             self.bytes_swapped += len(own) * self.store.pool.spec.bytes_per_token
             for run, of in slots.items():
                 self._held[run] = [SwappedKV(start, kv, place[np.searchsorted(in_order, each)]) for each in of]
-        self.swapped, self.recomputed = self.swapped + swap * len(runs), self.recomputed + (not swap) * len(runs)
-        log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, _HOW[swap])
-        for run in runs:
-            for sequence in run.sequences:
-                if swap:
-                    self.store.tree.release(sequence)
-                else:
-                    self.store.retain(sequence)
+            self.swapped += len(runs)
+        else:
+            self.recomputed += len(runs)
+        how = "its KV goes to host memory" if swap else "what is evicted of its KV is computed again"
+        log.debug("preempted %d of prompt %d: %s", len(runs), runs[0].state.request.prompt_index, how)
+        drop = self.store.tree.release if swap else self.store.retain
+        for sequence in [one for run in runs for one in run.sequences]:
+            drop(sequence)
 
     def _swaps(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is to go to host memory."""
@@ -121,14 +121,10 @@ class Preemption:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def resume(self, run: Run, lookahead: int, own_pages: int) -> bool:
-        """Bring a run back into the tree, if there are pages for it; else only evict.
+        """Bring a run back into the tree, if there are pages for it beside ``lookahead`` for others; else only evict.
 
-        Its last token is uncomputed then, and joins the tree once all before it has KV.
-
-        Args:
-            run: What was preempted.
-            lookahead: Pages that others may take with their next tokens.
-            own_pages: Pages that it may take itself, if it shares none of its tokens.
+        Its last token is uncomputed then, and joins the tree once all before it has KV.  It may take ``own_pages``
+        itself, if it shares none of its tokens.
         """
         store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens
@@ -171,9 +167,6 @@ class Preemption:
             held = min(node.length, max(node.computed, end - node.start))
             self.store.tree.mark_computed([node], [held])
             node = node.parent
-
-
-_HOW = {True: "its KV goes to host memory", False: "what is evicted of its KV is computed again"}
 
 
 def _first_own(runs: Sequence[Run]) -> int:

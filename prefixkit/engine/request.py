@@ -48,19 +48,15 @@ class BeamParams:
         return self.num_beams
 
     def __post_init__(self) -> None:
-        fields: dict[str, object] = {
-            "num_beams": as_integer("num_beams", self.num_beams, 1, "keep at least one beam"),
-            "num_return_sequences": as_integer(
-                "num_return_sequences", self.num_return_sequences, 1, "ask for at least one sequence"
-            ),
-            "length_penalty": as_number("length_penalty", self.length_penalty),
-            "max_new_tokens": as_integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token"),
-            "stop_token_ids": None
-            if self.stop_token_ids is None
-            else as_token_ids("stop_token_ids", self.stop_token_ids),
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        for name, remedy in (
+            ("num_beams", "keep at least one beam"),
+            ("num_return_sequences", "ask for at least one sequence"),
+            ("max_new_tokens", "ask for at least one token"),
+        ):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), 1, remedy))
+        object.__setattr__(self, "length_penalty", as_number("length_penalty", self.length_penalty))
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids))
         if self.num_return_sequences > self.num_beams:
             raise ValueError(
                 f"num_return_sequences must be at most num_beams, got {self.num_return_sequences} of "
@@ -192,9 +188,8 @@ class _Packed:
 
 
 for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32)):
-    setattr(
-        Sample, _name, _Packed(_name, _dtype)
-    )  # after the class is made, for a dataclass would take it for a default
+    # After the class is made, for a dataclass would take it for a default.
+    setattr(Sample, _name, _Packed(_name, _dtype))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +11,11 @@ from numpy.typing import NDArray
 from prefixkit.engine.call import Call
 from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
-from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.any_run import Run
+from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
-from prefixkit.engine.sharing_report import BatchCounts
-from prefixkit.runners.batch import Results, Runner
-from prefixkit.runners.tree_step import launch_step
+from prefixkit.runners.batch import Results, Runner, launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
 
 # Called with a run that has ended, and the samples that it has come to.
@@ -24,24 +25,13 @@ Finish = Callable[[Run, list[Sample]], None]
 class RunningBatch:
     """Runs what is scheduled, reads what comes of it, and commits it to the tree.
 
-    Runs that stream are pipelined where they are alone: steps are launched ahead of the tokens read, over leaves that
+    Samples are pipelined where they are alone: steps are launched ahead of the tokens read, over leaves that
     hold the pages of all their tokens to come.  The tree is not touched meanwhile but for runs that end; :meth:`commit`
     appends the tokens of those that go on.  A run that has ended stays in its row, unread, until rows are compacted; it
     writes to pages that were its own, and no other sequence gets them meanwhile.  Anything else is committed after its
     one step.
 
-    The first step is launched when the batch is made.
-
-    Args:
-        tree: Where the sequences live.
-        runner: Runs the steps.
-        scheduled: What is to run.
-        call: Its ``on_token`` is called with each token as it is read, its ``on_step`` after each step that was read
-            with how many tokens of samples counted.
-
-    Attributes:
-        steps: Steps that were launched.
-        rows_run: Query rows of all of them.
+    The first step is launched when the batch is made.  ``steps`` were launched, of ``rows_run`` query rows.
     """
 
     def __init__(self, tree: PrefixTree, runner: Runner, scheduled: Scheduled, call: Call) -> None:
@@ -56,27 +46,30 @@ class RunningBatch:
         self._tokens_unshared = 0  # what the sequences would have held unshared when they were longest
         self._launch_first()
         # The rest is made while the device is at work.
-        self._stepwise = _stepwise(scheduled)  # runs that do not stream, and their rows
+        self._samples = {row: run for row, run in enumerate(self._runs) if isinstance(run, SampleRun)}
+        self._searches = _searches(scheduled)
         self._end_slot = np.array([sequence.node.end_slot for sequence, _ in scheduled.rows], np.int64)
         self._grew = np.zeros(len(self._runs), np.int64)  # tokens that each has added to its leaf
-        # Steps that each may take.
-        self._last = np.array([1 + run.tokens_left if run.streams else 0 for run in self._runs], np.int64)
-        self._stops, self._stop_row = _stop_table(self._runs)
-        self._filters = _filters(self._runs) if call.on_token is None else []
-        self._stop_state = np.array([run.stop_state for run in self._runs], np.int32)
-        by_token = [run.streams and (call.on_token is not None or run.by_token) for run in self._runs]
-        self._by_token = np.array(by_token, dtype=bool)
-        self._alive = np.array([run.streams for run in self._runs], dtype=bool)
+        samples, rows = [*self._samples.values()], [*self._samples]
+        self._last, self._stop_row = np.zeros((2, len(self._runs)), np.int64)  # steps that each may take; its list
+        self._last[rows] = [1 + run.tokens_left for run in samples]
+        self._stops, self._stop_row[rows] = _stop_table(samples)
+        self._filters = self._stop_filters() if call.on_token is None else []
+        self._stop_state = np.zeros(len(self._runs), np.int32)
+        self._stop_state[rows] = [run.stop_state for run in samples]
+        self._by_token, self._alive = np.zeros((2, len(self._runs)), np.bool_)
+        self._by_token[rows] = [call.on_token is not None or run.by_token for run in samples]
+        self._alive[rows] = True
         self._accepted = np.zeros(len(self._runs), np.int64)  # tokens of each that its run has looked at
         # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        self._extend: list[tuple[Sequence, int]] = []  # what runs that do not stream go on with
+        self._extend: list[tuple[Sequence, int]] = []  # what searches go on with
 
     @property
     def forks(self) -> bool:
-        """Whether some runs do not stream, and move their sequences in the tree at each step."""
-        return bool(self._stepwise)
+        """Whether some runs are searches, which move their sequences in the tree at each step."""
+        return bool(self._searches)
 
     @property
     def steps(self) -> int:
@@ -87,22 +80,23 @@ class RunningBatch:
         """Whether its steps run no prompt tokens."""
         return self.scheduled.batch is not None and self.scheduled.batch.decodes
 
-    @property
-    def counts(self) -> BatchCounts:
-        """What the report counts of it."""
+    def counts(self, bytes_per_token: int) -> dict[str, Any]:
+        """What the report counts of it, once it has ended."""
         size, end = self.tree.page_size, self._end_slot
         # As if no run had ended; without reserved pages.
         pages = self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
-        return BatchCounts(
-            self.steps,
-            self.rows_run,
-            self._kv_tokens_read,
-            self._kv_tokens_unshared,
-            pages * size,
-            self._tokens_unshared,
-            self.decodes,
-            {run.unpipelined for run in self._runs if run.unpipelined is not None},
-        )
+        decode_steps = self.steps if self.decodes else 0
+        reasons = {run.unpipelined for run in self._runs if run.unpipelined is not None} if decode_steps else ()
+        return {
+            "steps": self.steps,
+            "decode_steps": decode_steps,
+            "unpipelined": dict.fromkeys(reasons, decode_steps),
+            "tokens_computed": self.rows_run,
+            "kv_bytes_read": self._kv_tokens_read * bytes_per_token,
+            "kv_bytes_read_unshared": self._kv_tokens_unshared * bytes_per_token,
+            "kv_bytes_held_peak": pages * size * bytes_per_token,
+            "kv_bytes_unshared_peak": self._tokens_unshared * bytes_per_token,
+        }
 
     def done(self, has_waiting: bool) -> bool:
         """Whether the tree is to take the tokens now: nothing is left to run, or others may come in."""
@@ -171,7 +165,7 @@ class RunningBatch:
         columns = alive.tolist(), self._accepted[alive].tolist(), self._stop_state[alive].tolist()
         for i, held, state, own, likely in zip(*columns, tokens.tolist(), logprobs.tolist(), strict=True):
             if held < len(own):
-                self._runs[i].hold(own[held:], likely[held:], state)
+                self._samples[i].hold(own[held:], likely[held:], state)
         sequences = [self.scheduled.rows[i][0] for i in columns[0]]
         if self._read > 1:
             self.tree.extend_leaves(sequences, tokens)
@@ -194,15 +188,18 @@ class RunningBatch:
         alive = self._alive[rows]
         if len(broken := rows[alive & (results.tokens < 0)]):
             raise _broken_logits(self._runs[int(broken[0])])
-        if self._last.any():
+        if self._samples:
             self._accept_tokens(rows, alive, finish)
-        if self._stepwise:
-            self._advance(results, finish)
+        if self._searches:
+            self._extend = BeamRun.advance(self.tree, self._searches, results)
+            for search in self._searches:
+                if search.done:
+                    finish(search, search.samples())
         if self.call.on_step is not None and alive.any():
             self.call.on_step(int(alive.sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
-        """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""
+        """The tokens of a step, to samples: those that may end, and those that look at each token."""
         tokens = self._tokens[self._read - 1, rows]
         asked = (self._stops[self._stop_row[rows]] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
         asked |= self._by_token[rows]
@@ -216,27 +213,20 @@ class RunningBatch:
             new = slice(int(self._accepted[i]), self._read)
             own, likely = self._tokens[new, i].tolist(), self._logprobs[new, i].tolist()
             self._accepted[i] = self._read
-            self._end(i, self._runs[i].accept(own, likely, self.call.on_token), finish)
+            if (sample := self._samples[i].accept(own, likely, self.call.on_token)) is not None:
+                self._alive[i] = False
+                self._grew[i] = self._read - 1  # the last token never joins the tree
+                finish(self._samples[i], [sample])
             if self._stop_state[i] == MET:  # if it goes on, its text is not its tokens' bytes
                 self._by_token[i], self._stop_state[i] = True, 0
 
-    def _advance(self, results: Results, finish: Finish) -> None:
-        """A step of each run that does not stream, which moves its sequences in the tree."""
-        self._extend = []
-        kinds: dict[type[Run], dict[Run, list[int]]] = {}  # those of a kind advance together
-        for run, rows in self._stepwise.items():
-            kinds.setdefault(type(run), {})[run] = rows
-        for kind, own in kinds.items():
-            self._extend += kind.advance(self.tree, own, results)
-        for run in self._stepwise:
-            if run.done:
-                finish(run, run.samples())
-
-    def _end(self, i: int, sample: Sample | None, finish: Finish) -> None:
-        if sample is not None:
-            self._alive[i] = False
-            self._grew[i] = self._read - 1  # the last token never joins the tree
-            finish(self._runs[i], [sample])
+    def _stop_filters(self) -> list[tuple[StopFilter, NDArray[np.bool_]]]:
+        """The filters of samples, and which ``[runs]`` each follows."""
+        own = {row: run.stop_filter for row, run in self._samples.items() if run.stop_filter is not None}
+        found = {id(one): (one, np.zeros(len(self._runs), np.bool_)) for one in own.values()}
+        for row, one in own.items():
+            found[id(one)][1][row] = True
+        return list(found.values())
 
     def _compact_rows(self) -> None:
         """Go on without the rows that have ended, once they are many."""
@@ -249,30 +239,23 @@ class RunningBatch:
             self._query_rows, self._counted = len(rows), False
 
 
-def _stepwise(scheduled: Scheduled) -> dict[Run, list[int]]:
-    """The runs that do not stream, and the row of each of their sequences, in their order."""
-    if all(run.streams for _, run in scheduled.rows):
+def _searches(scheduled: Scheduled) -> dict[BeamRun, list[int]]:
+    """The searches, and the row of each of their sequences, in their order."""
+    runs = dict.fromkeys(run for _, run in scheduled.rows if isinstance(run, BeamRun))
+    if not runs:
         return {}
     row_of = {sequence: row for row, (sequence, _) in enumerate(scheduled.rows)}
-    runs = dict.fromkeys(run for _, run in scheduled.rows if not run.streams)
     return {run: [row_of[sequence] for sequence in run.sequences] for run in runs}
 
 
-def _stop_table(runs: list[Run]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """``[lists, most]`` the different lists of tokens that end runs, -1 where one is shorter, and the list of each."""
-    rows: dict[tuple[int, ...], int] = {}
-    row_of = np.array([rows.setdefault(run.stop_token_ids, len(rows)) for run in runs], np.intp)
-    table = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int64)
-    for row, tokens in zip(table, rows, strict=True):
+def _stop_table(samples: list[SampleRun]) -> tuple[NDArray[np.int64], list[int]]:
+    """``[lists, most]`` different lists of tokens that end samples, -1 behind shorter ones, and the list of each."""
+    lists: dict[tuple[int, ...], int] = {}
+    of_each = [lists.setdefault(run.params.stop_token_ids or (), len(lists)) for run in samples]
+    table = np.full((max(len(lists), 1), max(map(len, lists), default=1)), -1, np.int64)
+    for row, tokens in zip(table, lists, strict=False):
         row[: len(tokens)] = tokens
-    return table, row_of
-
-
-def _filters(runs: list[Run]) -> list[tuple[StopFilter, NDArray[np.bool_]]]:
-    """The filters of runs, and which ``[runs]`` each follows."""
-    own = [run.stop_filter for run in runs]
-    different = {id(one): one for one in own if one is not None}
-    return [(one, np.array([each is one for each in own])) for one in different.values()]
+    return table, of_each
 
 
 def _broken_logits(run: Run) -> ValueError:

@@ -6,31 +6,26 @@ store later: then the request admitted last is preempted (`prefixkit.engine.pree
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import count
 
 from torch import Tensor
 
 from prefixkit.engine.call import Call
+from prefixkit.engine.memory import lookahead_pages
 from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
-from prefixkit.engine.page_needs import lookahead_pages
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
-from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order
+from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
-from prefixkit.engine.waiting_queue import WaitingQueue, admission_order
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
 
 COMPACT_EVERY = 16  # steps of beams, in which the tree of a search gets about five nodes deeper
-
-# What runs for a request, by whether its sequences fork.
-RUNS: dict[bool, type[Run]] = {False: SampleRun, True: BeamRun}
 
 
 class Scheduler:
@@ -43,9 +38,7 @@ class Scheduler:
     Args:
         store: Where prompts and runs live.
         call: What comes with the call.
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence.
-        most_running: Samples, or beam searches, that run at once at most.
-        policy: How long requests wait, for how many tokens there must be pages, and what preemption does.
+        settings: How the call runs.
 
     Attributes:
         steps: Steps so far.
@@ -54,23 +47,15 @@ class Scheduler:
         runs: What runs, in the order in which it started or came back.
         preemption: Takes runs out of the tree and brings them back.
         bytes_copied: KV copied within the pool so far.
+        had_waiting: Whether :attr:`has_waiting` when the step under way was scheduled.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        call: Call,
-        prefill_chunk: int = 1024,
-        most_running: int = sys.maxsize,
-        policy: MemoryPolicy | None = None,
-    ) -> None:
-        self.store, self.call = store, call
-        self.prefill_chunk, self.most_running = prefill_chunk, most_running
-        self.policy = MemoryPolicy() if policy is None else policy
+    def __init__(self, store: KVStore, call: Call, settings: EngineSettings) -> None:
+        self.store, self.call, self.settings, self.policy = store, call, settings, settings.policy
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), list[Run]()
         self.steps = self.bytes_copied = 0
-        self._has_waiting = False  # when the step under way was scheduled
+        self.had_waiting = False
         self._orders = count()
         self._of_prompts: dict[int, RequestState] = {}  # those in flight, by their prompts' sequences
 
@@ -92,14 +77,9 @@ class Scheduler:
         return bool(self.queue) or any(state.has_waiting for state in self.in_flight)
 
     @property
-    def had_waiting(self) -> bool:
-        """The same when the step under way was scheduled."""
-        return self._has_waiting
-
-    @property
     def slots_left(self) -> int:
         """How many more runs may run."""
-        return max(0, self.most_running - sum(state.running for state in self.in_flight))
+        return max(0, self.settings.most_running - sum(state.running for state in self.in_flight))
 
     def finish(self, run: Run) -> None:
         """Count a run that has ended; after its last one a request is retired."""
@@ -137,11 +117,7 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self, lookahead: int) -> None:
-        """Insert waiting prompts until one does not fit.
-
-        Args:
-            lookahead: Pages that what runs may take with its next tokens.
-        """
+        """Insert waiting prompts until one does not fit beside ``lookahead`` pages for what runs."""
         slots = self.slots_left - sum(not state.running for state in self.in_flight)
         lookahead += self._pages_to_start() if self.queue else 0
         while self.queue and slots > 0:
@@ -170,9 +146,7 @@ class Scheduler:
         return own + run.pages_to_resume(size, tokens)
 
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
-        """The first logits of an equal prompt in flight, if they have been computed: all that want them get them at
-        once.
-        """
+        """The first logits of an equal prompt in flight, if they are known; all that want them get them at once."""
         for end in prompt.node.sequences:
             state = self._of_prompts.get(end)
             if state is not None and (state.first_logits is not None or state.wants_logits):
@@ -194,7 +168,7 @@ class Scheduler:
             self.store.cache.clear()
             scheduled = self._next()
             assert scheduled is not None, "a request that passed check_fits must fit an empty store"
-        self._has_waiting = self.has_waiting
+        self.had_waiting = self.has_waiting
         return scheduled
 
     def drop_ended(self) -> None:
@@ -212,7 +186,7 @@ class Scheduler:
         if lookahead > self.store.tree.allocator.free:
             self._free_pages()
             lookahead = self._lookahead(self.policy.longest)
-        if self._has_waiting or self.has_waiting:
+        if self.had_waiting or self.has_waiting:
             if started := self._admit_and_start(lookahead):
                 return first_tokens(started)
             self._resume_recomputed()  # what was copied back has all its KV
@@ -220,14 +194,11 @@ class Scheduler:
         asking = [state for state in self.in_flight if state.wants_logits]
         prompts = (state.sequence.node for state in self.in_flight)
         computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
-        return next_step(self.store.tree, rows, asking, self.prefill_chunk, computing)
+        chunk = self.settings.chunk_for(self.store.pool.spec.device)
+        return next_step(self.store.tree, rows, asking, chunk, computing)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
-        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others.
-
-        Args:
-            lookahead: Pages that what runs may take with its next tokens.
-        """
+        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
         self.admit(lookahead)
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:
@@ -282,57 +253,43 @@ class Scheduler:
         last.running -= len(chosen)
         gone = set(chosen)
         self.runs = [run for run in self.runs if run not in gone]
-        self._has_waiting = True
+        self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
-        """Bring preempted runs back, and start new ones from prompts with known logits, as far as there are pages.
+        """Bring preempted runs back, and start new ones from prompts with known logits; returns the new ones.
 
-        Args:
-            lookahead: Pages that what runs already may take with its next tokens.
-
-        Returns:
-            The new ones.
+        That is as far as there are pages beside ``lookahead`` for what runs already.
         """
         started: list[Row] = []
-        slots = self.slots_left
+        slots, tree = self.slots_left, self.store.tree
         lookahead += self._pages_to_start()
         for state in self.in_flight:
+            kind: type[Run] = BeamRun if state.request.params.forks else SampleRun
             while slots > 0 and state.ready:
                 pages = self._pages_of_next_run(state)
                 more = pages if state.running else 0  # for the first of a request they are counted
                 if state.preempted:
-                    if not self._resume(state, lookahead - (0 if state.running else pages)):
+                    run: Run = state.preempted[0]
+                    own = run.pages_to_resume(tree.page_size, self.policy.longest)
+                    if not self.preemption.resume(run, lookahead + more - pages, own):
                         return started
+                    del state.preempted[0]
                 elif self.store.cache.free_pages(lookahead + more):
-                    started.append(self._start(state))
+                    run = kind.start(state, tree, self.call)
+                    state.started += 1
+                    started.append((run.sequences[0], run))
                 else:
                     return started
+                self.runs.append(run)
                 slots, lookahead, state.running = slots - 1, lookahead + more, state.running + 1
         return started
-
-    def _resume(self, state: RequestState, lookahead: int) -> bool:
-        """Bring the first preempted run of a request back, if there are pages for it beside the lookahead."""
-        run: Run = state.preempted[0]
-        own = run.pages_to_resume(self.store.tree.page_size, self.policy.longest)
-        if not self.preemption.resume(run, lookahead, own):
-            return False
-        del state.preempted[0]
-        self.runs.append(run)
-        return True
-
-    def _start(self, state: RequestState) -> Row:
-        """Start the next run of a prompt whose logits are known."""
-        run = RUNS[state.request.params.forks].start(state, self.store.tree, self.call)
-        self.runs.append(run)
-        state.started += 1
-        return run.sequences[0], run
 
     def _compact(self, most_pages: int) -> None:
         """Make the tree of runs that fork less deep, with ``most_pages`` free pages at most.
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """
-        if any(not run.streams for run in self.runs):
+        if any(isinstance(run, BeamRun) for run in self.runs):
             source, target = self.store.tree.compact(most_pages)
             self.store.pool.copy(source, target)
             self.bytes_copied += len(source) * self.store.pool.spec.bytes_per_token

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 # Reads cumulative counters of what runs the call: fields of the report, by their names.
 Counters = Callable[[], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class BatchCounts:
-    """What came of some steps of the same sequences.
-
-    Attributes:
-        steps: Forward passes.
-        rows: Query rows of all of them.
-        kv_tokens_read, kv_tokens_unshared: Token KVs that one layer read in them, and would have read for each row
-            apart.
-        tokens_held: Tokens of all pages that were held at the end.
-        tokens_unshared: What the sequences would have held unshared when they were longest.
-        decodes: Whether the steps ran no prompt tokens.
-        unpipelined: Why the next step could not be launched before the tokens of the one before were read.
-    """
-
-    steps: int
-    rows: int
-    kv_tokens_read: int
-    kv_tokens_unshared: int
-    tokens_held: int
-    tokens_unshared: int
-    decodes: bool = False
-    unpipelined: Collection[str] = ()
 
 
 @dataclass
@@ -124,29 +99,15 @@ class Report:
         return {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add what another run has counted, as :meth:`counts` gives it; of peaks the higher one counts."""
-        for name, before in self.counts().items():
-            value = counts.get(name)
-            if isinstance(before, dict):
-                value = value if isinstance(value, Mapping) else {}
+        """Add what steps, or another run, have counted, as :meth:`counts` gives it; of peaks the higher one counts."""
+        self.update()
+        for name, value in counts.items():
+            before = vars(self).get(name)
+            if isinstance(before, dict) and isinstance(value, Mapping):
                 setattr(self, name, {key: before.get(key, 0) + value.get(key, 0) for key in {**before, **value}})
-            elif isinstance(value, int | float):
+            elif isinstance(before, int | float) and isinstance(value, int | float):
                 peak = name.endswith("_peak") or name == "graph_bytes"
                 setattr(self, name, max(before, value) if peak else before + value)
-
-    def add_batch(self, batch: BatchCounts, bytes_per_token: int) -> None:
-        """Add steps that have run."""
-        self.update()
-        self.steps += batch.steps
-        if batch.decodes:
-            self.decode_steps += batch.steps
-            for reason in batch.unpipelined:
-                self.unpipelined[reason] = self.unpipelined.get(reason, 0) + batch.steps
-        self.tokens_computed += batch.rows
-        self.kv_bytes_read += batch.kv_tokens_read * bytes_per_token
-        self.kv_bytes_read_unshared += batch.kv_tokens_unshared * bytes_per_token
-        self.kv_bytes_held_peak = max(self.kv_bytes_held_peak, batch.tokens_held * bytes_per_token)
-        self.kv_bytes_unshared_peak = max(self.kv_bytes_unshared_peak, batch.tokens_unshared * bytes_per_token)
 
     @property
     def tokens_per_second(self) -> float:

@@ -219,7 +219,6 @@ def runner_of(
         steps.compute,
         planning,
         pool.page_size,
-        device,
         least_rows=least_rows,
         weights=partial(weights_places, model),
         moves=moves,

@@ -1,12 +1,12 @@
-"""One step of the loop as a value, its results, and what runs it."""
+"""One step of the loop as a value, its results, and what runs it: the one way in which all tokens are computed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.tree.node import Node
+from prefixkit.tree.radix import PrefixTree
 
 # From ``[rows, vocab]`` float32 logits, which it may change, to those that tokens are sampled from.
 Process = Callable[[Tensor], Tensor]
@@ -38,25 +40,13 @@ class Batch:
     @cached_property
     def decodes(self) -> bool:
         """Whether each query row is the last token of a leaf of its own, after which a sequence continues."""
-        alone = self.outputs.only_next and len(self.outputs.rows) == len(self.tokens) == len(self.tree.queries.node)
-        return alone and not self.tree.below[self.tree.queries.node].any()
+        outputs, nodes = self.outputs, self.tree.queries.node
+        only_next = not (len(outputs.logits) or len(outputs.targets) or len(outputs.hidden))
+        return only_next and len(outputs.rows) == len(self.tokens) == len(nodes) and not self.tree.below[nodes].any()
 
 
-def _no_rows() -> NDArray[np.int64]:
-    return np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """Given tokens whose log-probabilities are wanted.
-
-    Attributes:
-        rows: ``[S]`` the query row before each.
-        tokens: ``[S]`` their ids.
-    """
-
-    rows: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+def _none(*shape: int, dtype: type[np.generic] = np.int64) -> Any:
+    return field(default_factory=lambda: np.empty(shape, dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +57,17 @@ class Outputs:
         rows: ``[R]`` rows after which sequences go on: their next tokens are sampled.
         sampling: How; None: the logits of ``rows`` are wanted instead, as ``Runner.logits``.
         logits: ``[P]`` rows whose logits are wanted besides.
-        targets: Tokens whose log-probabilities are wanted; None for none.
+        targets, target_rows: ``[S]`` tokens whose log-probabilities are wanted, and the query row before each.
         hidden: ``[H]`` rows whose last hidden states are wanted, before the language-model head; no other output is
             asked for beside them.
     """
 
-    rows: NDArray[np.int64] = field(default_factory=_no_rows)
+    rows: NDArray[np.int64] = _none(0)
     sampling: Sampling | None = None
-    logits: NDArray[np.int64] = field(default_factory=_no_rows)
-    targets: Targets | None = None
-    hidden: NDArray[np.int64] = field(default_factory=_no_rows)
-
-    @property
-    def only_next(self) -> bool:
-        """Whether nothing but next tokens, or their logits, is wanted."""
-        return not len(self.logits) and self.targets is None and not len(self.hidden)
+    logits: NDArray[np.int64] = _none(0)
+    targets: NDArray[np.int64] = _none(0)
+    target_rows: NDArray[np.int64] = _none(0)
+    hidden: NDArray[np.int64] = _none(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +100,10 @@ class Results:
         hidden: ``[H, hidden_size]``, where they are wanted, in the dtype of the model.
     """
 
-    tokens: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    top_tokens: NDArray[np.int64]
-    top_logprobs: NDArray[np.float32]
+    tokens: NDArray[np.int64] = _none(0)
+    logprobs: NDArray[np.float32] = _none(0, dtype=np.float32)
+    top_tokens: NDArray[np.int64] = _none(0, 0)
+    top_logprobs: NDArray[np.float32] = _none(0, 0, dtype=np.float32)
     logits: Tensor | None = None
     target_logprobs: Tensor | None = None
     target_greedy: Tensor | None = None
@@ -143,28 +129,14 @@ STEP_BY_STEP = Pace()
 
 
 class Runner(Protocol):
-    """Launches the steps of the loop.  Only :meth:`read` and :meth:`sample` wait for a device.
-
-    Attributes:
-        pace: That of the batch at hand.
-        plans_made: Attention plans made so far.
-        graph_steps, captures, seconds_capturing: Steps that CUDA graphs ran so far, graphs captured and what that took.
-    """
+    """Launches the steps of the loop.  Only :meth:`read` and :meth:`sample` wait for a device."""
 
     @property
-    def pace(self) -> Pace: ...
+    def pace(self) -> Pace:
+        """That of the batch at hand."""
 
-    @property
-    def plans_made(self) -> int: ...
-
-    @property
-    def graph_steps(self) -> int: ...
-
-    @property
-    def captures(self) -> int: ...
-
-    @property
-    def seconds_capturing(self) -> float: ...
+    def counters(self) -> dict[str, float]:
+        """Cumulative counters, by the fields of a report."""
 
     @property
     def graph_bytes(self) -> int:
@@ -204,3 +176,13 @@ class Runner(Protocol):
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""
+
+
+def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[Node]) -> None:
+    """Launch a batch over the tree that ``batch.tree`` is a snapshot of, and mark its tokens computed.
+
+    ``nodes`` are those of its query runs, in order.
+    """
+    runner.launch(batch)
+    queries, snapshot = batch.tree.queries, batch.tree.snapshot
+    tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some ran once more

@@ -1,4 +1,4 @@
-"""Capturing work on a GPU, to be started again with one launch."""
+"""Capturing decode steps on a GPU, to be started again with one launch: the tree grows, the model runs, it samples."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from prefixkit.attention.step import Step
+from prefixkit.runners.batch import Sampling
+from prefixkit.runners.capture_errors import first_line, is_about_capture, reason_of
+from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
+from prefixkit.runners.sampler import top_tokens
 
 # Beginning a capture waits for the whole device, which is an error while another thread captures.
 _capturing = threading.Lock()
 # Streams of captures that are gone, by device, the longest gone first.
 _released: dict[int, deque[Any]] = {}
+# Graphs give at least this many of the likeliest tokens, if any.
+_FEWEST_TOP = 16
 
 
 class Graph(Protocol):
@@ -37,43 +44,27 @@ class Capture(Protocol):
         """GPU memory of that pool."""
 
 
-class SampledBy(Enum):
-    """Who samples from the logits of a captured step."""
-
-    GRAPH = "graph"
-    HOST = "host"  # after each replay, because logits processors run there
-    CALLER = "caller"  # who takes the logits
-
-
-@dataclass(frozen=True)
-class GraphOutput:
-    """What a captured step gives: sampled tokens, those with the likeliest ones beside them, or logits.
+class GraphOutput(NamedTuple):
+    """What a captured step gives.
 
     Attributes:
-        sampled_by: Tokens, where the graph samples them; else logits.
-        top: Likeliest tokens of each row that the graph gives beside the sampled one; 0 for none.
+        samples: Whether the graph samples tokens; else it gives logits.
+        top: Likeliest tokens of each row that it gives beside the sampled one; 0 for none.
+        uploads_batch: Whether it copies its batch from the staging buffers at each replay: batches of beams, and those
+            whose logits the host processes, change at every step.
     """
 
-    sampled_by: SampledBy
+    samples: bool
     top: int = 0
-
-    @property
-    def uploads_batch(self) -> bool:
-        """Whether the graph copies its batch from the staging buffers at each replay."""
-        # Such batches change at every step: those of beams, and those whose logits the host processes.
-        return self.top > 0 or self.sampled_by is SampledBy.HOST
+    uploads_batch: bool = False
 
 
 @dataclass(eq=False)
 class Captured:
     """A captured step, and the logits that a replay writes, where the graph does not sample from them."""
 
-    graph: Graph | None = None
+    graph: Graph = field(init=False)
     logits: Tensor | None = None
-
-    def replay(self) -> None:
-        assert self.graph is not None, "captured"
-        self.graph.replay()
 
 
 class CudaCapture:
@@ -106,3 +97,45 @@ class CudaCapture:
     def bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
+
+def capture_step(
+    capture: Capture, model: Callable[[Step], Tensor], arrays: GraphArrays, output: GraphOutput, step: Step
+) -> Captured:
+    """Capture a step over the static buffers.
+
+    Raises:
+        CannotCapture: the step does what no graph can hold.
+        RuntimeError: there is no memory for it, or the device has failed.
+    """
+    arrays.ring.allocate_top(arrays.most_top(output.top))
+    captured = Captured()
+
+    def run() -> None:
+        if output.uploads_batch:
+            arrays.enqueue_copy(step.num_rows)
+        arrays.tree.advance(step.num_rows)
+        logits = model(step)
+        if not output.samples:
+            captured.logits = logits
+            return
+        sampled = arrays.sampler.sample(logits)
+        if output.top:
+            arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
+
+    try:
+        captured.graph = capture(run)
+    except RuntimeError as error:
+        reason = reason_of(error)
+        if is_about_capture(reason):
+            raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
+        raise reason from None  # out of memory, or broken
+    return captured
+
+
+def output_for(sampling: Sampling | None) -> GraphOutput:
+    """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
+    if sampling is None or sampling.process is not None:
+        return GraphOutput(samples=False, uploads_batch=sampling is not None)
+    top = max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0
+    return GraphOutput(samples=True, top=top, uploads_batch=top > 0)

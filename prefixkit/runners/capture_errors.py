@@ -6,8 +6,6 @@ device-side assert) leaves the GPU unusable for the process, so it has to be rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 # Numbers of the CUDA runtime, which are the driver's too.
@@ -21,7 +19,11 @@ def reason_of(error: BaseException) -> BaseException:
 
     The end of a failed capture raises an error of its own, so the reason may lie behind it.
     """
-    chain = list(_with_contexts(error))
+    chain = list[BaseException]()
+    one: BaseException | None = error
+    while one is not None:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
     faults, memory = filter(_is_fault, chain), filter(is_out_of_memory, chain)
     return next(faults, None) or next(memory, None) or error
 
@@ -61,11 +63,3 @@ def _code(error: BaseException) -> int | None:
     """CUDA's number of an error, where torch tells it."""
     code = getattr(error, "error_code", None)
     return code if isinstance(code, int) else None
-
-
-def _with_contexts(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it followed."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__

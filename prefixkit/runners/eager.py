@@ -16,11 +16,8 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, Targets
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling
 from prefixkit.runners.sampler import Sampler, top_tokens
-
-_NO_ROWS, _NO_NUMBERS = np.empty(0, np.int64), np.empty(0, np.float32)
-_NOTHING = Results(_NO_ROWS, _NO_NUMBERS, _NO_ROWS[:, None], _NO_NUMBERS[:, None])
 
 
 class CompiledModel(Protocol):
@@ -49,7 +46,7 @@ class EagerRunner:
         compiled: Runs the steps that it serves, in place of both; None: there is none.
     """
 
-    graph_steps, captures, seconds_capturing, graph_bytes = 0, 0, 0.0, 0
+    graph_bytes = 0
     logits: Tensor
 
     def __init__(
@@ -67,9 +64,8 @@ class EagerRunner:
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
 
-    @property
-    def plans_made(self) -> int:
-        return self.planner.plans_made
+    def counters(self) -> dict[str, float]:
+        return {"plans": self.planner.plans_made}
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -85,27 +81,27 @@ class EagerRunner:
         """The same; ``compiling``: whether layers may be compiled for this step."""
         self._unread.clear()
         self._tree = batch.tree
-        outputs, targets = batch.outputs, batch.outputs.targets
+        outputs = batch.outputs
         if len(outputs.hidden):
-            states = self._run(batch.tokens, outputs.hidden, compiling, hidden=True)
-            self._unread.append(replace(_NOTHING, hidden=states))
+            self._unread.append(Results(hidden=self._run(batch.tokens, outputs.hidden, compiling, hidden=True)))
             return
-        given = _NO_ROWS if targets is None else targets.rows
-        wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, given)))
+        wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, outputs.target_rows)))
         logits = self._run(batch.tokens, wanted, compiling)
-        rows = np.searchsorted(wanted, outputs.rows)
+        rows, results = np.searchsorted(wanted, outputs.rows), Results()
         of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
         if outputs.sampling is None:
-            self.logits, results = of_rows, _NOTHING
+            self.logits = of_rows
         else:
             results = self._choose(of_rows, outputs.sampling)
         if len(outputs.logits):
             results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
-        if targets is not None:
-            logprobs, greedy = _of_targets(logits, wanted, targets)
+        if len(outputs.targets):
+            with torch.inference_mode():
+                at, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
+                logprobs = torch.log_softmax(logits.float(), -1)[at, tokens]
+                greedy = logits.argmax(-1)[at] == tokens
             results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
-        if results is not _NOTHING:
-            self._unread.append(results)
+        self._unread.append(results)
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
@@ -148,7 +144,7 @@ class EagerRunner:
         if sampling is not None:
             self._top, self._process = sampling.top, sampling.process
         if not rows:
-            return replace(_NOTHING)
+            return Results()
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
@@ -169,17 +165,3 @@ class EagerRunner:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self._sampler = old = Sampler(rows, vocab, device)
         return old
-
-
-def _of_targets(logits: Tensor, wanted: NDArray[np.int64], targets: Targets) -> tuple[Tensor, Tensor]:
-    """``[S]`` the log-probability of each target, and whether greedy decoding takes it.
-
-    Args:
-        logits: ``[rows, vocab]``.
-        wanted: Their query rows, ascending.
-        targets: Tokens after some of these.
-    """
-    with torch.inference_mode():
-        rows, tokens = upload([np.searchsorted(wanted, targets.rows), targets.tokens], logits.device)
-        logprobs = torch.log_softmax(logits.float(), -1)
-        return logprobs[rows, tokens], logits.argmax(-1)[rows] == tokens

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Results, Sampling
-from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput
+from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, capture_step, output_for
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
-from prefixkit.runners.captured_step import capture_step, output_for
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
@@ -51,13 +50,11 @@ class GraphRunner:
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
         planning: How steps in graphs are planned, for the model's heads.
         page_size: Of the pool.
-        device: The GPU.
         pace: How far the host runs ahead.
         fewest_steps: A batch that runs for fewer steps captures no graph.
         least_rows: Rows that a graph has at least.
         weights: Says where what the model reads lies, and in which modes its modules run, such as their adapters;
-            called at the start of a call and of a capture.  Graphs are captured again once that differs.  None: it
-            never does.
+            called at the start of a call and of a capture.  Graphs are captured again once that differs.
         moves: Counts what may have moved it; called before each step, and ``weights`` again when it has changed.
         capture: Makes what captures graphs.
 
@@ -73,19 +70,17 @@ class GraphRunner:
         model: Callable[[Step], Tensor],
         planning: GraphPlanning,
         page_size: int,
-        device: torch.device | str,
         *,
         pace: Pace = PACE,
         fewest_steps: int = FEWEST_STEPS,
         least_rows: int = 1,
-        weights: Callable[[], Hashable] | None = None,
-        moves: Callable[[], int] | None = None,
-        capture: Callable[[], Capture] | None = None,
+        weights: Callable[[], Hashable] = lambda: None,
+        moves: Callable[[], int] = lambda: 0,
+        capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self.eager, self.model, self.planning, self.page_size = eager, model, planning, page_size
-        self.device, self.least_rows, self.fewest_steps = torch.device(device), least_rows, fewest_steps
-        self.weights, self.moves = weights, moves
-        self.make_capture: Callable[[], Capture] = CudaCapture if capture is None else capture
+        self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
+        self.weights, self.moves, self.make_capture = weights, moves, capture
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly = pace, False
         self._refused = self._no_memory = False
@@ -94,15 +89,15 @@ class GraphRunner:
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
         self._captured_weights: Hashable = None  # what `weights` said of those that graphs read
-        self._moves = 0  # what `moves` said then
+        self._moves = 0  # what `moves` said when they were where graphs read them
 
     @property
     def pace(self) -> Pace:
         return self.eager.pace if self._eagerly else self._pace
 
-    @property
-    def plans_made(self) -> int:
-        return self.eager.plans_made
+    def counters(self) -> dict[str, float]:
+        own = ("graph_steps", "captures", "seconds_capturing")
+        return {**self.eager.counters(), **{name: getattr(self, name) for name in own}}
 
     @property
     def graph_bytes(self) -> int:
@@ -112,7 +107,7 @@ class GraphRunner:
     def reads(self) -> tuple[int, int]:
         if self._eagerly:
             return self.eager.reads
-        tree = self._tree.grown(self._steps - 1) if self._steps > 1 else self._tree
+        tree = self._tree_after(self._steps - 1)
         return self._planned.kv_tokens_read(tree.length), int((tree.positions + 1).sum())
 
     # -- Runner --------------------------------------------------------------------------------------------------------
@@ -140,7 +135,7 @@ class GraphRunner:
             return self.eager.repeat(tokens)
         if self._stale:  # a callback has moved the model's weights
             self.select_rows(np.arange(self._rows))
-        self._note_moves()
+        self._moves = self.moves()
         if tokens is not None and self._arrays is not None:
             self._arrays.tree.sampled[: self._rows] = tokens
         self._replay()
@@ -157,7 +152,7 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.select_rows(rows)
         arrays = self._arrays
-        assert arrays is not None and arrays.sampler is not None, "launched before"
+        assert arrays is not None, "launched before"
         with self._on_device():
             self._drop_stale_graphs()
             bucket = self._bucket_for(len(rows))
@@ -171,7 +166,7 @@ class GraphRunner:
                 self._drop_stale_graphs()  # the failed capture may have moved weights first
                 self._ensure_graph(arrays, bucket)
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
-            tree = self._next_tree().select_rows(rows)
+            tree = self._tree_after(self._steps).select_rows(rows)
             arrays.upload_tree(tree)
             self._start_batch(arrays, tree, bucket)
 
@@ -180,11 +175,9 @@ class GraphRunner:
             return self.eager.read()
         arrays, oldest = self._arrays, self._unread.popleft()
         assert arrays is not None, "launched before"
-        return (
-            oldest
-            if isinstance(oldest, Results)
-            else arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
-        )
+        if isinstance(oldest, Results):
+            return oldest
+        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self.eager.sample(logits, sampling)
@@ -214,14 +207,20 @@ class GraphRunner:
             self._no_memory = True
             reason = f"no memory for CUDA graphs of {rows} rows: {first_line(error)}"
         # Not while the error is handled: its traceback holds what was made until then.
-        self._release()
+        self.drop_graphs()
+        self._arrays = None
+        self._unread.clear()
         log.warning("decoding step by step: %s", reason)
         return False
 
     def _place_batch(self, batch: Batch, bucket: int) -> None:
         """Capture a graph where there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
-        arrays, tree = self._arrays, batch.tree
-        if arrays is None or not self._stage_batch(arrays, batch, bucket):
+        arrays, tree, staged = self._arrays, batch.tree, False
+        if arrays is not None and self._output.uploads_batch and (bucket, self._output) in self._graphs:
+            with suppress(BatchTooLarge, PlanTooLarge):
+                arrays.stage(tree, batch.tokens)
+                staged = True
+        if arrays is None or not staged:
             arrays = self._arrays_for(tree)
             self._ensure_graph(arrays, bucket)
             if self._output.uploads_batch:
@@ -233,25 +232,15 @@ class GraphRunner:
             arrays.upload_tree(tree)
         self._start_batch(arrays, tree, bucket)
 
-    def _stage_batch(self, arrays: GraphArrays, batch: Batch, bucket: int) -> bool:
-        """Whether a captured graph uploads the batch, which is staged for it then."""
-        if not self._output.uploads_batch or (bucket, self._output) not in self._graphs:
-            return False
-        try:
-            arrays.stage(batch.tree, batch.tokens)
-        except (BatchTooLarge, PlanTooLarge):
-            return False
-        return True
-
     def _replay(self) -> None:
         arrays, captured = self._arrays, self._graphs[self._bucket, self._output]
-        assert arrays is not None and arrays.sampler is not None, "launched before"
+        assert arrays is not None, "launched before"
         with self._on_device():
             if self._steps and self._steps % REPLAN_EVERY == 0:
                 arrays.replan()
             self._steps += 1
             self.graph_steps += 1
-            captured.replay()
+            captured.graph.replay()
             if self._sampling is None:
                 return
             if captured.logits is not None:
@@ -262,9 +251,8 @@ class GraphRunner:
                 arrays.ring.copy(arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows])
             self._unread.append((arrays.ring.record(first=self._output.top > 0), self._rows))
 
-    def _next_tree(self) -> StepTree:
-        """The tree of the next step to be launched, or of the first."""
-        return self._tree.grown(self._steps) if self._steps else self._tree
+    def _tree_after(self, steps: int) -> StepTree:
+        return self._tree.grown(steps) if steps > 0 else self._tree
 
     def _on_device(self) -> AbstractContextManager[object]:
         """The GPU as the current device: captures and events go by that."""
@@ -290,28 +278,16 @@ class GraphRunner:
     @property
     def _stale(self) -> bool:
         """Whether the weights that graphs read have moved."""
-        if self.moves is None or self.weights is None or self.moves() == self._moves:
-            return False
-        return self.weights() != self._captured_weights  # else another model's have moved
+        moved = self.moves() != self._moves
+        return moved and self.weights() != self._captured_weights  # else another model's have moved
 
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused."""
-        weights = None if self.weights is None else self.weights()
+        weights = self.weights()
         if self._graphs and weights != self._captured_weights:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
-        self._captured_weights = weights
-        self._note_moves()
-
-    def _note_moves(self) -> None:
-        """Note that the moves of weights so far have left those that graphs read where they were."""
-        self._moves = self.moves() if self.moves is not None else 0
-
-    def _release(self) -> None:
-        """Free all memory of graphs and of the buffers that they read and write."""
-        self.drop_graphs()
-        self._arrays = None
-        self._unread.clear()
+        self._captured_weights, self._moves = weights, self.moves()
 
     def _bucket_for(self, rows: int) -> int:
         """The bucket whose graph runs a batch of ``rows`` rows."""

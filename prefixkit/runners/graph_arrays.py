@@ -93,6 +93,8 @@ class Ring:
 class GraphArrays:
     """Everything that graphs read and write, for trees up to some size and up to ``rows`` rows, a bucket's."""
 
+    sampler: Sampler  # made before the first graph
+
     def __init__(
         self, tree: StepTree, rows: int, planning: GraphPlanning, page_size: int, device: torch.device
     ) -> None:
@@ -105,7 +107,6 @@ class GraphArrays:
         self.planner = planning.planner(capacity.nodes, _with_slack(plan, rows), device)
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring(rows, device)
-        self.sampler: Sampler | None = None
         self._beams = 0  # rows of the sampler, where all are those of beams
         self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._planning = planning
@@ -121,7 +122,7 @@ class GraphArrays:
         return self.planner.capacity.holds(self._planning.capacity_for(tree))
 
     def make_sampler(self, vocab: int) -> None:
-        if self.sampler is None:
+        if not hasattr(self, "sampler"):
             if vocab > MOST_VOCAB:
                 raise CannotCapture(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
@@ -130,13 +131,11 @@ class GraphArrays:
 
     def most_top(self, count: int) -> int:
         """At most ``count`` of the likeliest tokens: as many as the vocabulary has."""
-        assert self.sampler is not None, "made before the first graph"
         return min(count, self.sampler.vocab)
 
     def upload_sampling(self, sampling: SamplingBatch) -> None:
         """Upload the sampling parameters of a batch's rows; those of beams, which are alike at each step, once."""
         sampler, rows = self.sampler, len(sampling.params)
-        assert sampler is not None, "made before the first graph"
         beams = rows if all(params is GREEDY for params in sampling.params) else 0
         if not beams or beams != self._beams:
             sampler.active.zero_()
@@ -156,7 +155,6 @@ class GraphArrays:
 
     def enqueue_copy(self, rows: int) -> None:
         """Copy what was staged last to the device, and plan it, on the current stream.  Can be captured."""
-        assert self.sampler is not None, "made before the first graph"
         self.tree.enqueue_copy()
         self.planner.enqueue_copy()
         self.planner.plan()
@@ -164,7 +162,6 @@ class GraphArrays:
 
     def upload_tokens(self, tokens: NDArray[np.integer]) -> None:
         """Upload the tokens that the first step of a batch runs."""
-        assert self.sampler is not None, "made before the first graph"
         self.sampler.tokens[: len(tokens)] = upload([tokens.astype(np.int64)], self.tree.leaf.device)[0]
 
     def upload_tree(self, tree: StepTree) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
-from prefixkit.engine.scoring.contexts import Continued
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.runner import runner_of
-from prefixkit.sampling.params import SamplingParams
 
 
 def make_engine(
@@ -31,69 +25,34 @@ def make_engine(
     prefill_chunk: int | None = None,
     graphs: bool = True,
     compiled: bool = False,
+    scores: bool = False,
 ) -> Engine:
     """An engine over a patched model, with a pool that holds what these requests need, within the budget.
 
     Args:
         facts: Of the patched model.
-        requests: What it will be asked.
         kv_budget, page_size, prefill_chunk: See :func:`generate`.
+        requests: What it will be asked.
         graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
         compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
+        scores: Whether the requests stand for texts whose tokens are scored, and nothing is sampled.
     """
     spec = facts.spec
-    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    workspace = step_bytes(facts.config, spec, requests, chunk)
+    settings = EngineSettings(prefill_chunk, MOST_RUNNING)
+    workspace = step_bytes(facts.config, spec, () if scores else requests, settings.chunk_for(spec.device))
+    if scores:
+        workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
-    return engine_of(facts, store, prefill_chunk=chunk, graphs=graphs, compiled=compiled)
-
-
-def make_scorer(
-    facts: ModelFacts,
-    prompts: Sequence[NDArray[np.int32]],
-    continuations: Sequence[Sequence[NDArray[np.int32]]],
-    *,
-    kv_budget: float | str | None = None,
-    page_size: int = 16,
-    prefill_chunk: int | None = None,
-) -> Engine:
-    """The same for prompts with continuations that are scored, which samples nothing and captures no graphs."""
-    spec = facts.spec
-    chunk = prefill_chunk_for(spec.device) if prefill_chunk is None else prefill_chunk
-    texts = Continued.of(prompts, continuations)
-    once = SamplingParams(max_new_tokens=1)  # whose pages are those of its prompt
-    requests = [Request(text, texts.tokens(text), once) for text in range(len(texts))]
-    # Logits as computed and in float32, and their log-softmax.
-    workspace = step_bytes(facts.config, spec, (), chunk) + 3 * MOST_LOGIT_BYTES
-    stores = stores_of(facts.inner)
-    num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
-    store = stores.make(kind_of(facts, page_size), num_pages)
-    return engine_of(facts, store, prefill_chunk=chunk, graphs=False)
+    return engine_of(facts, store, settings, graphs=graphs, compiled=compiled)
 
 
 def engine_of(
-    facts: ModelFacts,
-    store: KVStore,
-    *,
-    prefill_chunk: int | None = None,
-    graphs: bool = True,
-    compiled: bool = False,
-    most_running: int = MOST_RUNNING,
-    retain_samples: bool = False,
-    policy: MemoryPolicy | None = None,
+    facts: ModelFacts, store: KVStore, settings: EngineSettings, *, graphs: bool = True, compiled: bool = False
 ) -> Engine:
     """An engine over a patched model and a store of its KV; the runner stays with the store."""
     key = "runner of calls", facts.model, graphs, compiled
     if key not in store.runners:
         store.runners[key] = runner_of(facts, store.pool, graphs=graphs, compiled=compiled)
-    chunk = prefill_chunk_for(facts.spec.device) if prefill_chunk is None else prefill_chunk
-    return Engine(
-        store.runners[key],
-        store,
-        prefill_chunk=chunk,
-        most_running=most_running,
-        retain_samples=retain_samples,
-        policy=policy,
-    )
+    return Engine(store.runners[key], store, settings)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.engine import Engine
-from prefixkit.engine.request import Request, Sample, TokenEvent
+from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.runs.detokenizer import detokenizer_of
 from prefixkit.engine.sharing_report import Report
 from prefixkit.models import ModelFacts
@@ -46,27 +45,14 @@ class Result:
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
-def run(engine: Engine, call: Call, requests: Sequence[Request]) -> Result:
-    """One call: the engine runs requests to their end."""
-    return Result(tuple(engine.run(requests, call)), call.report)
-
-
-def call_of(
-    facts: ModelFacts,
-    tokenizer: Any,
-    requests: Sequence[Request],
-    return_samples: bool = True,
-    on_sample: Callable[[Sample], None] | None = None,
-    on_token: Callable[[TokenEvent], None] | None = None,
-    on_step: Callable[[int], None] | None = None,
-) -> Call:
+def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *listeners: Any) -> Call:
     """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
 
     Raises:
         ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
     """
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
-    return Call(return_samples, on_sample, on_token, on_step, detokenizer_of(tokenizer))
+    return Call(detokenizer_of(tokenizer), *listeners)
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:
@@ -76,3 +62,35 @@ def check_length(facts: ModelFacts, longest: int) -> None:
     limit = getattr(facts.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)
+
+
+class Stream(Iterator[Sample]):
+    """The samples of a call as they finish; :meth:`prefixkit.Session.stream` says how it begins and ends."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin, self._cut = begin, ""
+        self._samples: Any = None  # a generator, once it has begun
+
+    def __next__(self) -> Sample:
+        if self._cut:
+            raise ValueError(f"the stream was cut short by {self._cut}; call session.stream() again for its samples")
+        if self._samples is None:
+            next(begun := self._begin())
+            self._samples = begun
+        try:
+            return next(self._samples)  # type: ignore[no-any-return]
+        except BaseException as error:
+            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:  # else its own callback asked
+                self._cut = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        """End it: samples that have not finished are dropped, and none follow."""
+        self._samples = self._samples or (one for one in list[Sample]())
+        self._samples.close()
+
+    def cut(self, why: str) -> None:
+        """End it where it is under way, between two samples; a further ``next`` raises with the reason."""
+        if self._samples is not None and self._samples.gi_suspended:
+            self._samples.close()
+            self._cut = why

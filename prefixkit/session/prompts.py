@@ -23,14 +23,7 @@ class Unpadded(list[int]):
 
 
 def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_size: int) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt.
-
-    Args:
-        tokenizer: Encodes text, with its special tokens, and chat messages, with its chat template and the start of an
-            answer.  None: all prompts are token ids.
-        prompts: A list of prompts, each a string, a list (or array) of token ids, or a list of chat messages.  A single
-            string counts as a list of one.
-        vocab_size: The model's.
+    """Token ids of each prompt, as :func:`prefixkit.generate` takes them; a single string counts as a list of one.
 
     Raises:
         ValueError: no prompts, an empty prompt, padding (see :func:`refuse_padding`), text without a tokenizer, or a
@@ -51,19 +44,18 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     several = len(given) > 1 or getattr(prompts, "ndim", 1) == 2  # a tensor or an array is a batch, even of one row
     if several and not any(isinstance(prompt, str | Unpadded) or _is_chat(prompt) for prompt in given):
         refuse_padding(encoded, tokenizer)
-    check_ids(encoded, vocab_size)
+    for index, tokens in enumerate(encoded):
+        check_ids(f"prompt {index}", tokens, vocab_size)
     return [tokens.astype(np.int32) for tokens in encoded]
 
 
-def check_ids(prompts: Sequence[NDArray[np.integer]], vocab_size: int) -> None:
-    """Raise ValueError where a token is outside the vocabulary."""
-    for index, tokens in enumerate(prompts):
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if len(outside):
-            raise ValueError(
-                f"prompt {index}: token {int(outside[0])} is outside the model's vocabulary of {vocab_size}; "
-                "encode with the model's own tokenizer"
-            )
+def check_ids(where: str, tokens: NDArray[np.integer], vocab_size: int) -> None:
+    """Raise ValueError where a token is outside the vocabulary; ``where`` says whose it is."""
+    if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
+        raise ValueError(
+            f"{where}: token {int(outside[0])} is outside the model's vocabulary of {vocab_size}; "
+            "encode with the model's own tokenizer"
+        )
 
 
 def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.engine.request import BeamFields, BeamParams, Request
-from prefixkit.engine.scoring.head_values import Marked
+from prefixkit.engine.scoring.contexts import Text
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
+from prefixkit.session.call_results import check_length
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 
 Prompts = Prompt | Iterable[Prompt]
@@ -49,44 +50,35 @@ _NEUTRAL: dict[str, float | None] = {
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
-def sampling_requests(
+def requests_for(
+    kind: type[Params],
     facts: ModelFacts,
     tokenizer: Any,
     prompts: Prompts,
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    fields: SamplingFields,
+    params: Params | Sequence[Params] | None,
+    fields: SamplingFields | BeamFields,
 ) -> list[Request]:
-    """A request for each prompt, with the parameters of :func:`prefixkit.generate`; everything is checked."""
+    """A request for each prompt, with parameters as :func:`prefixkit.generate` or :func:`prefixkit.beam_search` takes
+    them, of one ``kind``; everything is checked.
+    """
     encoded = _encoded(facts, tokenizer, prompts)
-    fields = with_configured(facts, params, fields)
-    each = _per_prompt(SamplingParams, params, fields, len(encoded), ("n", "seed"))
+    configured = "repetition_penalty stop_strings" if kind is SamplingParams else "length_penalty early_stopping"
+    each = _per_prompt(kind, params, with_configured(facts, params, fields, configured), len(encoded))
     each = _with_stop_ids(facts, tokenizer, each)
-    _check_generation_config(facts, each)
-    _check_text(tokenizer, each)
+    _check_params(facts, tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
 
 
 def prompt_requests(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[Request]:
     """A request for each prompt that computes its KV; its one sampled token is not used."""
+    return text_requests(_encoded(facts, tokenizer, prompts))
+
+
+def text_requests(texts: Iterable[NDArray[np.int32]]) -> list[Request]:
+    """The same of token ids: what such a request takes of memory is the pages of its text."""
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
-    return [Request(index, tokens, params) for index, tokens in enumerate(_encoded(facts, tokenizer, prompts))]
-
-
-def beam_requests(
-    facts: ModelFacts,
-    tokenizer: Any,
-    prompts: Prompts,
-    params: BeamParams | Sequence[BeamParams] | None,
-    fields: BeamFields,
-) -> list[Request]:
-    """A request for each prompt, with the parameters of :func:`prefixkit.beam_search`; everything is checked."""
-    encoded = _encoded(facts, tokenizer, prompts)
-    own = _configured(facts, ["length_penalty", "early_stopping"] if params is None else [])
-    fields = {**own, **fields}  # type: ignore[typeddict-item]
-    each = _with_stop_ids(facts, tokenizer, _per_prompt(BeamParams, params, fields, len(encoded)))
-    _check_generation_config(facts, each)
-    return [Request(index, tokens, own) for index, (tokens, own) in enumerate(zip(encoded, each, strict=True))]
+    return [Request(index, tokens, params) for index, tokens in enumerate(texts)]
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -102,14 +94,8 @@ def scored_tokens(
 ) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
     """Token ids of prompts, and of the continuations of each; everything is checked.
 
-    Args:
-        facts: Of the model.
-        tokenizer, prompts: As of :func:`prefixkit.generate`.
-        continuations: A list for all prompts, or one for each: strings or lists of token ids.
-        one: Whether there is one prompt, whose list this is.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.Session.score`.
+    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.score` says what may be given and is
+    raised.
     """
     encoded = _encoded(facts, tokenizer, prompts)
     as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
@@ -128,36 +114,32 @@ def scored_tokens(
         if id(own) not in known:
             if not len(own):
                 raise ValueError(f"prompt {index} has no continuations; pass at least one")
-            named = [(f"continuation {i}", tokens) for i, tokens in enumerate(own)]
-            known[id(own)] = [_continuation(tokenizer, tokens, where, vocab) for where, tokens in named]
+            named = enumerate(own)
+            known[id(own)] = [continuation_tokens(tokenizer, one, vocab, f"continuation {i}") for i, one in named]
             if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
+    check_length(facts, max(len(prompt) + max(map(len, own)) for prompt, own in zip(encoded, found, strict=True)))
     return encoded, found
 
 
-def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> Marked:
-    """Token ids of prompts, and the positions at which something is wanted; everything is checked.
+def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> list[Text]:
+    """Prompts, and the positions after which something is wanted; everything is checked.
 
-    Args:
-        facts: Of the model.
-        tokenizer, prompts: As of :func:`prefixkit.generate`.
-        at: ``"last"``, ``"all"``, or positions: a list for each prompt.
-        one: Whether there is one prompt, whose list this is.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.Session.values`.
+    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.values` says what may be given and is
+    raised.
     """
     encoded = _encoded(facts, tokenizer, prompts)
+    check_length(facts, max(map(len, encoded)))
     if isinstance(at, str):
         if at not in ("last", "all"):
             raise ValueError(f"at must be 'last', 'all' or positions, got {at!r}")
-        return Marked(encoded, [np.arange(0 if at == "all" else len(tokens) - 1, len(tokens)) for tokens in encoded])
+        return [Text(tokens, np.arange(0 if at == "all" else len(tokens) - 1, len(tokens))) for tokens in encoded]
     each = [at] if one else as_list("at", at, "lists of positions, one for each prompt")
     if len(each) != len(encoded):
         raise ValueError(f"at must be one list of positions for each prompt, got {len(each)} for {len(encoded)}")
     pairs = enumerate(zip(each, encoded, strict=True))
-    return Marked(encoded, [_positions(own, len(tokens), index) for index, (own, tokens) in pairs])
+    return [Text(tokens, _positions(own, len(tokens), index)) for index, (own, tokens) in pairs]
 
 
 def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
@@ -173,20 +155,6 @@ def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
     return found
 
 
-def longest_scored(prompts: Sequence[NDArray[np.int32]], continuations: Sequence[Sequence[NDArray[np.int32]]]) -> int:
-    """Tokens of the longest prompt with a continuation of it."""
-    return max(len(prompt) + max(map(len, each)) for prompt, each in zip(prompts, continuations, strict=True))
-
-
-def continuation_tokens(tokenizer: Any, given: str | Sequence[int], vocab: int) -> NDArray[np.int32]:
-    """Token ids of a string alone, without special tokens, or the given ones, checked.
-
-    Raises:
-        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
-    """
-    return _continuation(tokenizer, given, "tokens", vocab)
-
-
 def _is_list_of_continuations(one: Any) -> bool:
     """Whether it is a list of strings or of lists, not a continuation itself."""
     if isinstance(one, str | bytes) or not isinstance(one, Iterable):
@@ -194,8 +162,12 @@ def _is_list_of_continuations(one: Any) -> bool:
     return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
 
 
-def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[np.int32]:
-    """Token ids of a continuation: those of its text alone, without special tokens; ``where`` names it in messages."""
+def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "tokens") -> NDArray[np.int32]:
+    """Token ids of a string alone, without special tokens, or the given ones, checked; messages say ``where``.
+
+    Raises:
+        ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
+    """
     if isinstance(one, str):
         if tokenizer is None:
             raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
@@ -207,11 +179,7 @@ def _continuation(tokenizer: Any, one: Any, where: str, vocab: int) -> NDArray[n
         raise ValueError(f"{where}: pass at least one token, got none")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"{where}: token ids must be integers, got {tokens.dtype}; pass the text itself, or encode it")
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(
-            f"{where}: token {int(tokens.min() if tokens.min() < 0 else tokens.max())} is outside the model's "
-            f"vocabulary of {vocab}; encode with the model's own tokenizer"
-        )
+    check_ids(where, tokens, vocab)
     return tokens.astype(np.int32)
 
 
@@ -223,18 +191,23 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
     for one in asked:
         if not isinstance(one, Request):
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
-    check_ids([one.tokens for one in asked], facts.vocab_size)
-    _check_generation_config(facts, [one.params for one in asked])
-    _check_text(tokenizer, [one.params for one in asked])
+    for index, one in enumerate(asked):
+        check_ids(f"prompt {index}", one.tokens, facts.vocab_size)
+    _check_params(facts, tokenizer, [one.params for one in asked])
     return [replace(one, params=_with_stop_ids(facts, tokenizer, [one.params])[0]) for one in asked]
 
 
-def with_configured(facts: ModelFacts, params: object, fields: SamplingFields) -> SamplingFields:
-    """Fields with penalty and stop strings of the generation config, where neither one nor ``params`` are given."""
-    found = _configured(facts, ["repetition_penalty", "stop_strings"] if params is None else [])
+def with_configured(
+    facts: ModelFacts,
+    params: object,
+    fields: SamplingFields | BeamFields,
+    names: str = "repetition_penalty stop_strings",
+) -> dict[str, Any]:
+    """Fields with those ``names`` of the generation config, where neither one nor ``params`` are given."""
+    found = _configured(facts, names.split() if params is None else [])
     if "stop_strings" in found:
         found["stop"] = found.pop("stop_strings")
-    return {**found, **fields}  # type: ignore[typeddict-item]
+    return {**found, **fields}
 
 
 def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
@@ -244,8 +217,8 @@ def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
-def _check_generation_config(facts: ModelFacts, each: Sequence[SamplingParams | BeamParams]) -> None:
-    """Raise ValueError where the model's generation config asks for what would be left out."""
+def _check_params(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
+    """Raise ValueError where the generation config asks for what would be left out, or stop strings need text."""
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
     names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
     if beams := len(samples) < len(each):
@@ -259,12 +232,8 @@ def _check_generation_config(facts: ModelFacts, each: Sequence[SamplingParams | 
             f"the model's generation_config sets {given}, which is not applied here; call model.generate(), which "
             f"runs on the tree too, {processors}or set model.generation_config.{next(iter(asked))} = None"
         )
-
-
-def _check_text(tokenizer: Any, each: Iterable[SamplingParams | BeamParams]) -> None:
-    """Raise ValueError where stop strings are to be found without a tokenizer."""
-    for own in each:
-        if tokenizer is None and isinstance(own, SamplingParams) and own.stop_strings:
+    for own in samples:
+        if tokenizer is None and own.stop_strings:
             raise ValueError(
                 f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
                 "pass the model's tokenizer, or use stop_token_ids and stop=()"
@@ -280,31 +249,42 @@ def _per_prompt(
     params: Params | Sequence[Params] | None,
     fields: Mapping[str, Any],
     count: int,
-    listed: Sequence[str] = (),
 ) -> list[Params]:
-    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, those ``listed`` as one
+    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, ``n`` and ``seed`` as one
     value or one per prompt.
     """
-    names = kind.__dataclass_fields__
-    if unknown := [name for name in fields if name not in names]:
-        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
-    lists = {name: _values(name, fields[name], count) for name in listed if name in fields}
+    check_names(kind, fields)
+    lists = {name: _values(name, fields[name], count) for name in ("n", "seed") if name in fields}
     common = {name: value for name, value in fields.items() if name not in lists}
     if params is None:
         params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    of = f"{kind.__name__}, or one of them for all prompts"
-    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
-    if len(own) != count or not all(isinstance(one, kind) for one in own):
-        kinds = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
-        raise ValueError(
-            f"params must be {kind.__name__}, one for all or one per prompt, got {len(own)} ({kinds}) "
-            f"for {count} prompts"
-        )
-    own = [replace(one, **common) for one in own] if common else own
-    if not lists:
+    own = listed_params((kind,), params, count, "one for all or one per prompt", "prompts")
+    if not fields:
         return own
-    changes = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [replace(one, **change) for one, change in zip(own, changes, strict=True)]
+    return [
+        replace(one, **common, **{name: values[index] for name, values in lists.items()})
+        for index, one in enumerate(own)
+    ]
+
+
+def check_names(kind: type[Any], fields: Mapping[str, Any]) -> None:
+    """Raise TypeError where parameters of a kind have no field of one of these names."""
+    names = kind.__dataclass_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+
+
+def listed_params(
+    kinds: tuple[type[Params], ...], params: Params | Sequence[Params], count: int, how: str, things: str
+) -> list[Params]:
+    """Parameters for each of ``count`` things: those given for all, or a list of as many; messages say ``how``."""
+    named = " or ".join(kind.__name__ for kind in kinds)
+    of = f"{named}, or one of them for all {things}"
+    own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
+    if len(own) != count or not all(isinstance(one, kinds) for one in own):
+        found = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
+        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({found}) for {count} {things}")
+    return own
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:

@@ -165,7 +165,10 @@ class SearchNode:
                 f"fork({number}) needs a seed for each node, got {len(own)}; pass range({number}), or none"
             )
         self._children += number
-        return [self._forked(last, seed) for seed in own]
+        nodes = [SearchNode(self.session, last.tokens, seed) for seed in own]
+        for node in nodes:
+            node.parent, node.finish_reason, node._last = self, self.finish_reason, last
+        return nodes
 
     def extend(self, tokens: str | Sequence[int]) -> SearchNode:
         """Append given tokens, or those of a string alone; a node that had ended goes on.  Returns the node.
@@ -189,11 +192,6 @@ class SearchNode:
         """
         self._check_idle("release")
         self._last = None
-
-    def _forked(self, last: _Run, seed: int) -> SearchNode:
-        node = SearchNode(self.session, last.tokens, seed)
-        node.parent, node.finish_reason, node._last = self, self.finish_reason, last
-        return node
 
     def ids(self) -> Ints:
         """``[len(node)]`` token ids, the prompt's included: the session's, to be read alone."""
@@ -221,13 +219,7 @@ class SearchNode:
 
 
 def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode]:
-    """Nodes that a session may use.
-
-    Raises:
-        TypeError: something else than nodes.
-        ForeignNode: one belongs to another session.
-        NodeReleased: one has been released.
-    """
+    """Nodes that a session may use; TypeError, ForeignNode or NodeReleased where one is not."""
     found = as_list("nodes", nodes, "search nodes")
     for node in found:
         if not isinstance(node, SearchNode):

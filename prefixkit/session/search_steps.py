@@ -10,8 +10,8 @@ import numpy as np
 
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.models import ModelFacts
-from prefixkit.sampling.params import SamplingFields, SamplingParams, StopFunction, as_list, as_stops
-from prefixkit.session.requests import checked_requests, with_configured
+from prefixkit.sampling.params import SamplingFields, SamplingParams, StopFunction, as_stops
+from prefixkit.session.requests import check_names, checked_requests, listed_params, with_configured
 from prefixkit.session.search import NodeFinished, SearchNode
 
 Params = SamplingParams | BeamParams
@@ -60,22 +60,11 @@ def _params_of_each(
     facts: ModelFacts, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
 ) -> list[Params]:
     """The parameters of each node: its own or those of all, with ``fields`` in their place."""
-    fields = with_configured(facts, params, fields)
+    changes = with_configured(facts, params, fields)
     params = SamplingParams() if params is None else params
-    of = "SamplingParams or BeamParams, or one of them for all nodes"
-    each = [params] * count if isinstance(params, Params) else as_list("params", params, of)
-    if len(each) != count or not all(isinstance(one, Params) for one in each):
-        kinds = ", ".join(sorted({type(one).__name__ for one in each})) or "none"
-        raise ValueError(
-            "params must be SamplingParams or BeamParams, one for all nodes or one for each, "
-            f"got {len(each)} ({kinds}) for {count} nodes"
-        )
+    each = listed_params((SamplingParams, BeamParams), params, count, "one for all nodes or one for each", "nodes")
     for own in each:
-        names = own.__dataclass_fields__
-        if unknown := [name for name in fields if name not in names]:
-            kind = type(own).__name__
-            raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind} are {', '.join(names)}")
-    changes: dict[str, Any] = {**fields}
+        check_names(type(own), changes)
     return [replace(own, **changes) for own in each]
 
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
-from prefixkit.engine.call import Call
-from prefixkit.engine.page_needs import check_fits
+from prefixkit.engine.memory import check_fits
 from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
-from prefixkit.engine.scoring.head_values import Head
+from prefixkit.engine.scoring.score import Head
+from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.kv.prefixes.write import check_place
 from prefixkit.models import patched_facts
+from prefixkit.models.model_fingerprint import kv_fingerprint
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
-from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, check_length
+from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream
 from prefixkit.session.prompts import Prompt
 from prefixkit.session.requests import (
     Prompts,
-    beam_requests,
     checked_requests,
-    longest_scored,
     marked_tokens,
     prompt_requests,
-    sampling_requests,
+    requests_for,
     scored_tokens,
 )
 from prefixkit.session.search import SearchNode, check_nodes, in_step, with_tokens
 from prefixkit.session.search_steps import Until, append_samples, step_requests
 from prefixkit.session.session_memory import Pin, SessionMemory
-from prefixkit.session.stream import Stream
+from prefixkit.tree.radix import Sequence as TreeSequence
 
 __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]
 
@@ -84,9 +86,8 @@ class Session(SessionMemory):
             KVBudgetTooSmall: one of the sequences does not fit the pool.
             ValueError, TypeError: as :func:`prefixkit.generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
+        with self._called() as facts:
+            requests = requests_for(SamplingParams, facts, self.tokenizer, prompts, params, fields)
             return self._run(facts, requests, return_samples, on_sample, on_token, on_step)
 
     def stream(
@@ -104,19 +105,19 @@ class Session(SessionMemory):
         are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
         and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = sampling_requests(facts, self.tokenizer, prompts, params, fields)
-            with self._lent_store(facts) as store:
-                check_fits(requests, store.budget())
+        with self._called() as facts:
+            requests = requests_for(SamplingParams, facts, self.tokenizer, prompts, params, fields)
+            with self._engine(facts) as engine:
+                check_fits(requests, engine.store.budget())
 
         def samples() -> Generator[Any, None, None]:
-            with self._busy():
-                facts = patched_facts(self.model)
-                with self._lent_store(facts, [request.tokens for request in requests]) as store:
-                    engine, call = self._engine(facts, store), self._call(facts, requests, True, None, on_token)
-                    yield  # it has begun
-                    yield from engine.stream(requests, call)
+            with (
+                self._called() as facts,
+                self._engine(facts, [request.tokens for request in requests]) as engine,
+            ):
+                call = self._call(facts, requests, True, None, on_token)
+                yield  # it has begun
+                yield from engine.stream(requests, call)
 
         self._streams.add(stream := Stream(samples))
         return stream
@@ -134,9 +135,8 @@ class Session(SessionMemory):
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            requests = beam_requests(facts, self.tokenizer, prompts, params, fields)
+        with self._called() as facts:
+            requests = requests_for(BeamParams, facts, self.tokenizer, prompts, params, fields)
             return self._run(facts, requests, True, on_sample)
 
     def run(
@@ -150,26 +150,21 @@ class Session(SessionMemory):
     ) -> Result:
         """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
 
-        Args:
-            requests: Token ids, each with how to sample from them or search.  Their occurrences are taken as they are:
-                equal prompts with equal seeds need different ones, or their samples are equal.
-            return_samples, on_sample, on_token, on_step: See :func:`prefixkit.generate`.
+        Occurrences of requests are taken as they are: equal prompts with equal seeds need different ones, or their
+        samples are equal.  For the listeners see :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
-            facts = patched_facts(self.model)
-            return self._run(
-                facts, checked_requests(facts, self.tokenizer, requests), return_samples, on_sample, on_token, on_step
-            )
+        with self._called() as facts:
+            own = checked_requests(facts, self.tokenizer, requests)
+            return self._run(facts, own, return_samples, on_sample, on_token, on_step)
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
         """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
 
-        Args:
-            prompt: A string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them.
-            seed: What its tokens are sampled by.
+        It is a string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them, and
+        its tokens are sampled by ``seed``.
 
         Raises:
             ValueError, TypeError: as :meth:`generate`.
@@ -188,8 +183,7 @@ class Session(SessionMemory):
         """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
 
         A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and
-        beam-searched nodes may be mixed.  Only tokens after those that the session has seen are computed.  A call that
-        raises changes no node.
+        beam-searched nodes may be mixed.  A call that raises changes no node.
 
         Args:
             nodes: Search nodes of this session, each once.
@@ -207,9 +201,8 @@ class Session(SessionMemory):
             NodeReleased, NodeFinished, ForeignNode: a node cannot go on.
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
-        with self._busy():
+        with self._called() as facts:
             own = check_nodes(self, [nodes] if isinstance(nodes, SearchNode) else nodes)
-            facts = patched_facts(self.model)
             requests = step_requests(facts, self.tokenizer, own, params, until, fields)
             with in_step(own):
                 result = self._run(facts, requests, True)
@@ -238,38 +231,84 @@ class Session(SessionMemory):
             KVBudgetTooSmall: a prompt does not fit the pool; nothing was computed.
             UnsupportedModel: the model below its language-model head gives no last hidden states.
         """
-        with self._busy():
+        with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
-            facts = patched_facts(self.model)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
-            check_length(facts, max(map(len, marked.texts)))
-            with self._lent_store(facts, marked.texts) as store:
-                call = Call()
-                self._report = call.report
-                found = self._engine(facts, store).values(marked, head, call)
+            with self._engine(facts, [text.prompt for text in marked]) as engine:
+                self.report = Report()
+                found = engine.values(marked, head, self.report)
             return found[0] if one else found
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
         """How likely given continuations are; tokens that prompts and continuations share are computed once.
 
-        See :func:`prefixkit.score`.  Tokens whose logits are wanted run again where the session has their KV.
-
-        Args:
-            prompts: One prompt, which may be a :class:`SearchNode`, or a list of prompts.
-            continuations: A list of strings or of lists of token ids; for a list of prompts also one list for each.
+        See :func:`prefixkit.score`; a prompt may be a :class:`SearchNode`.  Tokens whose logits are wanted run again
+        where the session has their KV.
 
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
             KVBudgetTooSmall: a prompt with one of its continuations does not fit the pool; nothing was computed.
             ValueError, TypeError: as :func:`prefixkit.score`.
         """
-        with self._busy():
+        with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
-            facts = patched_facts(self.model)
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
-            check_length(facts, longest_scored(*asked))
-            with self._lent_store(facts, asked[0]) as store:
-                call = Call()
-                self._report = call.report
-                scores = self._engine(facts, store).score(*asked, facts.vocab_size, call)
+            with self._engine(facts, asked[0]) as engine:
+                self.report = Report()
+                scores = engine.score(*asked, facts.vocab_size, self.report)
             return scores[0] if one else scores
+
+    def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
+        """Write the KV of prompts to a file, for :meth:`load` of another session or process.
+
+        What the session has no KV of is computed first.  The file is written beside its place and renamed: an
+        interrupted write leaves an earlier file as it was.
+
+        Args:
+            path: The file; its name should end in ``.safetensors``.
+            prefixes: One prompt or search node of this session, or a list of them.
+
+        Returns:
+            How many tokens it holds, each shared one counted once.
+
+        Raises:
+            SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
+            KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
+            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
+                computed.
+        """
+        with self._called() as facts:
+            check_place(path)
+            own, _ = with_tokens(self, "prefixes", prefixes)
+            if isinstance(own, list) and not own:
+                raise ValueError("prefixes is empty; pass at least one prompt or search node")
+            requests, pins = prompt_requests(facts, self.tokenizer, own), list[TreeSequence]()
+            with self._engine(facts, [request.tokens for request in requests], elsewhere=False) as engine:
+                store = engine.store
+                try:
+                    for request in requests:
+                        pins.append(self._compute(facts, engine, request))
+                    return save_prefixes(store, path, pins, kv_fingerprint(self.model))
+                finally:
+                    for pin in pins:
+                        if pin.tree is store.tree:  # after an interrupt the store has another
+                            store.retain(pin)
+
+    def load(self, path: str | Path) -> int:
+        """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
+
+        Args:
+            path: The file.  It is mapped into memory; what the cache has already is not read.
+
+        Returns:
+            How many tokens were read.
+
+        Raises:
+            SessionBusy, MemoryReleased: as :meth:`generate`.
+            PrefixFileError: it is no prefix file, it is torn, or its model, dtype or layout is another; the message
+                says which.
+            KVBudgetTooSmall: the pool does not hold it.
+            OSError: it cannot be read.
+        """
+        with self._called() as facts, self._engine(facts, elsewhere=False) as engine:
+            return load_prefixes(engine.store, path, kv_fingerprint(self.model), facts.vocab_size)

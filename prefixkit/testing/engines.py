@@ -8,10 +8,13 @@ from typing import Any
 from prefixkit.engine.call import Call
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.loop import Loop
+from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scoring.score import Score
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.store import KVStore
 from prefixkit.models import patched_facts
+from prefixkit.runners.batch import Runner
 from prefixkit.session import assembly
 
 
@@ -24,8 +27,8 @@ class ReportingEngine(Engine):
         last: The loop of the last call; None before the first.
     """
 
-    def __init__(self, *args: Any, options: dict[str, Any] | None = None, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, runner: Runner, store: KVStore, options: dict[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(runner, store, EngineSettings(**settings))
         self.options = {} if options is None else options
         self.report = Report()
         self.last: Loop | None = None
@@ -41,7 +44,7 @@ class ReportingEngine(Engine):
         return super().stream(requests, self._call() if call is None else call)
 
     def score(self, *args: Any, **options: Any) -> list[list[Score]]:
-        return super().score(*args, **{"call": self._call()} | options)
+        return super().score(*args, **{"report": self.report} | options)
 
     def _call(self) -> Call:
         return Call(**self.options, report=self.report)
@@ -50,4 +53,4 @@ class ReportingEngine(Engine):
 def make_engine(model: Any, requests: Sequence[Request], **options: Any) -> ReportingEngine:
     """An engine over a patched model, without a session; see :func:`prefixkit.session.assembly.make_engine`."""
     made = assembly.make_engine(patched_facts(model), requests, **options)
-    return ReportingEngine(made.runner, made.store, prefill_chunk=made.prefill_chunk, most_running=made.most_running)
+    return ReportingEngine(made.runner, made.store, **vars(made.settings))

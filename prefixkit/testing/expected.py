@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.engine.runs.beam import BeamSearch, advance, finished, num_candidates
 from prefixkit.runners.sampler import top_tokens
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
+from prefixkit.testing.engines import ReportingEngine
 from prefixkit.testing.fake_model import VOCAB, logits_after
 from prefixkit.testing.integrity import check_tree
 
@@ -56,12 +56,12 @@ def random_prompts(seed: int, count: int = 8) -> list[NDArray[np.int64]]:
     return [*prompts, prompts[0], head[:10], rng.integers(0, VOCAB, 5)]
 
 
-def run(engine: Engine, prompts: Iterable[Any], params: SamplingParams | BeamParams) -> list[Sample]:
+def run(engine: ReportingEngine, prompts: Iterable[Any], params: SamplingParams | BeamParams) -> list[Sample]:
     """The samples of these prompts, all with the same parameters."""
     return engine.run(Request(i, prompt, params) for i, prompt in enumerate(prompts))
 
 
-def assert_all_given_back(engine: Engine) -> None:
+def assert_all_given_back(engine: ReportingEngine) -> None:
     """No sequence is left, and every page is free but for those of the prefix cache."""
     check_tree(engine.store.tree)
     assert engine.store.tree.pages_held() == 0

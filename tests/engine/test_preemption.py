@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from prefixkit.engine.page_needs import check_fits, pages_per_run
+from prefixkit.engine.memory import check_fits, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request

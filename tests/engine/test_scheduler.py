@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.page_needs import check_fits, lookahead_pages, pages_per_run
-from prefixkit.engine.policy import MemoryPolicy
+from prefixkit.engine.memory import check_fits, lookahead_pages, pages_per_run
+from prefixkit.engine.policy import EngineSettings, MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.scheduler import (
@@ -28,7 +28,7 @@ def request(index, tokens, **params):
 
 def scheduler_over(num_pages, page_size=4, **policy):
     store = KVStore(KVPool(KVSpec(1, 1, 1), num_pages, page_size))
-    return Scheduler(store, Call(), policy=MemoryPolicy(**policy))
+    return Scheduler(store, Call(), EngineSettings(policy=MemoryPolicy(**policy)))
 
 
 def in_flight(scheduler):

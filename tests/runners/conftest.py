@@ -26,7 +26,6 @@ def decoding(monkeypatch):
             model if steps is None else lambda step: steps(model, step),
             planning,
             page_size,
-            "cpu",
             pace=Pace(ahead=2, slack=2, waited_for=8),
             fewest_steps=1,
             capture=lambda: capturing,

@@ -23,8 +23,7 @@ from prefixkit.cli.progress import Meter
 from prefixkit.cli.prompted import Prompted, Settings, manifest_of, prompted
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import branches, plant, show_report
-from prefixkit.engine.memory import pages_needed
-from prefixkit.engine.page_needs import check_fits
+from prefixkit.engine.memory import check_fits, pages_needed
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import RunFolder, check_place, create
@@ -38,7 +37,7 @@ from prefixkit.models.families import text_config
 from prefixkit.models.model_fingerprint import model_fingerprint
 from prefixkit.ops.kv_pool import free_memory
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.session.requests import sampling_requests
+from prefixkit.session.requests import requests_for
 from prefixkit.session.session import Session
 from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
@@ -89,7 +88,8 @@ def sample_prompted(
     """
     manifest, goal = manifest_of(asked, params, settings, tokenizer, chat), _goal(asked, settings)
     _check_stops(model, params)
-    requests = sampling_requests(model, tokenizer, [one.tokens for one in asked], [one.params for one in asked], {})
+    prompts, each = [one.tokens for one in asked], [one.params for one in asked]
+    requests = requests_for(SamplingParams, model, tokenizer, prompts, each, {})
     with _open_session(model, tokenizer, requests, settings) as session:
         if settings.run is None:
             _say(why, settings, console)

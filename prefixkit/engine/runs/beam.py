@@ -80,16 +80,6 @@ class BeamSearch(NamedTuple):
         return not self.beams
 
 
-class BeamMove(NamedTuple):
-    """What a step did: new beam ``i`` is old beam ``parents[i]`` followed by ``tokens[i]``.
-
-    A parent that occurs twice is forked, one that does not occur is released.  Empty once the search is over.
-    """
-
-    parents: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-
 # The parent, token, log-probability, summed log-probability and score of a continuation.
 _Candidate = tuple[int, int, float, float, float]
 
@@ -101,7 +91,7 @@ def num_candidates(params: BeamParams) -> int:
 
 def advance(
     states: Sequence[BeamSearch], tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
-) -> list[tuple[BeamSearch, BeamMove]]:
+) -> list[tuple[BeamSearch, tuple[int, ...]]]:
     """One step of searches whose parameters and numbers of live beams are equal.
 
     Args:
@@ -111,7 +101,8 @@ def advance(
         logprobs: ``[searches * beams, k]`` float32, their log-softmax; ``-inf`` forbids a token.
 
     Returns:
-        The next state of each, and how its beams follow from the old ones.
+        The next state of each, and the old beam that each of its beams follows: one that occurs twice is forked, one
+        that does not occur is released.
 
     Raises:
         ValueError: a search is over, they are not alike, a shape or dtype does not fit, or a log-probability is NaN.
@@ -120,7 +111,7 @@ def advance(
     return [_advanced(state, best) for state, best in zip(states, candidates, strict=True)]
 
 
-def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSearch, BeamMove]:
+def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSearch, tuple[int, ...]]:
     params, length = state.params, 1 + state.beams[0].length
 
     def extended(one: _Candidate, score: float) -> Beam:
@@ -141,8 +132,7 @@ def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSear
     if goes_on and _decided(params, hypotheses, goes_on[0][3], length):
         goes_on = []
     beams = tuple([extended(one, one[3]) for one in goes_on])
-    move = BeamMove(tuple([one[0] for one in goes_on]), tuple([one[1] for one in goes_on]))
-    return BeamSearch(params, beams, hypotheses), move
+    return BeamSearch(params, beams, hypotheses), tuple([one[0] for one in goes_on])
 
 
 def finished(state: BeamSearch) -> list[Beam]:
@@ -200,14 +190,7 @@ def _is_last(state: BeamSearch) -> bool:
 
 
 def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:
-    """Whether the search may stop although beams could go on.
-
-    Args:
-        params: The length penalty and the rule to stop by.
-        hypotheses: Finished sequences, best first.
-        best_live: Summed log-probability of the best live beam.
-        length: Its tokens.
-    """
+    """Whether the search may stop although beams could go on, the best of which has this sum and this many tokens."""
     if len(hypotheses) < params.num_beams:
         return False
     if params.early_stopping is True:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, cast
+from typing import ClassVar, cast
 
 import numpy as np
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.request import BeamParams, Sample, TokenEvent
+from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.beam import Beam, BeamMove, BeamSearch, advance, finished, num_candidates
-from prefixkit.engine.runs.run_protocol import RowSampling
+from prefixkit.engine.runs.beam import Beam, BeamSearch, advance, finished, num_candidates
+from prefixkit.engine.runs.detokenizer import Decode
+from prefixkit.engine.runs.sample_run import RowSampling
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.specification import GREEDY
@@ -25,7 +26,7 @@ _NO_HISTORY = np.empty(0, np.int32)
 
 @dataclass(eq=False)
 class BeamRun:
-    """A beam search that is under way (see ``Run``): a sequence for each live beam.
+    """A beam search that is under way: a sequence for each live beam.  ``SampleRun`` says what they have in common.
 
     Attributes:
         search: Beams and hypotheses.
@@ -33,18 +34,13 @@ class BeamRun:
         steps: Steps of the search so far.
     """
 
-    streams: ClassVar[bool] = False
-    by_token: ClassVar[bool] = False
-    stop_filter: ClassVar[None] = None
-    stop_state: ClassVar[int] = 0
-    stop_token_ids: ClassVar[tuple[int, ...]] = ()  # the search itself looks for those that end a beam
     name: ClassVar[str] = "a beam"
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
     state: RequestState
     sequences: list[Sequence]
     search: BeamSearch
-    decode: Callable[[list[int]], str] | None
+    decode: Decode | None
     steps: int = 0
     recomputing: bool = False
 
@@ -85,38 +81,37 @@ class BeamRun:
     def resume(self, sequences: list[Sequence]) -> None:
         self.sequences, self.recomputing = sequences, True
 
-    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> NoReturn:
-        raise AssertionError("it does not stream")
-
-    def accept(
-        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
-    ) -> NoReturn:
-        raise AssertionError("it does not stream")
-
     @classmethod
     def advance(
         cls, tree: PrefixTree, rows: Mapping[BeamRun, list[int]], results: Results
     ) -> list[tuple[Sequence, int]]:
-        """A step of each search; those that are alike move together."""
-        alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
-        for run in rows:
-            alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
-        moves: dict[BeamRun, tuple[BeamSearch, BeamMove]] = {}
-        for group in alike.values():
-            own, top = [row for run in group for row in rows[run]], group[0].top
-            tokens, logprobs = results.top_tokens[own, :top], results.top_logprobs[own, :top]
-            moves |= zip(group, advance([run.search for run in group], tokens, logprobs), strict=True)
-        return [grow for run in rows for grow in run.move(tree, *moves[run])]
+        """A step of each search; those that are alike move together.
 
-    def move(self, tree: PrefixTree, search: BeamSearch, move: BeamMove) -> list[tuple[Sequence, int]]:
-        """Go on as the search does: fork beams that go on in several ways, release those that go on in none.
+        Beams that go on in several ways are forked, those that go on in none are released.
+
+        Args:
+            tree: Where the sequences live.
+            rows: Of each run, the rows of the results that are its sequences'.
+            results: Of the step.
 
         Returns:
             Which sequence is to be extended by which token.
         """
-        self.search, self.steps = search, self.steps + 1
-        self.sequences = select(tree, self.sequences, move.parents)
-        return list(zip(self.sequences, move.tokens, strict=True))
+        alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
+        for run in rows:
+            alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
+        moves: dict[BeamRun, tuple[BeamSearch, tuple[int, ...]]] = {}
+        for group in alike.values():
+            own, top = [row for run in group for row in rows[run]], group[0].top
+            tokens, logprobs = results.top_tokens[own, :top], results.top_logprobs[own, :top]
+            moves |= zip(group, advance([run.search for run in group], tokens, logprobs), strict=True)
+        grown = list[tuple[Sequence, int]]()
+        for run in rows:
+            run.search, parents = moves[run]
+            run.steps += 1
+            run.sequences = select(tree, run.sequences, parents)
+            grown += zip(run.sequences, [beam.token for beam in run.search.beams], strict=True)
+        return grown
 
     def samples(self) -> list[Sample]:
         """What a search that is done has found."""

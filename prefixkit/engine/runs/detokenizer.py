@@ -19,7 +19,7 @@ class Detokenizer:
 
     Args:
         decode: Token ids to text, without special tokens; None: samples have no text, and stop strings are refused.
-        special_tokens: The text of tokens that ``decode`` leaves out, by their ids, or a function that finds it.
+        special_tokens: Finds the text of tokens that ``decode`` leaves out, by their ids.
         token_bytes: What each token adds to the text, where that is known: stop strings are looked for in the bytes
             then, and only samples that may have met one are decoded.
     """
@@ -27,7 +27,7 @@ class Detokenizer:
     def __init__(
         self,
         decode: Decode | None = None,
-        special_tokens: Mapping[int, str] | Callable[[], Mapping[int, str]] = {},  # noqa: B006 - never written
+        special_tokens: Callable[[], Mapping[int, str]] = dict,
         token_bytes: TokenBytes | None = None,
     ) -> None:
         self.decode, self._token_bytes, self._special = decode, token_bytes, special_tokens
@@ -37,7 +37,7 @@ class Detokenizer:
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
         """The text of tokens that ``decode`` leaves out, by their ids."""
-        return self._special() if callable(self._special) else self._special
+        return self._special()
 
     def stop_filter(self, strings: tuple[str, ...]) -> StopFilter | None:
         """What tells of whole steps which samples may have met one of these strings; None where nothing does."""

@@ -66,32 +66,28 @@ class StopChecker:
         self._taken = 0  # characters that delta() has handed out
         self._stopped_by_token = self._stopped_by_string = False
 
-    def push(self, token: int) -> bool:
-        """Take the next token; True if it ends the sample.  Decodes only where there are stop strings."""
+    def push(self, tokens: list[int]) -> bool:
+        """Take tokens of which only the last can end the sample; True if it does.
+
+        Decodes only where there are stop strings, what stands before the last token at once but for special tokens.
+        """
         stopped = self._stopped_by_token or self._stopped_by_string
         assert not stopped, "a stopped sample takes no more tokens"
-        if token in self._stop_token_ids:
+        *before, last = tokens
+        begin = 0
+        for end, token in enumerate(before if self._follows else [], 1):
+            if token in self._special or end == len(before):
+                self._tokens += before[begin:end]
+                self._commit(self._special.get(token, ""))
+                begin = end
+        self._tokens += before[begin:]
+        if last in self._stop_token_ids:
             self._stopped_by_token = True
             return True
-        self._tokens.append(token)
+        self._tokens.append(last)
         if self._follows:
-            self._commit(self._special.get(token, ""))
+            self._commit(self._special.get(last, ""))
         return self._stopped_by_string
-
-    def push_all(self, tokens: list[int]) -> bool:
-        """Take tokens of which only the last can end the sample; True if it does."""
-        *before, last = tokens
-        if self._follows and before:
-            begin = 0
-            for end in [i + 1 for i, token in enumerate(before) if token in self._special]:
-                self._tokens += before[begin:end]
-                self._commit(self._special[before[end - 1]])
-                begin = end
-            before = before[begin:]
-        self._tokens += before
-        if self._follows and before:
-            self._commit()
-        return self.push(last)
 
     def delta(self) -> str:
         """The text that has become certain since the last call: for streaming.

@@ -71,13 +71,11 @@ class StopFilter:
                 self._from_nothing[token] = self._after(0, token)
             after = self._from_nothing[tokens]
         for row in np.flatnonzero(states).tolist():
-            after[row] = self._lookup(int(states[row]), int(tokens[row]))
+            key = int(states[row]), int(tokens[row])
+            if key not in self._from:
+                self._from[key] = self._after(*key)
+            after[row] = self._from[key]
         return after
-
-    def _lookup(self, state: int, token: int) -> int:
-        if (found := self._from.get((state, token))) is None:
-            found = self._from[state, token] = self._after(state, token)
-        return found
 
     def _after(self, state: int, token: int) -> int:
         held = list[bytes]()

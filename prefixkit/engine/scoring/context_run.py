@@ -2,175 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.uncomputed import tokens_of
-from prefixkit.engine.scoring.contexts import Contexts
-from prefixkit.engine.sharing_report import BatchCounts, Report
+from prefixkit.engine.scoring.contexts import Contexts, Longs, Text, lay_out
+from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Batch, Outputs, Results, Runner
-from prefixkit.runners.tree_step import launch_step
-from prefixkit.tree.node import Node
-from prefixkit.tree.radix import Sequence
+from prefixkit.runners.batch import Batch, Outputs, Results, Runner, launch_step
+from prefixkit.tree.radix import Sequence as TreeSequence
 
-Longs = NDArray[np.int64]
+# From query rows, one for each of some wanted tokens, and the numbers of these, to what the rows give.
+OutputsOf = Callable[[Longs, Longs], Outputs]
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The query rows of several steps, laid end to end: parts of nodes, ancestors first.
+    """The query rows of several steps, in the order of the snapshot, so ancestors first.
 
     Attributes:
-        nodes: The node of each part.
-        begin: ``[parts]`` the first of its tokens that runs.
-        bound: ``[parts + 1]`` bounds of each part's rows.
-        first_index: ``[parts]`` the index of the part's first row, see ``Contexts``.
-        wanted: ``[rows]`` whether something is wanted after a row; only then its index counts.
+        node, token: ``[rows]`` the node, and which of its tokens.
+        index: ``[rows]`` the token's index where something is wanted after it, else -1.
     """
 
-    nodes: list[Node]
-    begin: Longs
-    bound: Longs
-    first_index: Longs
-    wanted: NDArray[np.bool_]
+    node: Longs
+    token: Longs
+    index: Longs
 
-    def steps(self, most: int, most_wanted: int) -> Iterator[tuple[int, int]]:
+    def steps(self, most: int, most_wanted: int) -> Iterator[slice]:
         """Ranges of at most ``most`` rows, and ``most_wanted`` after which something is wanted."""
-        count, begin = np.cumsum(self.wanted), 0
-        while begin < len(count):
-            before = int(count[begin - 1]) if begin else 0
-            end = min(begin + most, int(np.searchsorted(count, before + most_wanted, "right")))
-            yield begin, end
+        wanted, begin = np.flatnonzero(self.index >= 0), 0
+        while begin < len(self.index):
+            last = int(np.searchsorted(wanted, begin)) + most_wanted
+            end = min(begin + most, int(wanted[last]) if last < len(wanted) else len(self.index))
+            yield slice(begin, end)
             begin = end
+
+    def queries(self, step: slice) -> Queries:
+        """The rows of a step, by their nodes."""
+        node, first, count = np.unique(self.node[step], return_index=True, return_counts=True)
+        begin = self.token[step][first]
+        return Queries(*(of.astype(np.int32) for of in (node, begin, begin + count)))
 
 
 @dataclass(eq=False)
 class ContextRun:
-    """Computes contexts, as many at a time as the store holds.
+    """Computes texts, as many at a time as the store holds.
 
     Attributes:
         runner: Runs steps.
         store: Where KV lives.
-        contexts: What is to be computed.
         chunk: Tokens that a step computes at most.
-        most_wanted: After how many of them something may be wanted.
         report: What was computed is added to it.
-        outputs: From query rows, one for each of some wanted tokens, and from a range of ``contexts.number`` that says
-            which, to what the rows give.
-        accept: Takes the results of a step, and the same range; they may be read later.
-        held: The sequences of the contexts that are in the tree.
     """
 
     runner: Runner
     store: KVStore
-    contexts: Contexts
     chunk: int
-    most_wanted: int
     report: Report
-    outputs: Callable[[Longs, slice], Outputs]
-    accept: Callable[[Results, slice], None]
-    held: list[Sequence] = field(default_factory=list)
+    _held: list[TreeSequence] = field(default_factory=list)
 
-    def run(self) -> None:
-        begin = 0
+    def results(
+        self, texts: Sequence[Text], outputs: OutputsOf, most_wanted: int | None = None
+    ) -> Iterator[tuple[Longs, Results]]:
+        """The results of each step, and the numbers of its wanted tokens; tensors may be read later.
+
+        Args:
+            texts: What is to be computed; their wanted tokens are numbered, one text after the other.
+            outputs: What the rows of wanted tokens give.
+            most_wanted: After how many tokens of a step something may be wanted; None: all.
+        """
+        contexts, begin = lay_out(texts), 0
         try:
-            while begin < len(self.contexts.chosen):
-                end = self._admit(begin)
-                self._compute(self._rows(begin))
-                while self.held:
-                    self.store.retain(self.held.pop())
+            while begin < len(contexts.texts):
+                end = self._admit(contexts, begin)
+                rows = self._rows(contexts, begin)
+                yield from self._compute(rows, contexts, outputs, self.chunk if most_wanted is None else most_wanted)
+                while self._held:
+                    self.store.retain(self._held.pop())
                 begin = end
         except KeyboardInterrupt:
-            self.held.clear()  # what it left of the tree may not be fit for releasing
+            self._held.clear()  # what it left of the tree may not be fit for releasing
             raise
         finally:
-            while self.held:
-                self.store.tree.release(self.held.pop())
+            while self._held:
+                self.store.tree.release(self._held.pop())
 
-    def _admit(self, begin: int) -> int:
+    def _admit(self, contexts: Contexts, begin: int) -> int:
         """Insert contexts from ``begin`` on until one does not fit; returns which."""
-        alone = 0
-        for number in range(begin, len(self.contexts.chosen)):
-            tokens = self.contexts.tokens(number)
-            sequence = self.store.admit(tokens, alone=not self.held)
-            if sequence is None:
-                return self._admitted(number, alone)
-            self.held.append(sequence)
-            alone += len(tokens)
-        return self._admitted(len(self.contexts.chosen), alone)
+        tree, unshared = self.store.tree, 0
+        for text in contexts.texts[begin:]:
+            tokens = text.tokens
+            if (sequence := self.store.admit(tokens, alone=not self._held)) is None:
+                break
+            self._held.append(sequence)
+            unshared += len(tokens)
+        size = self.store.pool.spec.bytes_per_token
+        held = tree.pages_held() * tree.page_size
+        self.report.add({"kv_bytes_held_peak": held * size, "kv_bytes_unshared_peak": unshared * size})
+        return begin + len(self._held)
 
-    def _admitted(self, end: int, alone: int) -> int:
-        held = self.store.tree.pages_held() * self.store.tree.page_size
-        self.report.add_batch(BatchCounts(0, 0, 0, 0, held, alone), self.store.pool.spec.bytes_per_token)
-        return end
-
-    def _rows(self, begin_at: int) -> _Rows:
-        """What has to run of the contexts that are held, from ``begin_at`` on.
+    def _rows(self, contexts: Contexts, begin: int) -> _Rows:
+        """What has to run of the contexts that are held, from ``begin`` on.
 
         Of the first one that is all that is uncomputed, for its ancestors may have been evicted since, and what is
         wanted of its own tokens; of the others, of their own tokens.
         """
-        contexts = self.contexts
-        nodes, begins, indices, wanted = list[Node](), list[int](), list[int](), list[NDArray[np.bool_]]()
-        for number, sequence in enumerate(self.held, begin_at):
-            shared = contexts.shared[number]
-            for node in _path(sequence.node, shared if number > begin_at else 0):
-                first = contexts.first[number] - shared + node.start  # of the node's first token, if it is an own one
-                skip = min(max(shared - node.start, 0), node.length)
-                asked = np.zeros(node.length, np.bool_)
-                asked[skip:] = contexts.wanted[first + skip : first + node.length]
-                begin = min(node.computed, int(asked.argmax())) if asked.any() else node.computed
-                if begin < node.length:
-                    nodes.append(node)
-                    begins.append(begin)
-                    indices.append(first + begin)
-                    wanted.append(asked[begin:])
-        bound = np.cumsum([0, *map(len, wanted)])
-        return _Rows(nodes, np.array(begins, np.int64), bound, np.array(indices, np.int64), np.concatenate(wanted))
+        snapshot = self.store.tree.snapshot()
+        offset, own = np.zeros((2, snapshot.num_nodes), np.int64)  # index less position; the first own position
+        runs = np.zeros(snapshot.num_nodes, np.bool_)
+        for number, sequence in enumerate(self._held, begin):
+            shared, node = contexts.shared[number], sequence.node
+            while node.parent is not None and (number == begin or node.start >= shared):
+                runs[node.index], own[node.index] = True, shared
+                offset[node.index] = contexts.first[number] - shared
+                node = node.parent
+        part = np.flatnonzero(runs)
+        length = snapshot.length[part].astype(np.int64)
+        bound = np.cumsum(length) - length
+        of = np.repeat(part, length)
+        token = np.arange(len(of)) - np.repeat(bound, length)
+        position = snapshot.start[of] + token
+        index = np.where(position >= own[of], offset[of] + position, -1)
+        index[~contexts.wanted[index]] = -1
+        first_wanted = np.minimum.reduceat(np.where(index >= 0, token, len(token)), bound)
+        taken = token >= np.repeat(np.minimum(snapshot.computed[part], first_wanted), length)
+        return _Rows(of[taken], token[taken], index[taken])
 
-    def _compute(self, rows: _Rows) -> None:
-        for begin, end in rows.steps(self.chunk, self.most_wanted):
-            self._launch(rows, begin, end)
-            counts = BatchCounts(1, end - begin, *self.runner.reads, 0, 0)
-            self.report.add_batch(counts, self.store.pool.spec.bytes_per_token)
-
-    def _launch(self, rows: _Rows, begin: int, end: int) -> None:
-        """Run rows ``[begin, end)``."""
-        tree, contexts = self.store.tree, self.contexts
-        snapshot, nodes = tree.snapshot(), tree.nodes()
-        first, last = np.searchsorted(rows.bound, begin, "right") - 1, np.searchsorted(rows.bound, end)
-        parts = np.arange(first, last)
-        low = rows.begin[parts] + np.maximum(begin - rows.bound[parts], 0)
-        high = rows.begin[parts] + np.minimum(end, rows.bound[parts + 1]) - rows.bound[parts]
-        index = np.array([node.index for node in rows.nodes[first:last]], np.int32)
-        order = np.argsort(index)
-        queries = Queries(*(of[order].astype(np.int32) for of in (index, low, high)))
-        step = StepTree(snapshot, queries)
-        # Rows after which something is wanted: by index, and in the order of the step.
-        asked = begin + np.flatnonzero(rows.wanted[begin:end])
-        part = np.searchsorted(rows.bound, asked, "right") - 1
-        within, at = rows.begin[part] - low[part - first], rows.first_index[part] + asked - rows.bound[part]
-        row = step.first_row[index[part - first]] + within + asked - rows.bound[part]
-        which = slice(0, 0)
-        if len(asked):
-            which = slice(*np.searchsorted(contexts.index, (at[0], at[-1] + 1)).tolist())
-        rows_of = row[np.searchsorted(at, contexts.index[which])]
-        outputs = self.outputs(rows_of, which) if len(asked) else Outputs()
-        batch = Batch(step, tokens_of(queries, nodes), outputs)
-        launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
-        if len(asked):
-            self.accept(self.runner.read(), which)
-
-
-def _path(node: Node, begin: int) -> list[Node]:
-    """The nodes above ``node`` and itself whose tokens lie at positions from ``begin`` on, ancestors first."""
-    path, above = list[Node](), node
-    while above.parent is not None and above.start >= begin:
-        path.append(above)
-        above = above.parent
-    return path[::-1]
+    def _compute(
+        self, rows: _Rows, contexts: Contexts, outputs: OutputsOf, most_wanted: int
+    ) -> Iterator[tuple[Longs, Results]]:
+        tree, wanted = self.store.tree, np.flatnonzero(rows.index >= 0)
+        row_of = np.full(len(contexts.wanted), -1, np.int64)
+        row_of[rows.index[wanted]] = wanted
+        row = row_of[contexts.index]  # of each wanted token, -1 for those of other contexts
+        numbers = np.argsort(row, kind="stable")
+        row = row[numbers]
+        for step in rows.steps(self.chunk, most_wanted):
+            queries, nodes = rows.queries(step), tree.nodes()
+            which = slice(*np.searchsorted(row, (step.start, step.stop)).tolist())
+            asked = which.start < which.stop
+            given = outputs(row[which] - step.start, numbers[which]) if asked else Outputs()
+            batch = Batch(StepTree(tree.snapshot(), queries), tokens_of(queries, nodes), given)
+            launch_step(self.runner, tree, batch, [nodes[node] for node in queries.node.tolist()])
+            if asked:
+                yield numbers[which], self.runner.read()
+            read, unshared = (tokens * self.store.pool.spec.bytes_per_token for tokens in self.runner.reads)
+            rows_run = step.stop - step.start
+            counts = {"steps": 1, "tokens_computed": rows_run, "kv_bytes_read": read}
+            self.report.add({**counts, "kv_bytes_read_unshared": unshared})

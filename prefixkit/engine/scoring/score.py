@@ -1,8 +1,8 @@
-"""Log-probabilities of given continuations: what they and their prompts share is computed once, nothing is sampled."""
+"""Log-probabilities of given continuations, and values of a head; what texts share is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,15 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.engine.scoring.context_run import ContextRun, Longs
-from prefixkit.engine.scoring.contexts import Continued, lay_out
-from prefixkit.engine.sharing_report import Report
-from prefixkit.kv.budget import Budget
-from prefixkit.kv.store import KVStore
-from prefixkit.runners.batch import Outputs, Results, Runner, Targets
-from prefixkit.tree.pages import pages_for
+from prefixkit.engine.scoring.context_run import ContextRun
+from prefixkit.engine.scoring.contexts import Ints, Longs, Text, continued
+from prefixkit.runners.batch import Outputs
 
-Ints = NDArray[np.int32]
+# From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
+Head = Callable[[Tensor], Tensor]
 
 # Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
@@ -52,14 +49,7 @@ class Score:
 
 
 def score(
-    runner: Runner,
-    store: KVStore,
-    prompts: Sequence[Ints],
-    continuations: Sequence[Sequence[Ints]],
-    *,
-    prefill_chunk: int,
-    vocab: int,
-    report: Report,
+    run: ContextRun, prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], vocab: int
 ) -> list[list[Score]]:
     """The score of each continuation of each prompt.
 
@@ -68,58 +58,88 @@ def score(
     after which something is wanted, runs again and writes nothing.
 
     Args:
-        runner: Runs steps.
-        store: Where KV lives.
+        run: Computes them; fewer tokens a step where their logits would take more than :data:`MOST_LOGIT_BYTES`.
         prompts: ``[length]`` token ids each, at least one.
         continuations: Of each prompt, ``[length]`` token ids each, at least one.
-        prefill_chunk: Tokens that a step computes at most; fewer where their logits would take more than
-            :data:`MOST_LOGIT_BYTES`.
         vocab: Columns of the logits.
-        report: What was computed is added to it.
 
     Raises:
         KVBudgetTooSmall: a prompt with one of its continuations does not fit the store, beside what is pinned; raised
             before anything runs.
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
-    check_fits(prompts, continuations, store.budget())
-    texts = Continued.of(prompts, continuations)
-    contexts = lay_out(texts)
-    targets = np.concatenate([tokens for each in continuations for tokens in each])[contexts.number].astype(np.int64)
-    results = list[tuple[slice, Tensor, Tensor]]()  # read at the end: until then the host does not wait for a device
+    texts, budget = continued(prompts, continuations), run.store.budget()
+    pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
+    for (index, number), text in zip(pairs, texts, strict=True):
+        if pages := budget.pages_lacking(text.tokens):
+            own = f"its continuation {number} of {len(text.wanted)} tokens"
+            raise budget.error(f"prompt {index} of {len(text.prompt)} tokens with {own}", pages, "shorten the two")
+    targets = np.concatenate([tokens for each in continuations for tokens in each]).astype(np.int64)
 
-    def outputs(rows: Longs, which: slice) -> Outputs:
-        return Outputs(targets=Targets(rows, targets[which]))
+    def outputs(rows: Longs, which: Longs) -> Outputs:
+        return Outputs(targets=targets[which], target_rows=rows)
 
-    def accept(step: Results, which: slice) -> None:
-        assert step.target_logprobs is not None and step.target_greedy is not None, "asked for"
-        results.append((which, step.target_logprobs, step.target_greedy))
-
-    most_wanted = max(1, MOST_LOGIT_BYTES // (4 * vocab))
-    ContextRun(runner, store, contexts, prefill_chunk, most_wanted, report, outputs, accept).run()
-    number = np.concatenate([contexts.number[which] for which, _, _ in results])
-    logprobs, greedy = np.full(len(number), np.nan, np.float32), np.zeros(len(number), np.bool_)
-    logprobs[number] = torch.cat([part for _, part, _ in results]).cpu().numpy()
-    greedy[number] = torch.cat([part for _, _, part in results]).cpu().numpy()
+    # Read at the end: until then the host does not wait for a device.
+    steps = run.results(texts, outputs, max(1, MOST_LOGIT_BYTES // (4 * vocab)))
+    results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
+    place = np.concatenate([which for which, _, _ in results])
+    logprobs, greedy = np.empty(len(place), np.float32), np.empty(len(place), np.bool_)
+    logprobs[place] = torch.cat([part for _, part, _ in results if part is not None]).cpu().numpy()
+    greedy[place] = torch.cat([part for _, _, part in results if part is not None]).cpu().numpy()
+    ends = np.cumsum([len(text.wanted) for text in texts])
     if len(broken := np.flatnonzero(np.isnan(logprobs))):
+        at = int(np.searchsorted(ends, broken[0], "right"))
+        token = int(broken[0] - ends[at] + len(texts[at].wanted))
         raise ValueError(
-            f"the logits before {contexts.name(int(broken[0]))} hold NaN, +inf or no finite value, so it has no "
-            "log-probability; look at what the model computed"
+            f"the logits before token {token} of continuation {pairs[at][1]} of prompt {pairs[at][0]} hold NaN, "
+            "+inf or no finite value, so it has no log-probability; look at what the model computed"
         )
+    report = run.report
     report.prompts, report.scored = report.prompts + len(prompts), report.scored + len(texts)
-    lengths = [(len(prompts[index]), len(continuations[index][number])) for index, number in texts.pairs]
-    report.tokens_plain_batch += sum(before + own - 1 for before, own in lengths)
-    ends = np.cumsum([len(tokens) for each in continuations for tokens in each])[:-1]
-    parts = iter(zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True))
+    report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
+    parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
 
 
-def check_fits(prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], budget: Budget) -> None:
-    """Raise KVBudgetTooSmall if a context cannot be in the store even alone."""
-    for index, (prompt, each) in enumerate(zip(prompts, continuations, strict=True)):
-        if pages_for(len(prompt) + max(map(len, each)) - 1, budget.tree.page_size) <= budget.pages:
-            continue
-        for number, tokens in enumerate(each):
-            if pages := budget.pages_lacking(np.concatenate((prompt, tokens[:-1]))):
-                what = f"prompt {index} of {len(prompt)} tokens with its continuation {number} of {len(tokens)} tokens"
-                raise budget.error(what, pages, "shorten the two")
+def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
+    """The head's output after each wanted token of each text.
+
+    Args:
+        run: Computes the texts.
+        texts: With what is wanted of them.
+        head: Called after each step with the hidden states of its wanted tokens, on the device of the model.
+
+    Returns:
+        For each text ``[positions, ...]`` on the CPU.
+
+    Raises:
+        KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
+        TypeError, ValueError: the head gave no tensor, or none with a row for each token.
+    """
+    budget, lengths = run.store.budget(), [len(text.tokens) for text in texts]
+    for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        if pages := budget.pages_lacking(text.tokens):
+            raise budget.error(f"prompt {index} of {length} tokens", pages, "shorten it")
+    numbers, parts = [], []
+    for which, step in run.results(texts, lambda rows, _: Outputs(hidden=rows)):
+        assert step.hidden is not None, "asked for"
+        numbers.append(which)
+        parts.append(_applied(head, step.hidden))
+    in_order = torch.cat(parts).cpu()[torch.from_numpy(np.argsort(np.concatenate(numbers)))]
+    run.report.prompts += len(texts)
+    run.report.tokens_plain_batch += sum(lengths)
+    return list(torch.split(in_order, [len(text.wanted) for text in texts]))
+
+
+def _applied(head: Head, hidden: Tensor) -> Tensor:
+    """The head's output, without a graph for gradients, and outside of inference mode."""
+    with torch.no_grad():
+        made = head(hidden.clone())
+    if not isinstance(made, Tensor):
+        raise TypeError(f"a head must return a tensor, got {type(made).__name__}; it is called with hidden states")
+    if not made.ndim or len(made) != len(hidden):
+        raise ValueError(
+            f"a head must return a row for each of the {len(hidden)} hidden states {list(hidden.shape)}, got "
+            f"{list(made.shape)}"
+        )
+    return made.detach()

@@ -9,8 +9,7 @@ from torch import Tensor
 from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.models.generate.tree_memory import TreeMemory
-from prefixkit.runners.batch import Batch, Outputs
-from prefixkit.runners.tree_step import launch_step
+from prefixkit.runners.batch import Batch, Outputs, launch_step
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages
 from prefixkit.tree.rows import Rows

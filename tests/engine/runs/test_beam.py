@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixkit.engine.request import BeamParams
 from prefixkit.engine.runs import beam
-from prefixkit.engine.runs.beam import BeamMove, BeamSearch, finished, num_candidates
+from prefixkit.engine.runs.beam import BeamSearch, finished, num_candidates
 from prefixkit.runners.sampler import top_tokens
 from tests.covering import pairwise_cover
 
@@ -59,9 +59,9 @@ class Biased:
 
 
 def advance(state, tokens, logprobs):
-    """A step of one search."""
-    ((state, move),) = beam.advance([state], tokens, logprobs)
-    return state, move
+    """A step of one search, and its move: the parent and the token of each beam."""
+    ((state, parents),) = beam.advance([state], tokens, logprobs)
+    return state, (parents, tuple(one.token for one in state.beams))
 
 
 def likeliest(logits, params):
@@ -75,7 +75,7 @@ def ours(model, prompt, params):
     while not state.done:
         logits = model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1].float()
         state, move = advance(state, *likeliest(logits, params))
-        rows = [[*rows[parent], token] for parent, token in zip(move.parents, move.tokens, strict=True)]
+        rows = [[*rows[parent], token] for parent, token in zip(*move, strict=True)]
         assert rows == [list(beam.tokens) for beam in state.beams]
         assert sorted(state.beams, key=lambda beam: -beam.score) == list(state.beams)
     return finished(state)
@@ -202,11 +202,11 @@ def log_probs(*rows):
 
 def test_the_first_step_starts_from_the_prompt_alone():
     state, move = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), *log_probs([0.5, 0.3, 0.1, 0.1]))
-    assert move == BeamMove(parents=(0, 0), tokens=(A, B))
+    assert move == ((0, 0), (A, B))
     assert [beam.tokens for beam in state.beams] == [(A,), (B,)]
     state, move = advance(state, *log_probs([0.12, 0.1, 0.08, 0.7], [0.8, 0.1, 0.06, 0.04]))
     # a-stop 0.35, b-a 0.24, a-a 0.06, ...: the best ends, the next two go on.
-    assert move == BeamMove(parents=(1, 0), tokens=(A, A))
+    assert move == ((1, 0), (A, A))
     assert [beam.tokens for beam in state.hypotheses] == [(A, STOP)]
 
 
@@ -225,7 +225,7 @@ def test_early_stopping_stops_at_num_beams_hypotheses_and_otherwise_goes_on_whil
         state, move = advance(state, *second)
         assert len(state.hypotheses) == 2
         done[early_stopping] = state.done
-        assert state.done == (move == BeamMove((), ()))
+        assert state.done == (move == ((), ()))
     assert done == {True: True, False: False}  # a-a holds 0.42, more than the 0.3 and 0.18 that have ended
 
 
@@ -242,11 +242,11 @@ def test_never_judges_a_beam_by_the_length_that_flatters_it_most():
 
 def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
     state, move = advance(BeamSearch(BeamParams(3, 3, stop_token_ids=(STOP,))), *log_probs([0.5, 0.0, 0.0, 0.5]))
-    assert move == BeamMove((0,), (A,))
+    assert move == ((0,), (A,))
     assert len(state.hypotheses) == 1
     state, move = advance(state, *log_probs([0.0, 0.0, 0.0, 1.0]))
     assert state.done
-    assert move == BeamMove((), ())
+    assert move == ((), ())
     assert [beam.tokens for beam in finished(state)] == [(A, STOP), (STOP,)]  # ln(1/2) over 2 tokens, and over 1
     assert "2 of 3 sequences found" in caplog.text
 
@@ -254,8 +254,8 @@ def test_a_model_that_allows_less_than_num_beams_leaves_fewer_beams(caplog):
 def test_states_are_values(model):
     state = BeamSearch(BeamParams(2, stop_token_ids=(STOP,)))
     step = log_probs([0.5, 0.3, 0.1, 0.1])
-    once = repr(advance(state, *step))
-    assert repr(advance(state, *step)) == once
+    once = repr(beam.advance([state], *step)[0])
+    assert repr(beam.advance([state], *step)[0]) == once
     twice = beam.advance([state, state], *(np.concatenate((part, part)) for part in step))
     assert list(map(repr, twice)) == [once] * 2
     assert repr(state) == repr(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))))

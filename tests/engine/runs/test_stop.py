@@ -58,7 +58,7 @@ def follow(tokens, stop, decode, stop_token_ids=(), special=None):
     checker = StopChecker(stop_token_ids, stop, decode, special)
     streamed = []
     for count, token in enumerate(tokens, 1):
-        stopped = checker.push(token)
+        stopped = checker.push([token])
         streamed.append(checker.delta())
         if stopped:
             return count, streamed, checker
@@ -165,7 +165,7 @@ def test_what_may_begin_a_stop_string_is_held_back():
     checker = StopChecker((), ("END", "NOW"), letters)
     seen = []
     for token in b"xENxEND":
-        checker.push(token)
+        checker.push([token])
         seen.append(checker.delta())
     assert seen == ["x", "", "", "ENx", "", "", ""]
 
@@ -189,7 +189,7 @@ def test_a_stop_token_releases_what_was_held_back():
 def test_without_stop_strings_nothing_is_decoded_before_the_end():
     calls = []
     checker = StopChecker((7,), (), lambda tokens: calls.append(list(tokens)) or "text")
-    assert [checker.push(token) for token in (1, 2, 7)] == [False, False, True]
+    assert [checker.push([token]) for token in (1, 2, 7)] == [False, False, True]
     assert calls == []
     assert checker.text() == "text"
     assert calls == [[1, 2]]
@@ -199,7 +199,7 @@ def test_only_a_few_tokens_are_decoded_at_a_time():
     sizes = []
     checker = StopChecker((), ("zzz",), lambda tokens: sizes.append(len(tokens)) or letters(tokens))
     for token in b"the quick brown fox jumps over the lazy dog" * 5:
-        checker.push(token)
+        checker.push([token])
     assert max(sizes) <= 2
     assert len(sizes) <= 2 * 215
 
@@ -270,13 +270,13 @@ def test_stop_strings_need_a_decoder():
     with pytest.raises(ValueError, match="need text, but there is no decode; pass a tokenizer's decode"):
         StopChecker((), ("END",), None)
     checker = StopChecker((3,), (), None)
-    assert [checker.push(1), checker.push(3), checker.text()] == [False, True, ""]
+    assert [checker.push([1]), checker.push([3]), checker.text()] == [False, True, ""]
 
 
 @pytest.mark.parametrize("last", [3, 7])
 def test_many_tokens_at_once_are_as_one_by_one(last):
     at_once, one_by_one = (StopChecker((7,), (), lambda tokens: str(tokens)) for _ in range(2))
     tokens = [1, 2, 2, last]
-    assert at_once.push_all(tokens) == [one_by_one.push(token) for token in tokens][-1] == (last == 7)
+    assert at_once.push(tokens) == [one_by_one.push([token]) for token in tokens][-1] == (last == 7)
     assert at_once.text() == one_by_one.text()
     assert at_once.rest() == one_by_one.rest()

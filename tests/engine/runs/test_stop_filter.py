@@ -89,7 +89,7 @@ def by_decoding(tokens: list[int], stop: tuple[str, ...], detokenizer: Detokeniz
     """After how many tokens a checker that decodes each of them stops, and the text then."""
     checker = StopChecker((), stop, detokenizer.decode, detokenizer.special_tokens)
     for count, token in enumerate(tokens, 1):
-        if checker.push(token):
+        if checker.push([token]):
             return count, checker.text()
     return None, checker.text()
 
@@ -102,11 +102,11 @@ def by_filter(tokens: list[int], stop: tuple[str, ...], detokenizer: Detokenizer
     for count, token in enumerate(tokens, 1):
         state = state if state[0] == MET else stop_filter.advance(state, np.array([token]))
         if state[0] == MET:
-            if checker.push_all(tokens[accepted:count]):
+            if checker.push(tokens[accepted:count]):
                 return count, checker.text()
             accepted = count
     if accepted < len(tokens):
-        checker.push_all(tokens[accepted:])
+        checker.push(tokens[accepted:])
     return None, checker.text()
 
 
