@@ -7,7 +7,7 @@ import time
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.running import RunningBatch
-from prefixkit.engine.runs.any_run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.scheduler import Scheduler
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Runner

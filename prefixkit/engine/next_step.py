@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.any_run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.runners.batch import Batch, Outputs, Sampling
 from prefixkit.sampling.specification import SamplingBatch
 from prefixkit.tree.node import Node

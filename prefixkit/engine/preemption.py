@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.engine.runs.any_run import Run
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence as TreeSequence

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from prefixkit.engine.call import Call
 from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
-from prefixkit.engine.runs.any_run import Run
-from prefixkit.engine.runs.beam_run import BeamRun
-from prefixkit.engine.runs.sample_run import SampleRun
+from prefixkit.engine.runs.run_protocol import Run, SteppedRun, StreamingRun, is_stepped, is_streaming
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
 from prefixkit.runners.batch import Results, Runner, launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -25,7 +23,7 @@ Finish = Callable[[Run, list[Sample]], None]
 class RunningBatch:
     """Runs what is scheduled, reads what comes of it, and commits it to the tree.
 
-    Samples are pipelined where they are alone: steps are launched ahead of the tokens read, over leaves that
+    Runs that stream are pipelined where they are alone: steps are launched ahead of the tokens read, over leaves that
     hold the pages of all their tokens to come.  The tree is not touched meanwhile but for runs that end; :meth:`commit`
     appends the tokens of those that go on.  A run that has ended stays in its row, unread, until rows are compacted; it
     writes to pages that were its own, and no other sequence gets them meanwhile.  Anything else is committed after its
@@ -46,30 +44,30 @@ class RunningBatch:
         self._tokens_unshared = 0  # what the sequences would have held unshared when they were longest
         self._launch_first()
         # The rest is made while the device is at work.
-        self._samples = {row: run for row, run in enumerate(self._runs) if isinstance(run, SampleRun)}
-        self._searches = _searches(scheduled)
+        self._streaming = {row: run for row, run in enumerate(self._runs) if is_streaming(run)}
+        self._stepped = _stepped(scheduled)
         self._end_slot = np.array([sequence.node.end_slot for sequence, _ in scheduled.rows], np.int64)
         self._grew = np.zeros(len(self._runs), np.int64)  # tokens that each has added to its leaf
-        samples, rows = [*self._samples.values()], [*self._samples]
+        streaming, rows = [*self._streaming.values()], [*self._streaming]
         self._last, self._stop_row = np.zeros((2, len(self._runs)), np.int64)  # steps that each may take; its list
-        self._last[rows] = [1 + run.tokens_left for run in samples]
-        self._stops, self._stop_row[rows] = _stop_table(samples)
+        self._last[rows] = [1 + run.tokens_left for run in streaming]
+        self._stops, self._stop_row[rows] = _stop_table(streaming)
         self._filters = self._stop_filters() if call.on_token is None else []
         self._stop_state = np.zeros(len(self._runs), np.int32)
-        self._stop_state[rows] = [run.stop_state for run in samples]
+        self._stop_state[rows] = [run.stop_state for run in streaming]
         self._by_token, self._alive = np.zeros((2, len(self._runs)), np.bool_)
-        self._by_token[rows] = [call.on_token is not None or run.by_token for run in samples]
+        self._by_token[rows] = [call.on_token is not None or run.by_token for run in streaming]
         self._alive[rows] = True
         self._accepted = np.zeros(len(self._runs), np.int64)  # tokens of each that its run has looked at
         # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        self._extend: list[tuple[Sequence, int]] = []  # what searches go on with
+        self._extend: list[tuple[Sequence, int]] = []  # what runs that do not stream go on with
 
     @property
     def forks(self) -> bool:
-        """Whether some runs are searches, which move their sequences in the tree at each step."""
-        return bool(self._searches)
+        """Whether some runs do not stream, and move their sequences in the tree at each step."""
+        return bool(self._stepped)
 
     @property
     def steps(self) -> int:
@@ -165,7 +163,7 @@ class RunningBatch:
         columns = alive.tolist(), self._accepted[alive].tolist(), self._stop_state[alive].tolist()
         for i, held, state, own, likely in zip(*columns, tokens.tolist(), logprobs.tolist(), strict=True):
             if held < len(own):
-                self._samples[i].hold(own[held:], likely[held:], state)
+                self._streaming[i].hold(own[held:], likely[held:], state)
         sequences = [self.scheduled.rows[i][0] for i in columns[0]]
         if self._read > 1:
             self.tree.extend_leaves(sequences, tokens)
@@ -188,18 +186,19 @@ class RunningBatch:
         alive = self._alive[rows]
         if len(broken := rows[alive & (results.tokens < 0)]):
             raise _broken_logits(self._runs[int(broken[0])])
-        if self._samples:
+        if self._streaming:
             self._accept_tokens(rows, alive, finish)
-        if self._searches:
-            self._extend = BeamRun.advance(self.tree, self._searches, results)
-            for search in self._searches:
-                if search.done:
-                    finish(search, search.samples())
+        self._extend = []
+        for kind, own in self._stepped.items():
+            self._extend += kind.advance(self.tree, own, results)
+            for run in own:
+                if run.done:
+                    finish(run, run.samples())
         if self.call.on_step is not None and alive.any():
             self.call.on_step(int(alive.sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
-        """The tokens of a step, to samples: those that may end, and those that look at each token."""
+        """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""
         tokens = self._tokens[self._read - 1, rows]
         asked = (self._stops[self._stop_row[rows]] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
         asked |= self._by_token[rows]
@@ -213,16 +212,16 @@ class RunningBatch:
             new = slice(int(self._accepted[i]), self._read)
             own, likely = self._tokens[new, i].tolist(), self._logprobs[new, i].tolist()
             self._accepted[i] = self._read
-            if (sample := self._samples[i].accept(own, likely, self.call.on_token)) is not None:
+            if (sample := self._streaming[i].accept(own, likely, self.call.on_token)) is not None:
                 self._alive[i] = False
                 self._grew[i] = self._read - 1  # the last token never joins the tree
-                finish(self._samples[i], [sample])
+                finish(self._streaming[i], [sample])
             if self._stop_state[i] == MET:  # if it goes on, its text is not its tokens' bytes
                 self._by_token[i], self._stop_state[i] = True, 0
 
     def _stop_filters(self) -> list[tuple[StopFilter, NDArray[np.bool_]]]:
-        """The filters of samples, and which ``[runs]`` each follows."""
-        own = {row: run.stop_filter for row, run in self._samples.items() if run.stop_filter is not None}
+        """The filters of runs, and which ``[runs]`` each follows."""
+        own = {row: run.stop_filter for row, run in self._streaming.items() if run.stop_filter is not None}
         found = {id(one): (one, np.zeros(len(self._runs), np.bool_)) for one in own.values()}
         for row, one in own.items():
             found[id(one)][1][row] = True
@@ -239,19 +238,21 @@ class RunningBatch:
             self._query_rows, self._counted = len(rows), False
 
 
-def _searches(scheduled: Scheduled) -> dict[BeamRun, list[int]]:
-    """The searches, and the row of each of their sequences, in their order."""
-    runs = dict.fromkeys(run for _, run in scheduled.rows if isinstance(run, BeamRun))
-    if not runs:
-        return {}
-    row_of = {sequence: row for row, (sequence, _) in enumerate(scheduled.rows)}
-    return {run: [row_of[sequence] for sequence in run.sequences] for run in runs}
+def _stepped(scheduled: Scheduled) -> dict[type[SteppedRun], dict[SteppedRun, list[int]]]:
+    """The runs that do not stream, by their kinds, and the row of each of their sequences, in their order."""
+    runs = dict.fromkeys(run for _, run in scheduled.rows if is_stepped(run))
+    found: dict[type[SteppedRun], dict[SteppedRun, list[int]]] = {}
+    if runs:
+        row_of = {sequence: row for row, (sequence, _) in enumerate(scheduled.rows)}
+        for run in runs:
+            found.setdefault(type(run), {})[run] = [row_of[sequence] for sequence in run.sequences]
+    return found
 
 
-def _stop_table(samples: list[SampleRun]) -> tuple[NDArray[np.int64], list[int]]:
-    """``[lists, most]`` different lists of tokens that end samples, -1 behind shorter ones, and the list of each."""
+def _stop_table(streaming: list[StreamingRun]) -> tuple[NDArray[np.int64], list[int]]:
+    """``[lists, most]`` different lists of tokens that end runs, -1 behind shorter ones, and the list of each."""
     lists: dict[tuple[int, ...], int] = {}
-    of_each = [lists.setdefault(run.params.stop_token_ids or (), len(lists)) for run in samples]
+    of_each = [lists.setdefault(run.stop_token_ids, len(lists)) for run in streaming]
     table = np.full((max(len(lists), 1), max(map(len, lists), default=1)), -1, np.int64)
     for row, tokens in zip(table, lists, strict=False):
         row[: len(tokens)] = tokens

@@ -18,8 +18,8 @@ from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
 from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order
-from prefixkit.engine.runs.any_run import Run
 from prefixkit.engine.runs.beam_run import BeamRun
+from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
@@ -289,7 +289,7 @@ class Scheduler:
 
         The step under way reads what is copied where it was: the copies wait for it on the device's stream.
         """
-        if any(isinstance(run, BeamRun) for run in self.runs):
+        if any(not run.streams for run in self.runs):
             source, target = self.store.tree.compact(most_pages)
             self.store.pool.copy(source, target)
             self.bytes_copied += len(source) * self.store.pool.spec.bytes_per_token

@@ -13,7 +13,7 @@ from prefixkit.engine.request import BeamParams, Sample
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.beam import Beam, BeamSearch, advance, finished, num_candidates
 from prefixkit.engine.runs.detokenizer import Decode
-from prefixkit.engine.runs.sample_run import RowSampling
+from prefixkit.engine.runs.run_protocol import RowSampling
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
 from prefixkit.sampling.specification import GREEDY
@@ -26,7 +26,7 @@ _NO_HISTORY = np.empty(0, np.int32)
 
 @dataclass(eq=False)
 class BeamRun:
-    """A beam search that is under way: a sequence for each live beam.  ``SampleRun`` says what they have in common.
+    """A beam search that is under way: a sequence for each live beam (see ``SteppedRun``).
 
     Attributes:
         search: Beams and hypotheses.
@@ -34,6 +34,7 @@ class BeamRun:
         steps: Steps of the search so far.
     """
 
+    streams: ClassVar[bool] = False
     name: ClassVar[str] = "a beam"
     unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
 
@@ -85,18 +86,7 @@ class BeamRun:
     def advance(
         cls, tree: PrefixTree, rows: Mapping[BeamRun, list[int]], results: Results
     ) -> list[tuple[Sequence, int]]:
-        """A step of each search; those that are alike move together.
-
-        Beams that go on in several ways are forked, those that go on in none are released.
-
-        Args:
-            tree: Where the sequences live.
-            rows: Of each run, the rows of the results that are its sequences'.
-            results: Of the step.
-
-        Returns:
-            Which sequence is to be extended by which token.
-        """
+        """A step of each search: beams that go on in several ways are forked, those that go on in none released."""
         alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
         for run in rows:
             alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
@@ -114,7 +104,6 @@ class BeamRun:
         return grown
 
     def samples(self) -> list[Sample]:
-        """What a search that is done has found."""
         return [self._sample(index, beam) for index, beam in enumerate(finished(self.search))]
 
     def _sample(self, index: int, beam: Beam) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.run_protocol import RowSampling
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
@@ -27,32 +28,11 @@ if TYPE_CHECKING:
     from prefixkit.sampling.params import LogitsProcessor
 
 
-class RowSampling(NamedTuple):
-    """How the next token of each of a run's sequences is chosen.
-
-    Attributes:
-        params: Temperature, filters and penalty.
-        key, step: Of the random numbers.
-        history: What penalties look at.
-        top: Likeliest tokens that the run looks at; 0 for none.
-        process: Changes ``[vocab]`` logits first; None for nothing that does.
-    """
-
-    params: SamplingParams
-    key: np.uint64
-    step: int
-    history: NDArray[np.int32]
-    top: int = 0
-    process: Callable[[Tensor], Tensor] | None = None
-
-
 @dataclass(eq=False)
 class SampleRun:
-    """A sample that is being generated.
+    """A sample that is being generated (see ``StreamingRun``).
 
     Attributes:
-        state: The request that it is of.
-        sequences: The one that it grows.
         index: Which of its prompt's.
         key: Seeds its private random stream.
         params: How it is sampled.
@@ -61,8 +41,9 @@ class SampleRun:
         stop_filter: Tells when it may have met a stop string; None: nothing does, and each token is looked at.
         stop_state: What the filter has noted of it.
         tokens, logprobs: Those sampled so far.
-        recomputing: Whether it was preempted: the last token of each sequence joins the tree once all before have KV.
     """
+
+    streams: ClassVar[bool] = True
 
     state: RequestState
     sequences: list[TreeSequence]
@@ -80,7 +61,6 @@ class SampleRun:
 
     @classmethod
     def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> SampleRun:
-        """The request's next sample, from a prompt whose logits are known; where that fails, the tree is unchanged."""
         request, index = state.request, state.request.sample_indices[state.started]
         params = cast(SamplingParams, request.params)
         key = sample_key(params.seed, index, request.tokens, request.occurrence)
@@ -99,18 +79,19 @@ class SampleRun:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"sample {self.index}"
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of each sequence that may still join the tree: the last one never does."""
         return self.params.max_new_tokens - 1 - len(self.tokens)
 
     @property
     def token_lists(self) -> list[list[int]]:
-        """The tokens chosen so far, of each sequence."""
         return [self.tokens]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.params.stop_token_ids or ()
 
     @property
     def by_token(self) -> bool:
@@ -119,14 +100,12 @@ class SampleRun:
 
     @property
     def unpipelined(self) -> str | None:
-        """Why its next step cannot be launched before the host has seen its last token; None if it can."""
         if self.processor is not None:
             return "logits processors"
         return "stop functions" if self.params.stop_functions else None
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, and holds no sequence."""
         return self.sequences[0].tree is None
 
     def row_sampling(self) -> RowSampling:
@@ -134,7 +113,6 @@ class SampleRun:
         return RowSampling(self.params, self.key, len(self.tokens), self.history(), process=process)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        """Pages that the next ``tokens`` tokens of each sequence may take."""
         more = min(self.params.max_new_tokens - 1 - len(self.tokens), tokens) + self.recomputing
         node = self.sequences[0].node
         if node.reserved * tree.page_size >= more and node.grows_in_place:
@@ -142,12 +120,10 @@ class SampleRun:
         return tree.pages_to_extend(self.sequences[0], more)
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
-        """The same once it is back in the tree, with the pages of the tokens that join the tree then."""
         held = len(self.tokens) - 1
         return pages_for(held + 1 + min(self.tokens_left, tokens), page_size) - pages_for(held, page_size)
 
     def resume(self, sequences: list[TreeSequence]) -> None:
-        """Go on with sequences of the prompt and all tokens chosen but the last."""
         self.sequences, self.recomputing = sequences, True
 
     def processed(self, logits: Tensor) -> Tensor:
@@ -174,7 +150,6 @@ class SampleRun:
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
     def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> None:
-        """Take tokens that do not end it."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.stop_state = stop_state
@@ -182,7 +157,6 @@ class SampleRun:
     def accept(
         self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
     ) -> Sample | None:
-        """Take tokens of which none but the last can end it; returns the sample if that did."""
         self.tokens += tokens
         self.logprobs += logprobs
         stopped = self.stop.push(self.tokens[self._accepted :])
@@ -213,7 +187,6 @@ class SampleRun:
         store.retain(sequence)
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
-        """Tokens that a plain batch would have computed for it."""
         return len(self.state.request.tokens) + len(samples[0].tokens) - 1
 
     def _sample(self, reason: FinishReason) -> Sample:
