@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import Longs, mark
+from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
-from prefixkit.tree.ragged import ranges
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs, ranges
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
 OPEN = 2**31 - 1

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR
-from prefixkit.tree.snapshot import Ints
-
-Longs = NDArray[np.int64]
+from prefixkit.tree.arrays import Ints, Longs
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 Array = NDArray[np.signedinteger]
 # Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.ragged import indptr_of
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints, indptr_of
+from prefixkit.tree.snapshot import TreeSnapshot
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import Longs, mark
+from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs
 
 # Query heads (queries x GQA group) of a decode item at most, and of the largest tile by default.
 DECODE_ROWS, TILE_ROWS = 8, 128

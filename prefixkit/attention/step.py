@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixkit.attention.planner import Array, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 
 @dataclass(frozen=True, eq=False)

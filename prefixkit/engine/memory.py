@@ -12,8 +12,8 @@ from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.page_needs import pages_per_run
 from prefixkit.engine.request import Request
 from prefixkit.engine.waiting_queue import admission_order
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import call_pages
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
 

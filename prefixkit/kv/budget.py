@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import Ints, common_prefix
+from prefixkit.tree.tokens import common_prefix
 
 
 class KVBudgetTooSmall(ValueError):

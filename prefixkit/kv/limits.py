@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.tree.pages import check_page_size
 
 # Of the memory that is free, without kv_budget: for the store of sessions;

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from prefixkit.kv.budget import Budget
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import Ints
 
 
 class KVStore:

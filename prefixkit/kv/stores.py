@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
 from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
-from prefixkit.tree.tokens import Ints
+from prefixkit.tree.arrays import Ints
 
 log = logging.getLogger("prefixkit")
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_layers, follows_interface, pretrained_model
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
@@ -25,7 +26,6 @@ from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
-from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")
 

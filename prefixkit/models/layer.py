@@ -12,8 +12,8 @@ from transformers import Cache
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.model_errors import NotPatched
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.torch_private import mark_dynamic
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.layer import Layer, LayeredCache
 from prefixkit.models.model_errors import IncompleteStep
-from prefixkit.ops.kv_pool import KVPool
 
 
 def empty_mask(device: torch.device) -> Tensor:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Longs
 from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.node import Node
-
-Longs = NDArray[np.int64]
 
 _NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 

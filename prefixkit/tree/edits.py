@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import count as count_up
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
-
-Ints = NDArray[np.int32]
 
 _NO_PAGES = np.empty(0, np.int32)
 _GAP = 2  # slots left free between leaves that begin in one page: most leaves are removed before they fill them

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints, indptr_of
 from prefixkit.tree.node import Node
-from prefixkit.tree.ragged import indptr_of
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
-
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +182,7 @@ def _sequence_ends(root: Node, nodes: list[Node], included: Mapping[int, Sequenc
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 
-def _with_new_pages(
-    old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints
-) -> NDArray[np.int32]:
+def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints) -> Ints:
     """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
     parts: list[Ints] = []
     begin = 0  # old.pages[:begin] are placed
@@ -200,7 +196,7 @@ def _with_new_pages(
     return np.concatenate(parts, out=_empty(int(num_pages.sum())))
 
 
-def _empty(size: int) -> NDArray[np.int32]:
+def _empty(size: int) -> Ints:
     """Capacity for ``size`` entries, allocated in powers of two: the next step, a little longer, then gets the block
     that the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
     """

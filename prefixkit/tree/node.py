@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import PageAllocator
-
-Ints = NDArray[np.int32]
 
 
 class Node:

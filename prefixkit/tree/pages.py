@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+from prefixkit.tree.arrays import Ints
 
 MAX_PAGE_SIZE = 128
 

@@ -8,9 +8,10 @@ from itertools import compress
 from operator import not_
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from prefixkit.tree import freeze
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.chains import compact
 from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.joining import join
@@ -22,9 +23,6 @@ from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.tokens import as_tokens
 
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class PrefixTree(TreeEdits):
@@ -150,7 +148,7 @@ class PrefixTree(TreeEdits):
             pages = self.allocator.allocate(self.new_pages(donor, len(values), node.reserved))
             self._move(sequence, self.add_leaf(node, values.copy(), pages, donor))
 
-    def extend_leaves(self, sequences: Ordered[Sequence], tokens: NDArray[np.int32]) -> None:
+    def extend_leaves(self, sequences: Ordered[Sequence], tokens: Ints) -> None:
         """Append ``tokens[i]`` to the leaf of ``sequences[i]``, in reserved pages; all but the last have KV.
 
         Args:
@@ -333,7 +331,7 @@ class PrefixTree(TreeEdits):
             node.computed = value
         self._touched.update(nodes)
 
-    def longest_match(self, prompts: Iterable[NDArray[np.int32]]) -> int:
+    def longest_match(self, prompts: Iterable[Ints]) -> int:
         """The most tokens that :meth:`match` finds of one of these."""
         return max((self.match(tokens).length for tokens in prompts), default=0)
 

@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.tokens import common_prefix
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class Rows:

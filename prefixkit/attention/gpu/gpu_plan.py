@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
-from prefixkit.attention.plan import BsrRows, Longs, Plan, finish_plan, gather_rows
+from prefixkit.attention.plan import BsrRows, Plan, finish_plan, gather_rows
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs
 
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 
 class Staged:

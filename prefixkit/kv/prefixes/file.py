@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.prefixes.layout import (
     ARRAYS,
     BLOCK,
@@ -36,7 +37,6 @@ from prefixkit.kv.prefixes.layout import (
     prefixkit_version,
 )
 from prefixkit.kv.prefixes.trie import PrefixTrie
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.paths import as_path
 
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import KVSpec
 
 FORMAT, VERSION = "prefixkit prefixes", 1
 BLOCK = 64  # tokens

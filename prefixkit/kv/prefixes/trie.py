@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from prefixkit.tree.tokens import MAX_TOKEN, Ints, as_tokens, common_prefix
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.tokens import MAX_TOKEN, as_tokens, common_prefix
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.prefixes.layout import (
     ARRAYS,
     BLOCK,
@@ -21,7 +22,6 @@ from prefixkit.kv.prefixes.layout import (
     metadata_of,
 )
 from prefixkit.kv.prefixes.trie import PrefixTrie
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.paths import as_path, replacing
 
 # K and V of the tokens ``[begin, end)`` of a trie, ``[layers, end - begin, kv_heads, head_dim]`` each, on any device.

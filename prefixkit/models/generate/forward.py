@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
@@ -24,7 +25,6 @@ from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.weights.state import adapters_by_row
-from prefixkit.ops.kv_pool import KVPoolTooLarge
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")

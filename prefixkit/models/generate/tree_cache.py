@@ -25,12 +25,11 @@ from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.tree_memory import TreeMemory
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.runners.batch import Runner
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
 log = logging.getLogger("prefixkit")
-
-Ints = NDArray[np.int32]
 
 
 class TreeCache(DynamicCache):

@@ -104,7 +104,7 @@ class TestSharing:
         assert cache.kv_tokens == 40 + 4 * (NEW - 1)
 
     def test_beams_that_move_copy_no_kv(self, padded, monkeypatch):
-        from prefixkit.ops.kv_pool import KVPool
+        from prefixkit.kv.kv_pool import KVPool
 
         def refuse(*args):
             raise AssertionError("KV was copied")
