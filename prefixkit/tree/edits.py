@@ -33,30 +33,32 @@ class TreeEdits:
         self._node_ids = count_up()
         self._sequence_ids = count_up()
         self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
-        self._included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
+        self.identity = object()  # of its snapshots: versions of two trees may be equal
+        self.touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
+        self.included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
         self._excluded = 0  # how many sequences snapshots leave out
 
     @property
-    def _partial(self) -> bool:
+    def partial(self) -> bool:
         """Whether snapshots leave something out."""
         return bool(self.num_cached or self._excluded)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
-        node.sequences[sequence.id] = self._included[sequence.id] = sequence
+        node.sequences[sequence.id] = self.included[sequence.id] = sequence
         self.sequences_version += 1
-        self.version += node.index < 0 and self._partial  # a snapshot without the node is no longer one of this tree
+        self.version += node.index < 0 and self.partial  # a snapshot without the node is no longer one of this tree
         return sequence
 
     def _drop(self, sequence: Sequence) -> None:
-        self.version += self._partial  # its nodes may stay, and then a snapshot leaves them out
+        self.version += self.partial  # its nodes may stay, and then a snapshot leaves them out
         del sequence.node.sequences[sequence.id]
-        self._excluded -= self._included.pop(sequence.id, None) is None
+        self._excluded -= self.included.pop(sequence.id, None) is None
         sequence.tree = None
         self.sequences_version += 1
 
     def _move(self, sequence: Sequence, node: Node) -> None:
-        self.version += self._partial  # as in `_drop`
+        self.version += self.partial  # as in `_drop`
         del sequence.node.sequences[sequence.id]
         node.sequences[sequence.id] = sequence
         sequence.node = node

@@ -171,5 +171,5 @@ def evict(tree: TreeEdits, node: Node, pages: int) -> int:
         parent.cached, tree.num_cached = True, tree.num_cached + 1
     else:
         tree.merge(parent)
-    tree.version += not tree._partial  # a snapshot of all nodes has another order
+    tree.version += not tree.partial  # a snapshot of all nodes has another order
     return tree.allocator.free - free

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
@@ -109,19 +111,16 @@ class Rows:
 
     def tokens(self) -> Ints:
         """``[rows, length]`` token ids; 0 for padding."""
-        tokens = np.zeros((len(self), self.length), np.int32)
-        for row, sequence in zip(tokens, self.sequences, strict=True):
-            own = sequence.tokens()
-            row[len(row) - len(own) :] = own
-        return tokens
+        return self._right_aligned(np.zeros((len(self), self.length), np.int32), Sequence.tokens)
 
     def slots(self) -> Longs:
         """``[rows, length]`` pool slots of all tokens; any for padding."""
-        slots = np.zeros((len(self), self.length), np.int64)
-        for row, sequence in zip(slots, self.sequences, strict=True):
-            own = sequence.slots()
-            row[len(row) - len(own) :] = own
-        return slots
+        return self._right_aligned(np.zeros((len(self), self.length), np.int64), Sequence.slots)
+
+    def _right_aligned(self, rows: NDArray[Any], own: Callable[[Sequence], NDArray[Any]]) -> NDArray[Any]:
+        for row, sequence in zip(rows, self.sequences, strict=True):
+            row[len(row) - sequence.length :] = own(sequence)
+        return rows
 
     def last_tokens(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
         """The last ``count`` tokens of each row but padding: row, index from the end, node, offset in the node."""
