@@ -71,9 +71,7 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
         ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no
             pages of this size.
     """
-    check_page_size(page_size)
-    budget = int(free * SESSION_SHARE) if kv_budget is None else parse_size(kv_budget)
-    return _pages_in(budget, spec, kv_budget, page_size)
+    return _pages_in(int(free * SESSION_SHARE), spec, kv_budget, page_size)
 
 
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
@@ -86,11 +84,9 @@ def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free
     Raises:
         ValueError: see :func:`session_pages`.
     """
-    check_page_size(page_size)
     share = int(free * CALL_SHARE[spec.device.type])
-    without = share if spec.device.type == "cpu" else max(0, share - workspace)
-    budget = without if kv_budget is None else parse_size(kv_budget)
-    return _pages_in(budget, spec, kv_budget, page_size, workspace)
+    left = share if spec.device.type == "cpu" else max(0, share - workspace)
+    return _pages_in(left, spec, kv_budget, page_size, workspace)
 
 
 def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
@@ -103,8 +99,10 @@ def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
         )
 
 
-def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
-    """Pages that ``budget`` bytes hold, at least one."""
+def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
+    """Pages that the budget holds, or without one the bytes that are left; at least one."""
+    check_page_size(page_size)
+    budget = left if kv_budget is None else parse_size(kv_budget)
     page_bytes = page_size * spec.bytes_per_token
     if budget >= page_bytes:
         return budget // page_bytes

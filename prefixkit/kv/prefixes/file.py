@@ -1,4 +1,4 @@
-"""Prefix files: token prefixes with their KV, in safetensors; ``prefix_format.py`` says what is in one.
+"""Prefix files: token prefixes with their KV, in safetensors; ``write.py`` says what is in one.
 
 >>> trie, sources = trie_of([tokens_of_one, tokens_of_another])
 >>> def kv(begin, end):  # of trie.tokens[begin:end]
@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.kv.prefixes.layout import (
+from prefixkit.kv.prefixes.trie import PrefixTrie
+from prefixkit.kv.prefixes.write import (
     ARRAYS,
     BLOCK,
     DTYPES,
@@ -36,7 +37,6 @@ from prefixkit.kv.prefixes.layout import (
     metadata_of,
     prefixkit_version,
 )
-from prefixkit.kv.prefixes.trie import PrefixTrie
 from prefixkit.paths import as_path
 
 
