@@ -284,5 +284,5 @@ class ModelStores:
     def _vacated(self, store: KVStore) -> bool:
         """Whether the borrower rests between two calls, and has just left the store for another one."""
         borrower = self._shared[store].borrower
-        leave: Callable[[], bool] | None = None if borrower is None else getattr(borrower(), "leave_store", None)
+        leave: Callable[[], bool] | None = None if borrower is None else getattr(borrower(), "vacate", None)
         return leave is not None and leave() and not self._lent(store)

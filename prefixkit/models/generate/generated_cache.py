@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any, cast
 
@@ -88,20 +88,18 @@ _calls = threading.local()
 @contextmanager
 def generating() -> Iterator[None]:
     """A call of ``generate()``: the caches that it uses stay in their KV stores until its end."""
-    outer, _calls.caches = getattr(_calls, "caches", None), []
+    outer = getattr(_calls, "uses", None)
     try:
-        yield
+        with ExitStack() as _calls.uses:
+            yield
     finally:
-        for cache in _calls.caches:
-            cache.in_use.__exit__()
-        _calls.caches = outer
+        _calls.uses = outer
 
 
 def use_cache(cache: TreeCache) -> None:
     """The call of ``generate()`` under way, if there is one, uses this cache."""
-    if (caches := getattr(_calls, "caches", None)) is not None:
-        cache.in_use.__enter__()
-        caches.append(cache)
+    if (uses := getattr(_calls, "uses", None)) is not None:
+        uses.enter_context(cache.in_use)
 
 
 def _of_the_present_cache(cache: GeneratedCache, *args: Any, method: str, **kwargs: Any) -> Any:

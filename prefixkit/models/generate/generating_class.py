@@ -86,12 +86,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
-    return subclass(original, _blank, methods)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, generating_class, methods)
 
 
 def generates(model: nn.Module) -> bool:

@@ -28,22 +28,18 @@ class RowSteps:
 
     Attributes:
         memory: The same.
+        rows: The same, without the tokens of repeated steps.
     """
 
     def __init__(self, memory: TreeMemory, rows: Rows) -> None:
-        self.memory, self._rows = memory, rows
+        self.memory, self.rows = memory, rows
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
         self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
 
     @property
     def length(self) -> int:
         """Tokens of each row, padding included."""
-        return self._rows.length + len(self._ahead)
-
-    @property
-    def rows(self) -> Rows:
-        """The rows, but for the tokens of repeated steps."""
-        return self._rows
+        return self.rows.length + len(self._ahead)
 
     @property
     def repeats(self) -> bool:
@@ -52,7 +48,7 @@ class RowSteps:
 
     def flushed(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed; the next decode step is not repeated."""
-        rows, self._order = self._rows, None
+        rows, self._order = self.rows, None
         if self._ahead:
             tokens = torch.stack(self._ahead, 1).cpu().numpy().astype(np.int32)
             self._ahead = []
@@ -104,11 +100,11 @@ class RowSteps:
         Where rows only grow, their leaves take the pages of all ``left`` tokens to come, and this step is repeated.
         """
         tree, runner = self.memory.store.tree, self.memory.runner
-        nodes = [sequence.node for sequence in self._rows.sequences]
+        nodes = [sequence.node for sequence in self.rows.sequences]
         goes_on = left > 0 and not fork and all(node.grows_in_place for node in nodes)
         if goes_on:
             try:
-                tree.reserve(self._rows.sequences, [left] * len(nodes))
+                tree.reserve(self.rows.sequences, [left] * len(nodes))
             except OutOfPages:
                 goes_on = False
         snapshot = tree.snapshot()
@@ -174,7 +170,7 @@ class RowSteps:
         try:
             rows = self.flushed()
         except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
-            rows, drop = self._rows, store.tree.release
+            rows, drop = self.rows, store.tree.release
         for sequence in rows.detach():
             drop(sequence)
         self.memory.return_()

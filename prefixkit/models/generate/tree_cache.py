@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +20,6 @@ from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.generate.in_use import InUse
-from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.tree_memory import TreeMemory
 from prefixkit.models.model_errors import NotPatched
@@ -229,8 +228,7 @@ class TreeCache(DynamicCache):
         new = max(self.final_length - tokens.shape[1], 0)
         pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
-        memory = TreeMemory(facts, pages, self.page_size, prompts)
-        memory.vacate = weakref.WeakMethod(self.vacate)
+        memory = TreeMemory(facts, self, pages, self.page_size, prompts)
         store = memory.store
         try:
             first = [tokens for tokens in prompts[:1] if len(tokens)]
@@ -327,3 +325,30 @@ class TreeCache(DynamicCache):
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for.
+
+    Attributes:
+        cache: The tree cache.
+        index: The layer.
+    """
+
+    cache: TreeCache
+    index: int
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.cache.get_seq_length()
+
+    @property
+    def keys(self) -> Tensor:
+        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
+        return self.cache.kv(self.index)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The same of the values."""
+        return self.cache.kv(self.index)[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ class TreeMemory:
 
     Args:
         facts: Of a patched model.
+        borrower: The cache that has the rows; its ``vacate`` moves them, for a session that asks for this store.
         num_pages, page_size: Pages that the store has to have.
         prompts: What the rows begin with.
 
@@ -36,21 +37,19 @@ class TreeMemory:
         counts_from_zero: See :attr:`ModelFacts.counts_from_zero`.
         dtype: Of the model's weights, to which logits are converted.
         chunk: Prompt tokens of a step.
-        vacate: Gives what moves the rows to another store, for a session that asks for this one, or None.
 
     Raises:
         DoesNotFit: so many pages take more than their share of the memory that is free.
     """
 
     def __init__(
-        self, facts: ModelFacts, num_pages: int, page_size: int, prompts: Sequence[NDArray[np.int32]] = ()
+        self, facts: ModelFacts, borrower: object, num_pages: int, page_size: int, prompts: Sequence[NDArray[np.int32]]
     ) -> None:
         self.model, self.stores = facts.inner, stores_of(facts.inner)
         self.longest, self.counts_from_zero = facts.longest_text, facts.counts_from_zero
         self.dtype = facts.inner.dtype
         self.chunk = prefill_chunk_for(facts.spec.device)
-        self.vacate: Callable[[], Callable[[], bool] | None] = lambda: None
-        self.store: KVStore = self.stores.borrow(kind_of(facts, page_size), self, num_pages, prompts)
+        self.store: KVStore = self.stores.borrow(kind_of(facts, page_size), borrower, num_pages, prompts)
         try:
             if _RUNNER not in self.store.runners:
                 self._attach_runner(facts)
@@ -62,11 +61,6 @@ class TreeMemory:
         except BaseException:
             self.stores.return_(self.store)
             raise
-
-    def leave_store(self) -> bool:
-        """Move the rows elsewhere, if that can be: see :meth:`TreeCache.vacate`."""
-        vacate = self.vacate()
-        return vacate is not None and vacate()
 
     @property
     def runner(self) -> Runner:
