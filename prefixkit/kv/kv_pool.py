@@ -130,7 +130,7 @@ class KVPool:
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
-            pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
+            pages, offsets = self._pages_and_offsets(pairs)
             for its, mine in zip((self if source_pool is None else source_pool)._layers, self._layers, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 

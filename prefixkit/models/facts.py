@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models.attention_class import is_tree_class, original_class
-from prefixkit.models.families import attention_layers, follows_interface, pretrained_model
+from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
@@ -136,13 +136,9 @@ class ModelFacts:
 
     def _attention(self) -> list[nn.Module]:
         """The modules that :func:`attention_layers` finds, in its order."""
-        found: list[tuple[int, nn.Module]] = []
-        for module in dict.fromkeys(self.state.modules):
-            index = getattr(module, "layer_idx", None)
-            if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
-                found.append((index, module))
-        found.sort(key=operator.itemgetter(0))
-        return [module for _, module in found]
+        indices = {module: attention_index(module) for module in dict.fromkeys(self.state.modules)}
+        found = [(index, module) for module, index in indices.items() if index is not None]
+        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
 
 def facts_of(model: object) -> ModelFacts:

@@ -33,8 +33,7 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
         raise UnsupportedModel(f"{_of(pretrained)} is an encoder-decoder; prefixkit runs decoders alone")
     found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
+        if (index := attention_index(module)) is not None:
             _check_layer(name, module)
             found.append((index, name, module))
     found.sort(key=operator.itemgetter(0))
@@ -59,8 +58,15 @@ def text_config(model: object) -> PreTrainedConfig:
     return pretrained_model(model).config.get_text_config()
 
 
+def attention_index(module: nn.Module) -> int | None:
+    """The ``layer_idx`` of an attention module that follows the interface; None for any other module."""
+    index = getattr(module, "layer_idx", None)
+    follows = isinstance(index, int) and _follows_interface(original_class(module))  # type: ignore[arg-type]  # classes hash
+    return index if follows else None
+
+
 @functools.cache
-def follows_interface(cls: type[nn.Module]) -> bool:
+def _follows_interface(cls: type[nn.Module]) -> bool:
     """Whether the code of a class's ``forward`` fills a cache and then asks for an attention function by name."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return code is not None and set(code.co_names) >= _INTERFACE

@@ -83,8 +83,7 @@ class TreeEdits:
 
     def new_pages(self, donor: Node | None, count: int, reserved: int) -> int:
         """New pages for ``count`` tokens of a child that fills the donor's free slots, then ``reserved`` pages."""
-        free = 0 if donor is None else donor.free_slots
-        return max(0, pages_for(count - free, self.page_size) - reserved)
+        return max(0, pages_for(count - (0 if donor is None else donor.free_slots), self.page_size) - reserved)
 
     def add_leaf(self, parent: Node, tokens: Ints, pages: Ints, donor: Node | None, skip: int = 0) -> Node:
         """A new child in the donor's free slots but the first ``skip``, the parent's reserved pages, then ``pages``."""
