@@ -47,11 +47,8 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
     Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
     its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
 
-    Args:
-        tree: The tree and the step's query rows; see :meth:`StepTree.check` for what they must satisfy.
-        shape: The heads, for the cost.
-        cost: Decides which nodes are shared.
-        shared: ``[nodes]`` overrides that decision; for measurements and tests.
+    ``shape`` and ``cost`` decide which nodes are shared, unless ``shared [nodes]`` says so, for measurements and tests.
+    :meth:`StepTree.check` has what the tree must satisfy.
 
     Returns:
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.

@@ -17,7 +17,7 @@ from prefixkit.tree.arrays import Ints, Longs
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The work of one tree attention on one GPU.
+    """The work of one tree attention.
 
     Attributes:
         counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1

@@ -83,11 +83,6 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
     shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
     above fewer consumers, never more.
 
-    Args:
-        tree: The tree and the step's query rows.
-        shape: The heads.
-        cost: The cost model.
-
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """

@@ -64,8 +64,7 @@ def build_step(
 
     Args:
         tree: The tree, with slots for the queries' KV already taken, and which tokens run.
-        tokens: ``[T]`` their ids, in row order.
-        logit_rows: ``[R]`` rows whose logits are wanted.
+        tokens, logit_rows: See :class:`Step`.
         planner: Holds heads, costs and the last plan.
         device: Where the tensors go.
 

@@ -110,11 +110,7 @@ def register(variant: Variant) -> str:
 
 
 def lookup(key: str) -> Variant:
-    """The variant registered under a key.
-
-    Raises:
-        UnknownVariant: there is none.
-    """
+    """The variant registered under a key, or UnknownVariant."""
     variant = _REGISTRY.get(key)
     if variant is None:
         known = ", ".join(sorted(_REGISTRY))
@@ -125,11 +121,7 @@ def lookup(key: str) -> Variant:
 
 
 def sliding_window(size: int) -> Variant:
-    """Each query sees the last ``size`` tokens of its sequence, itself included.
-
-    Raises:
-        ValueError: ``size`` is not an integer of at least 1.
-    """
+    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"sliding_window: size must be an integer of at least 1 token, got {size!r}")
 
@@ -143,11 +135,7 @@ def sliding_window(size: int) -> Variant:
 
 
 def soft_cap(cap: float) -> Variant:
-    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2).
-
-    Raises:
-        ValueError: ``cap`` is not a finite number above 0.
-    """
+    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2); ValueError unless ``cap`` is finite, above 0."""
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
         raise ValueError(f"soft_cap: cap must be a finite number above 0, got {cap!r}")
     bound = float(cap)
@@ -162,11 +150,7 @@ def soft_cap(cap: float) -> Variant:
 def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
 
-    Args:
-        slopes: ``[heads]`` one slope for each query head.
-
-    Raises:
-        ValueError: they are not one row of finite numbers.
+    ``slopes [heads]``: one for each query head; ValueError unless they are one row of finite numbers.
     """
     # A copy: the caller's tensor may change, a registered variant must not.
     per_head = torch.as_tensor(slopes).detach().to(torch.float32, copy=True)

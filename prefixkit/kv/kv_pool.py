@@ -121,11 +121,8 @@ class KVPool:
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
         """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
 
-        A target may be a source of those before it, not of those behind it.
-
-        Args:
-            source, target: Slots.
-            source_pool: The pool whose slots the sources are, of the same page size; None: this one.
+        A target may be a source of those before it, not of those behind it.  The sources are slots of ``source_pool``,
+        of the same page size; None: of this one.
         """
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):

@@ -62,9 +62,7 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
     """Pages of a store that outlives its calls: what the budget holds; without one, half of the memory that is free.
 
     Args:
-        spec: What a token takes.
         kv_budget: KV to hold, see :func:`parse_size`.
-        page_size: Tokens per page.
         free: Bytes that a store may take, at most.
 
     Raises:
@@ -75,14 +73,9 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
 
 
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
-    """Pages that the store of a single call may have at most.
+    """As :func:`session_pages`, what the store of a single call may have at most.
 
-    Args:
-        spec, kv_budget, page_size, free: As for :func:`session_pages`.
-        workspace: Bytes of that memory that steps need besides, on a GPU.
-
-    Raises:
-        ValueError: see :func:`session_pages`.
+    ``workspace``: bytes of the free memory that steps need besides, on a GPU.
     """
     share = int(free * CALL_SHARE[spec.device.type])
     left = share if spec.device.type == "cpu" else max(0, share - workspace)

@@ -91,8 +91,7 @@ class ModelStores:
         """A store that is not shared.
 
         Raises:
-            DoesNotFit: it and the model's other stores together are above their limit.
-            KVPoolTooLarge: the device has not that much memory.
+            DoesNotFit, KVPoolTooLarge: the model's stores would be above their limit; the device has no such memory.
         """
         with self._lock:
             need = pages * kind.page_size * kind.spec.bytes_per_token
@@ -128,10 +127,7 @@ class ModelStores:
     def hold(self, kind: StoreKind, holder: object, size: Callable[[int], int]) -> KVStore:
         """The shared store of a kind, for as long as the holder lives and has not let go of it.
 
-        Args:
-            kind: What its KV is of.
-            holder: A session.
-            size: From the bytes that are free to the pages that the store is to have, unless another session holds it.
+        ``size``: from the bytes that are free to the pages that the store is to have, unless another session holds it.
 
         Raises:
             ValueError: ``size`` does; or there is no memory.
@@ -178,10 +174,9 @@ class ModelStores:
         """Lend a store of a kind that has ``pages`` pages: the one that knows most of the prompts, or a new one.
 
         Args:
-            kind: What its KV is of.
             borrower: Who calls :meth:`return_`; where it goes without that, the store has a new tree.
             pages: Pages beside those of pinned prefixes.
-            prompts: Token ids of each.
+            kind, prompts: What its KV is of, and token ids of each prompt.
 
         Raises:
             DoesNotFit: there is none, and no memory for another.

@@ -142,22 +142,14 @@ class ModelFacts:
 
 
 def facts_of(model: object) -> ModelFacts:
-    """Look a model up.
-
-    Raises:
-        UnsupportedModel: there is no transformers model in it.
-    """
+    """Look a model up; UnsupportedModel if there is no transformers model in it."""
     inner = pretrained_model(model)
     assert isinstance(model, nn.Module), "checked"
     return ModelFacts(model, inner, state_of(inner))
 
 
 def patched_facts(model: object) -> ModelFacts:
-    """Look a patched model up.
-
-    Raises:
-        NotPatched: it is not patched, or no model.
-    """
+    """Look a patched model up; NotPatched if it is none, or no model."""
     facts = facts_of(model) if isinstance(model, nn.Module) else None
     if facts is None or not facts.patched:
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
@@ -165,13 +157,10 @@ def patched_facts(model: object) -> ModelFacts:
 
 
 def kv_spec(model: object) -> KVSpec:
-    """What a :class:`KVPool` must hold for ``model``, patched or not.
+    """What a :class:`KVPool` must hold for ``model``, patched or not; UnsupportedModel as :attr:`ModelFacts.layers`.
 
     Measured by a forward pass, so a tensor-parallel shard gets its own share, and quantised weights or autocast the
     dtype that keys really have.
-
-    Raises:
-        UnsupportedModel: see :attr:`ModelFacts.layers`.
     """
     return facts_of(model).spec
 

@@ -42,9 +42,7 @@ def _is_short(node: Node, page_size: int) -> bool:
 def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
     """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
 
-    Args:
-        tree: The tree.
-        most_pages: Free pages that are not reserved.
+    ``most_pages`` are free and not reserved.
 
     Returns:
         Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be

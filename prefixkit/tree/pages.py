@@ -40,9 +40,6 @@ class PageAllocator:
 
     The lowest free page goes first, so a young pool is filled from the front and long nodes get consecutive pages.
 
-    Args:
-        num_pages: how many pages there are, at least one.
-
     Raises:
         ValueError: ``num_pages`` is not a positive integer.
     """
@@ -79,11 +76,7 @@ class PageAllocator:
             raise OutOfPages(count, self._free, self.num_pages)
 
     def allocate(self, count: int) -> Ints:
-        """The ``count`` lowest free pages, ascending, held once each.
-
-        Raises:
-            OutOfPages: fewer than ``count`` are free; nothing has changed.
-        """
+        """The ``count`` lowest free pages, ascending, held once each; OutOfPages if fewer are free."""
         self.check(count)
         if count <= 0:
             return np.empty(0, np.int32)
@@ -94,11 +87,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Ints) -> None:
-        """One more holder for each of ``pages`` (distinct).
-
-        Raises:
-            ValueError: one of them is not held; nothing has changed.
-        """
+        """One more holder for each of ``pages`` (distinct); ValueError, before any change, if one is not held."""
         if len(pages) == 1:
             self.share_page(int(pages[0]))
         elif len(pages):
@@ -121,11 +110,7 @@ class PageAllocator:
             self._lowest = min(self._lowest, page)
 
     def release(self, pages: Ints) -> None:
-        """One holder less for each of ``pages`` (distinct); a page without holders is free again.
-
-        Raises:
-            ValueError: one of them is not held; nothing has changed.
-        """
+        """One holder less for each of ``pages``, as :meth:`share`; a page without holders is free again."""
         if len(pages) < 2:
             return self.release_page(int(pages[0])) if len(pages) else None
         counts = self._held(pages, "release") - 1

@@ -151,9 +151,7 @@ def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]
 def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
     """Tokens of all rows, and how many there are where each shared one counts once: rows in order share most.
 
-    Args:
-        tokens: ``[rows, length]`` token ids.
-        pad: ``[rows]`` how many of them, from the left, are padding.
+    ``tokens`` and ``pad`` are as :class:`Rows` takes them.
     """
     rows = [row[skipped:] for row, skipped in zip(tokens, pad.tolist(), strict=True)]
     before, distinct = np.empty(0, np.int32), 0

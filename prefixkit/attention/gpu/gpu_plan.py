@@ -31,13 +31,10 @@ ORDER_LEVELS = 128
 def make_gpu_plan(
     formats: Sequence[BSR], length: Ints, num_rows: int, shape: HeadShape, num_sms: int, cost: GpuCost
 ) -> Plan:
-    """Split the BSR rows of formats into work items; the first three arguments are those of ``make_plan``.
+    """Split the BSR rows of formats into work items for ``num_sms`` multiprocessors; see also ``make_plan``.
 
-    Args:
-        shape: The heads; each item runs once for each KV head.
-        num_sms: Multiprocessors that share the work.
-        cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
-            GQA group into slices.
+    Each item runs once for each KV head.  ``cost`` has how many query heads the largest tile holds; the kernel splits a
+    larger GQA group into slices.
     """
     rows = gather_rows(formats, length)
     gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads

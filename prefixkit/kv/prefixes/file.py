@@ -127,14 +127,10 @@ def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: 
 
     Args:
         path: A file that :func:`write_prefixes` wrote.
-        spec: The KV of the model that is to use it; its device is no part of it.
-        fingerprint: Of that model.
-        vocab_size: Of that model.
+        spec, fingerprint, vocab_size: Of the model that is to use it; the device is no part of it.
 
     Raises:
-        NotAPrefixFile: it is something else.
-        TornPrefixFile: it is not as it was written.
-        PrefixFileMismatch: it is of another model, dtype, layout or vocabulary, or of a newer version.
+        PrefixFileError: it cannot be used; its subclasses say why.
         OSError: it cannot be read.
     """
     path = as_path(path)

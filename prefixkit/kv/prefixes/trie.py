@@ -29,8 +29,8 @@ class PrefixTrie:
         ValueError: the arrays are no such trie; the message says where.
     """
 
-    parents: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    parents: NDArray[np.integer]
+    lengths: NDArray[np.integer]
     tokens: Ints
     offsets: NDArray[np.int64] = field(init=False)
     starts: NDArray[np.int64] = field(init=False)

@@ -107,8 +107,7 @@ def write_prefixes(path: str | Path, trie: PrefixTrie, kv: ReadKV, spec: KVSpec,
         path: In a folder that exists.
         trie: The prefixes.
         kv: Gives their KV; called for ranges of at most ``BLOCK`` tokens, in order.
-        spec: What the KV is of; its device is no part of it.
-        fingerprint: Of the model, as :func:`kv_fingerprint` makes it.
+        spec, fingerprint: What the KV is of, but for the device, and of which model (:func:`kv_fingerprint`).
 
     Raises:
         ValueError: ``kv`` gave tensors of another shape or dtype.

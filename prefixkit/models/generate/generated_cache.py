@@ -53,7 +53,7 @@ class GeneratedCache(TreeCache):
     def of_another_kind(self) -> bool:
         """Whether the model now computes KV that the pool does not take."""
         try:
-            return self._steps is not None and self._steps.memory.store.pool.spec != facts_of(self.model).spec
+            return self._steps is not None and self._steps.store.pool.spec != facts_of(self.model).spec
         except UnsupportedModel:
             return True
 

@@ -21,12 +21,10 @@ from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.row_steps import RowSteps
-from prefixkit.models.generate.tree_memory import TreeMemory
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.runners.batch import Runner
 from prefixkit.tree.arrays import Ints
-from prefixkit.tree.pages import OutOfPages, check_page_size, pages_for
-from prefixkit.tree.rows import Rows, pages_of_rows
+from prefixkit.tree.pages import OutOfPages, check_page_size
 
 log = logging.getLogger("prefixkit")
 
@@ -92,8 +90,8 @@ class TreeCache(DynamicCache):
         with self.in_use:
             if self._steps is not None:
                 self._steps.flushed()
-                if not self._steps.memory.is_current:
-                    self._steps.memory.mark_stale()
+                if not self._steps.is_current:
+                    self._steps.mark_stale()
 
     @property
     def kv_tokens(self) -> int:
@@ -101,15 +99,15 @@ class TreeCache(DynamicCache):
         return 0 if self._steps is None else int(self._steps.flushed().tree.snapshot().length.sum())
 
     @property
-    def memory(self) -> TreeMemory:
-        """Pool, tree and runner of its rows, once they were started."""
+    def steps(self) -> RowSteps:
+        """Its rows, once they were started."""
         assert self._steps is not None
-        return self._steps.memory
+        return self._steps
 
     @property
     def runner(self) -> Runner | None:
         """What runs its steps, and counts them; None before the first."""
-        return None if self._steps is None else self._steps.memory.runner
+        return None if self._steps is None else self._steps.runner
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
@@ -189,8 +187,8 @@ class TreeCache(DynamicCache):
             self.reset()
             self._steps = before
             raise
-        if not before.memory.is_current:
-            self.memory.mark_stale()
+        if not before.is_current:
+            self.steps.mark_stale()
         log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
         before.end()
 
@@ -214,42 +212,18 @@ class TreeCache(DynamicCache):
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
     def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
-        """Take the rows of a batch; nothing is computed yet.
-
-        Args:
-            facts: Of the model.
-            tokens: ``[rows, length]`` token ids.
-            pad: ``[rows]`` how many of them, from the left, are padding.
+        """Take the rows of a batch, ``tokens [rows, length]`` after ``pad [rows]`` of padding; nothing is computed yet.
 
         Raises:
             DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
         """
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
-        pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
-        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
-        memory = TreeMemory(facts, self, pages, self.page_size, prompts)
-        store = memory.store
-        try:
-            first = [tokens for tokens in prompts[:1] if len(tokens)]
-            store.fits(first, pages - sum(pages_for(len(tokens), self.page_size) for tokens in first))
-            try:
-                rows = Rows(store.tree, tokens, pad, fork=self.fork)
-            except OutOfPages:  # what was found lies on more pages than it needs
-                store.cache.clear()
-                rows = Rows(store.tree, tokens, pad, fork=self.fork)
-        except BaseException:
-            memory.return_()
-            raise
-        self._steps = RowSteps(memory, rows)
+        self._steps = RowSteps(facts, self, tokens, pad, new, self.page_size, fork=self.fork)
         return self._steps
 
     def go_on(self, tokens: Tensor, count: int) -> Tensor:
-        """Append ``[rows, new]`` tokens to rows that were started, and compute them.
-
-        Returns:
-            ``[rows, count, vocab]`` the logits after the last ``count`` of them.
-        """
+        """Append ``[rows, new]`` tokens to rows, compute them, and return ``[rows, count, vocab]``: the last logits."""
         assert self._steps is not None, "started before"
         steps, before = self._steps, self.get_seq_length()
         try:
@@ -275,7 +249,7 @@ class TreeCache(DynamicCache):
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         with self.in_use:
-            pool, slots = self._steps.memory.store.pool, self._steps.flushed().slots()
+            pool, slots = self._steps.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
             k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
         return k, v
@@ -283,11 +257,7 @@ class TreeCache(DynamicCache):
     # -- what a cache says of itself -----------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only a model that is not patched gets here, or another than the cache is for.
-
-        Raises:
-            NotPatched: always.
-        """
+        """NotPatched: only a model that is not patched gets here, or another than the cache is for."""
         raise NotPatched(
             f"layer {layer_idx} was given a TreeCache of {type(self.model).__name__}, but the model that it belongs to "
             "does not take one: call prefixkit.patch(model), and pass the cache to the model itself"
@@ -298,7 +268,7 @@ class TreeCache(DynamicCache):
         self.update(torch.empty(0), torch.empty(0), 0)
 
     def __len__(self) -> int:
-        return 0 if self._steps is None else self._steps.memory.store.pool.spec.num_layers
+        return 0 if self._steps is None else self._steps.store.pool.spec.num_layers
 
     @property
     def layers(self) -> list[Any]:
@@ -329,12 +299,7 @@ class TreeCache(DynamicCache):
 
 @dataclass(frozen=True)
 class LayerView:
-    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for.
-
-    Attributes:
-        cache: The tree cache.
-        index: The layer.
-    """
+    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for."""
 
     cache: TreeCache
     index: int

@@ -61,13 +61,11 @@ def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: Mo
     question are not seen.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a
     new version after each.
 
-    Args:
-        model: A model, patched or not.  It is not kept alive.
-        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
-        state: The model's, where it is known; None: it is looked up.
+    No two models have a number in common.  The model is not kept alive.
 
-    Returns:
-        A number that no other model has.
+    Args:
+        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
+        state: The model's, where it is known.
     """
     with _lock:
         content = _contents.setdefault(model, _Content())
