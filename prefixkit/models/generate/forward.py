@@ -18,7 +18,6 @@ from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.generated_cache import GeneratedCache
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
@@ -55,16 +54,15 @@ class FedAgain(NotOnTree):
 def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
     given.pop("self")
-    if isinstance(cache, GeneratedCache) and cache.fell_back:
+    if cache.fell_back:
         return whole(**given | {"past_key_values": cache.fallback})
     began = not cache.get_seq_length()
     try:
         with cache.in_use:
             logits = _logits(model, cache, given)
     except (NotOnTree, DoesNotFit, KVPoolTooLarge, UnsupportedModel, IncompleteStep) as error:
-        if isinstance(error, FedAgain):
-            cache = GeneratedCache.of(cache)
-        elif not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
+        stays = cache.fallback is None or (isinstance(error, IncompleteStep) and not began)
+        if stays and not isinstance(error, FedAgain):
             raise
         log.info("generate() keeps transformers' own cache: %s", error)
         if began:
@@ -95,7 +93,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         if own.min() < 0 or own.max() >= 2**31:
             raise NotOnTree("input_ids holds numbers that are no token ids")
         own = own.astype(np.int32)
-        if isinstance(cache, GeneratedCache) and not cache.always:
+        if not cache.always:
             _check_it_pays(cache, facts, own, pad)
         if adapters_by_row(facts.state):
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")

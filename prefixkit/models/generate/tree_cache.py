@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,15 +20,28 @@ from transformers import Cache, DynamicCache
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.families import pretrained_model
+from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.row_steps import RowSteps
-from prefixkit.models.model_errors import NotPatched
-from prefixkit.runners.batch import Runner
+from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
 
 log = logging.getLogger("prefixkit")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _or_of_fallback(method: Method) -> Method:
+    """A method of a tree cache; of the cache that it has become, once it fell back."""
+
+    @functools.wraps(method)
+    def of_present(self: TreeCache, *args: Any, **kwargs: Any) -> Any:
+        present = getattr(self.fallback, method.__name__) if self.fell_back else functools.partial(method, self)
+        return present(*args, **kwargs)
+
+    return cast(Method, of_present)
 
 
 class TreeCache(DynamicCache):
@@ -60,6 +75,9 @@ class TreeCache(DynamicCache):
             raise NotPatched(
                 f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
             )
+        self.fallback: Cache | None = None  # what it becomes where its rows cannot be on a tree
+        self.fell_back = False  # whether it has become that
+        self.always = True  # whether it is a tree wherever it can be, not only where that pays
         self.fork = False  # whether rows part as beams do
         self.final_length = 0  # that rows will reach, as far as is known
         self._steps: RowSteps | None = None
@@ -67,6 +85,7 @@ class TreeCache(DynamicCache):
 
     # -- what generate() asks ------------------------------------------------------------------------------------------
 
+    @_or_of_fallback
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each row, padding included."""
         return 0 if self._steps is None else self._steps.length
@@ -104,11 +123,7 @@ class TreeCache(DynamicCache):
         assert self._steps is not None
         return self._steps
 
-    @property
-    def runner(self) -> Runner | None:
-        """What runs its steps, and counts them; None before the first."""
-        return None if self._steps is None else self._steps.runner
-
+    @_or_of_fallback
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
         order = [int(row) for row in beam_idx.tolist()]
@@ -116,20 +131,19 @@ class TreeCache(DynamicCache):
             if self._steps is not None and order != list(range(len(self.padding))):
                 self._steps.flushed().select(order)
 
+    @_or_of_fallback
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
         self.reorder_cache(torch.arange(len(self.padding))[indices.cpu()])
 
+    @_or_of_fallback
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row; nothing is copied."""
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
+    @_or_of_fallback
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many tokens of each row, or all there are, written as a negative number.
-
-        Raises:
-            ValueError: a positive number.
-        """
+        """Remove so many tokens of each row, or all there are, written as a negative number; ValueError for others."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
@@ -154,52 +168,62 @@ class TreeCache(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
-        other = self._empty(memo)
-        other.fork, other.final_length = self.fork, self.final_length
+        other = TreeCache(self.model, page_size=self.page_size)
+        other.fallback, other.fell_back = copy.deepcopy(self.fallback, memo), self.fell_back
+        other.always, other.fork, other.final_length = self.always, self.fork, self.final_length
         if self._steps is not None:
-            rows = self._steps.flushed()
-            self._steps.copy_kv(other.start(facts_of(self.model), rows.tokens(), rows.pad))
+            other._start_copy_of(self._steps)
         return other
 
     def vacate(self) -> bool:
         """Move to another KV store, with a copy of the KV, for a call that asks for the present one; False where the
         cache is in use, or there is no memory for another.
         """
+        before = self._steps
         with self.in_use.unless() as free:
-            if free:
-                with suppress(DoesNotFit):
-                    self._move()
-                    return True
-        return False
+            if not free or before is None:
+                return False
+            self._steps = None
+            try:
+                self._start_copy_of(before)
+            except BaseException as error:
+                self.reset()
+                self._steps = before
+                if isinstance(error, DoesNotFit):
+                    return False
+                raise
+            if not before.is_current:
+                self.steps.mark_stale()
+            log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
+            before.end()
+        return True
 
-    def _move(self) -> None:
-        """Take the rows to another KV store.
+    def _start_copy_of(self, steps: RowSteps) -> None:
+        rows = steps.flushed()
+        steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
 
-        Raises:
-            DoesNotFit: there is no memory for it; nothing has changed.
-        """
-        before, self._steps = self._steps, None
-        assert before is not None, "it holds a store"
-        try:
-            rows = before.flushed()
-            before.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
-        except BaseException:
+    def fall_back(self) -> Cache:
+        """Become a cache of transformers, with the KV that there is."""
+        if self.fallback is None:
+            self.fallback = DynamicCache(config=text_config(self.model))
+        if not self.fell_back:
+            self.copy_to(self.fallback)
             self.reset()
-            self._steps = before
-            raise
-        if not before.is_current:
-            self.steps.mark_stale()
-        log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
-        before.end()
+            self.fell_back = True
+        return self.fallback
 
-    def _empty(self, memo: dict[int, Any]) -> TreeCache:
-        """An empty one of the same model."""
-        return TreeCache(self.model, page_size=self.page_size)
+    def of_another_kind(self) -> bool:
+        """Whether the model now computes KV that the pool does not take."""
+        try:
+            return self._steps is not None and self._steps.store.pool.spec != facts_of(self.model).spec
+        except UnsupportedModel:
+            return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
-        cache = DynamicCache()
-        self.copy_to(cache)
+        if self.fell_back:
+            return copy.copy, (self.fallback,)
+        self.copy_to(cache := DynamicCache())
         return copy.copy, (cache,)
 
     def __del__(self) -> None:
@@ -207,15 +231,16 @@ class TreeCache(DynamicCache):
             self.reset()
 
     def activate_past_recording(self) -> None:
-        """Nothing: all that was computed can be cropped."""
+        """For the fallback: all that was computed on a tree can be cropped."""
+        if self.fallback is not None:
+            self.fallback.activate_past_recording()  # type: ignore[no-untyped-call]
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
     def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
-        """Take the rows of a batch, ``tokens [rows, length]`` after ``pad [rows]`` of padding; nothing is computed yet.
+        """Take the rows of a batch, ``tokens [rows, length]`` of which the first ``pad [rows]`` are padding.
 
-        Raises:
-            DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
+        Nothing is computed yet.  DoesNotFit: there is no memory for their KV; the cache is empty then.
         """
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
@@ -267,12 +292,15 @@ class TreeCache(DynamicCache):
         """As :meth:`update`: a model that is not patched asks for it first."""
         self.update(torch.empty(0), torch.empty(0), 0)
 
+    @_or_of_fallback
     def __len__(self) -> int:
-        return 0 if self._steps is None else self._steps.store.pool.spec.num_layers
+        return 0 if self._steps is None else int(self._steps.store.pool.spec.num_layers)
 
     @property
     def layers(self) -> list[Any]:
         """Each layer's KV as other caches keep it, to look at."""
+        if self.fallback is not None and self.fell_back:
+            return self.fallback.layers
         return [LayerView(self, layer) for layer in range(len(self))]
 
     @layers.setter
