@@ -93,7 +93,7 @@ class TreeEdits:
             pages = np.concatenate([parent.drop_reserved(), pages])
         if donor is not None:
             last = donor.last_page
-            self.allocator.share_page(last)
+            self.allocator.share(last)
             pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
             first_slot = donor.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)

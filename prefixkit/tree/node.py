@@ -286,7 +286,8 @@ class Node:
         assert 0 < at < self.length, (self, at)
         page, offset = divmod(self.first_slot + at, self._page_size)  # where the lower half begins
         upper_pages = self.page_buffer[: page + (offset > 0)].copy()
-        allocator.share(upper_pages[page:])  # the page that the split cuts, if any
+        if offset:
+            allocator.share(int(upper_pages[page]))  # the page that the split cuts
 
         tokens = self._token_buffer[:at].copy()
         upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)

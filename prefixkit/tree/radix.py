@@ -88,19 +88,14 @@ class PrefixTree(TreeEdits):
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: ArrayLike, match: Match | None = None) -> Sequence:
+    def insert(self, tokens: ArrayLike) -> Sequence:
         """Add a sequence, sharing whatever the tree holds of it.
 
         Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
         split, and no KV is copied.
-
-        Args:
-            tokens: ``[length]`` token ids.
-            match: What `PrefixTree.match` has just returned for them, so that the tree is not searched twice; None:
-                it is searched.
         """
-        values = as_tokens(tokens) if match is None else np.asarray(tokens, np.int32)  # `match` has checked them
-        match = follow(self.root, values) if match is None else match
+        values = as_tokens(tokens)
+        match = follow(self.root, values)
         new = values[match.length :]
         node, splits = match.node, match.offset < match.node.length
         donor = self._slot_donor(node.parent if splits else node)  # the lower half holds the slots after the upper half
