@@ -76,7 +76,9 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
     """Raise UnsupportedModel unless there is one attention module for each of the layers 0, 1, 2, ..."""
     indices = [index for index, _, _ in found]
     if not found:
-        kinds = sorted({type(module).__name__ for module in pretrained.modules() if _is_attention(module)})
+        kinds = sorted(
+            {name for module in pretrained.modules() if "attention" in (name := type(module).__name__).lower()}
+        )
         raise UnsupportedModel(
             f"{_of(pretrained)}: no layer both fills a KV cache and calls the function that transformers finds by its "
             f"attn_implementation, which is where a tree gets in; it has {', '.join(kinds) or 'no attention'}"
@@ -95,10 +97,6 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
             f"{_of(pretrained)}: of {depth} layers, {missing} keep no KV by the attention interface, but a recurrent "
             "state, a latent or what attention of another kind needs, which a tree does not hold"
         )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
 
 
 def _of(pretrained: PreTrainedModel) -> str:

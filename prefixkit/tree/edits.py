@@ -92,7 +92,7 @@ class TreeEdits:
             self.reserved -= parent.reserved
             pages = np.concatenate([parent.drop_reserved(), pages])
         if donor is not None:
-            last = donor.last_page
+            last = int(donor.page_buffer[donor.num_pages - 1])
             self.allocator.share(last)
             pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
             first_slot = donor.end_slot % self.page_size + skip

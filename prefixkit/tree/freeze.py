@@ -163,11 +163,7 @@ def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp
         parts.append(nodes[i].page_buffer[first:last])
         begin = end
     parts.append(old.pages[begin:])
-    return np.concatenate(parts, out=_empty(int(num_pages.sum())))
-
-
-def _empty(size: int) -> Ints:
-    """Capacity for ``size`` entries, allocated in powers of two: the next step, a little longer, then gets the block
-    that the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
-    """
-    return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]
+    # Allocated in powers of two: the next step, a little longer, then gets the block that the last one gave back.  A
+    # fresh megabyte costs more in page faults than the copy into it.
+    size = int(num_pages.sum())
+    return np.concatenate(parts, out=np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size])

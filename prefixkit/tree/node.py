@@ -117,11 +117,6 @@ class Node:
         return int(self._token_buffer[self.length - 1])
 
     @property
-    def last_page(self) -> int:
-        """The page of the last token."""
-        return int(self.page_buffer[self.num_pages - 1])
-
-    @property
     def children(self) -> list[Node]:
         return [child for group in self.branches.values() for child in group]
 

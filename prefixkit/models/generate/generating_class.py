@@ -10,9 +10,9 @@ from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
+from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
@@ -89,11 +89,6 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
     return subclass(original, generating_class, methods)
-
-
-def generates(model: nn.Module) -> bool:
-    """Whether a model has a ``generate`` of transformers."""
-    return issubclass(original_class(model), GenerationMixin)
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
