@@ -251,24 +251,22 @@ def _refuse_gradients(q: Tensor, key: Tensor, value: Tensor, *others: Tensor) ->
         _no_backward(None)
 
 
-def _trust(*arguments: Any) -> None:
-    """The backend checks: ours on GPUs cache which signatures they have checked."""
-
-
-def _runs(name: str, check: Callable[..., object]) -> Callable[..., Any]:
+def _runs(name: str, check: Callable[..., object] | None) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        check(*arguments)
+        if check is not None:
+            check(*arguments)
         return getattr(backend_for(arguments[0].device), name)(*arguments)
 
     return run
 
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-# Contract, the arguments that the op writes to, and what is checked before the backend is called.
-_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]], ...] = (
-    (kv_append, ("k_pages", "v_pages"), _trust),
+# Contract, the arguments that the op writes to, and what is checked before the backend is called; None where the
+# backend checks: ours on GPUs cache which signatures they have checked.
+_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] | None], ...] = (
+    (kv_append, ("k_pages", "v_pages"), None),
     (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
-    (tree_attention, (), _trust),
+    (tree_attention, (), None),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),

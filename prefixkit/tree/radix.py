@@ -14,8 +14,7 @@ from prefixkit.tree import freeze
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.chains import compact
 from prefixkit.tree.edits import TreeEdits
-from prefixkit.tree.joining import join
-from prefixkit.tree.match import Match, follow
+from prefixkit.tree.match import Match, follow, join
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.sequence import Sequence, check_live, next_tokens

@@ -26,6 +26,7 @@ from prefixkit.paths import as_path, replacing
 
 # K and V of the tokens ``[begin, end)`` of a trie, ``[layers, end - begin, kv_heads, head_dim]`` each, on any device.
 ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
+
 FORMAT, VERSION = "prefixkit prefixes", 1
 BLOCK = 64  # tokens
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
