@@ -76,8 +76,8 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
     """Raise UnsupportedModel unless there is one attention module for each of the layers 0, 1, 2, ..."""
     indices = [index for index, _, _ in found]
     if not found:
-        names = {type(module).__name__ for module in pretrained.modules()}
-        kinds = sorted(name for name in names if "attention" in name.lower())
+        classes = {type(module).__name__ for module in pretrained.modules()}
+        kinds = sorted(name for name in classes if "attention" in name.lower())
         raise UnsupportedModel(
             f"{_of(pretrained)}: no layer both fills a KV cache and calls the function that transformers finds by its "
             f"attn_implementation, which is where a tree gets in; it has {', '.join(kinds) or 'no attention'}"

@@ -66,7 +66,8 @@ def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
         for above, each in pairwise([parent, *chain]):
             above.disown(each)
             tree.allocator.release(each.pages)
-        node.adopt_children(chain[-1])
+        for child in chain[-1].children:
+            node.adopt(child)
         tree.merge(node)
         tree.merge(parent)
     return np.concatenate(source), np.concatenate(target)

@@ -197,12 +197,6 @@ class Node:
             following.previous_in_page = previous if in_one_page else None
         child.parent = None
 
-    def adopt_children(self, node: Node) -> None:
-        """Adopt the children of a node that leaves the tree."""
-        self.branches = node.branches
-        for child in self.children:
-            child.parent = self
-
     def link_after(self, previous: Node | None) -> None:
         """Become the next node in the last page of ``previous``; None: no node is before this one in its first page."""
         self.previous_in_page = previous

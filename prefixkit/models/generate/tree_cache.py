@@ -38,8 +38,9 @@ def _or_of_fallback(method: Method) -> Method:
 
     @functools.wraps(method)
     def of_present(self: TreeCache, *args: Any, **kwargs: Any) -> Any:
-        present = getattr(self.fallback, method.__name__) if self.fell_back else functools.partial(method, self)
-        return present(*args, **kwargs)
+        if self.fell_back:
+            return getattr(self.fallback, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return cast(Method, of_present)
 
