@@ -66,7 +66,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 
     # A layer that its user has compiled would be compiled anew for what a cache holds at each step.
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
-    return subclass(original, tree_class, {"forward": forward})
+    return subclass(original, _blank, {"forward": forward})
 
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
@@ -75,15 +75,15 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
 
 
 def subclass(
-    original: type[nn.Module], make: Callable[..., type[nn.Module]], methods: dict[str, Callable[..., Any]]
+    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Callable[..., Any]]
 ) -> type[nn.Module]:
     """A subclass of a module's class with the same name and other ``methods``; ``unpatch`` undoes it.
 
-    Pickle and deepcopy, to which the name means the original class, get the subclass from ``make(original)``.
+    Pickle and deepcopy, to which the name means the original class, rebuild a module from ``blank(original)``.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (make, original), *original.__reduce_ex__(self, protocol)[2:]
+        return blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, _ORIGINAL: original})
@@ -122,8 +122,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return original
 
 
-def _blank(make: Callable[..., type[nn.Module]], original: type[nn.Module]) -> nn.Module:
-    cls = make(original)
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = tree_class(original)  # type: ignore[arg-type]  # classes hash
     return cls.__new__(cls)
 
 

@@ -88,7 +88,12 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
-    return subclass(original, generating_class, methods)
+    return subclass(original, _blank, methods)
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:
