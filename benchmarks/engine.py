@@ -26,10 +26,10 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, kv_spec
 from prefixkit.ops import library
 from prefixkit.ops.backend import Backend, backend_for
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree

@@ -50,7 +50,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
 tree = StepTree(snapshot, leaf_queries(snapshot))

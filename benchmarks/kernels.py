@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.specification import SamplingBatch

@@ -39,8 +39,8 @@ from benchmarks.memory_tree import measure_fill, measure_policies
 from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, failure, free_memory
 from benchmarks.shapes import SHAPES, Shape
 from prefixkit import MemoryPolicy, SamplingParams, Session
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import kv_spec
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree.pages import pages_for
 
 PARTS = ["prefix", "copies", "swap", "pressure", "beams", "pages", "fill", "policies"]

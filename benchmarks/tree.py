@@ -17,8 +17,8 @@ from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree, Sequence

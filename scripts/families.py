@@ -36,7 +36,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import prefixkit
 from prefixkit.models import UnsupportedModel
-from prefixkit.models.generate.generated_cache import GeneratedCache
+from prefixkit.models.generate.tree_cache import TreeCache
 
 LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
@@ -209,7 +209,7 @@ def attempt(model: PreTrainedModel, call: str, inputs: dict[str, Tensor], want: 
         got = generate(model, inputs, **options)
     except Exception as error:
         return "error", f"{call}: {line(error)}"
-    on_tree = isinstance(got.cache, GeneratedCache) and not got.cache.fell_back
+    on_tree = isinstance(got.cache, TreeCache) and not got.cache.fell_back
     if changed := difference(want, got):
         if not difference(generate(model, inputs, **options, use_cache=False), got):
             return ("tree" if on_tree else "refused"), f"{call}: as transformers without a cache, not as with one"

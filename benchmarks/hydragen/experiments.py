@@ -21,9 +21,9 @@ from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.layers import compile_layer
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 

@@ -20,9 +20,9 @@ from benchmarks.tree_attention.workloads import MATMUL_TFLOPS, PAGE, READ_TBPS
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.ops import library
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.testing.named_trees import leaf_queries, regular
 
 ALL = 99  # levels

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.snapshot import Ints
-
-Longs = NDArray[np.int64]
+from prefixkit.tree.arrays import Ints, Longs
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import Longs, mark
+from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
-from prefixkit.tree.ragged import ranges
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs, ranges
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
 OPEN = 2**31 - 1
@@ -48,11 +47,8 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
     Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
     its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
 
-    Args:
-        tree: The tree and the step's query rows; see :meth:`StepTree.check` for what they must satisfy.
-        shape: The heads, for the cost.
-        cost: Decides which nodes are shared.
-        shared: ``[nodes]`` overrides that decision; for measurements and tests.
+    ``shape`` and ``cost`` decide which nodes are shared, unless ``shared [nodes]`` says so, for measurements and tests.
+    :meth:`StepTree.check` has what the tree must satisfy.
 
     Returns:
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.

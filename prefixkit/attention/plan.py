@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR
-from prefixkit.tree.snapshot import Ints
-
-Longs = NDArray[np.int64]
+from prefixkit.tree.arrays import Ints, Longs
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The work of one tree attention on one GPU.
+    """The work of one tree attention.
 
     Attributes:
         counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1

@@ -16,7 +16,7 @@ from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 Array = NDArray[np.signedinteger]
 # Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.
@@ -73,15 +73,7 @@ class Planner(ABC):
     def plan(
         self, tree: StepTree, device: torch.device, step_arrays: StepArrays = tuple
     ) -> tuple[StepPlan, list[Tensor]]:
-        """The plan for these queries on ``device``.
-
-        Args:
-            tree: What to plan for.
-            device: Where the plan goes.
-            step_arrays: Makes int32 and int64 arrays that are uploaded in the same copy.
-
-        Returns:
-            The plan, and the tensors of those arrays.
+        """The plan for these queries on ``device``, and the tensors of ``step_arrays``: int32 and int64, in one copy.
 
         Raises:
             ValueError: the queries leave out KV that they need.

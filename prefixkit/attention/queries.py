@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.ragged import indptr_of
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints, indptr_of, ranges
+from prefixkit.tree.snapshot import TreeSnapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,7 @@ class Queries:
 
     def row_offset(self) -> Ints:
         """``[rows]`` the token within its node that each row is."""
-        count = self.end - self.begin
-        first_row = np.cumsum(count) - count
-        offset: Ints = (np.arange(count.sum()) - np.repeat(first_row - self.begin, count)).astype(np.int32)
-        return offset
+        return ranges(self.begin, self.end - self.begin).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)

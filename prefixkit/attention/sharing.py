@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import Longs, mark
+from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs
 
 # Query heads (queries x GQA group) of a decode item at most, and of the largest tile by default.
 DECODE_ROWS, TILE_ROWS = 8, 128
@@ -82,11 +82,6 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
     bottom-up: what a node's children decided tells how many consumers it has.  A node with one consumer is never
     shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
     above fewer consumers, never more.
-
-    Args:
-        tree: The tree and the step's query rows.
-        shape: The heads.
-        cost: The cost model.
 
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.

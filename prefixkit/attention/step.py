@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixkit.attention.planner import Array, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,7 @@ def build_step(
 
     Args:
         tree: The tree, with slots for the queries' KV already taken, and which tokens run.
-        tokens: ``[T]`` their ids, in row order.
-        logit_rows: ``[R]`` rows whose logits are wanted.
+        tokens, logit_rows: See :class:`Step`.
         planner: Holds heads, costs and the last plan.
         device: Where the tensors go.
 

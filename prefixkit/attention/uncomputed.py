@@ -40,7 +40,6 @@ def choose_queries(
     samples of the first prompts can continue while later prompts are still being computed.
 
     Args:
-        snapshot: The tree.
         decoding: Nodes whose uncomputed tokens were sampled by a sample or chosen by a beam: outside the budget.
         wanted: Nodes after some of whose tokens logits are wanted; those that are computed run once more.
         prefill_budget: How many prompt tokens may run.

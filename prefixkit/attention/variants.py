@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -110,11 +110,7 @@ def register(variant: Variant) -> str:
 
 
 def lookup(key: str) -> Variant:
-    """The variant registered under a key.
-
-    Raises:
-        UnknownVariant: there is none.
-    """
+    """The variant registered under a key, or UnknownVariant."""
     variant = _REGISTRY.get(key)
     if variant is None:
         known = ", ".join(sorted(_REGISTRY))
@@ -125,11 +121,7 @@ def lookup(key: str) -> Variant:
 
 
 def sliding_window(size: int) -> Variant:
-    """Each query sees the last ``size`` tokens of its sequence, itself included.
-
-    Raises:
-        ValueError: ``size`` is not an integer of at least 1.
-    """
+    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"sliding_window: size must be an integer of at least 1 token, got {size!r}")
 
@@ -143,11 +135,7 @@ def sliding_window(size: int) -> Variant:
 
 
 def soft_cap(cap: float) -> Variant:
-    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2).
-
-    Raises:
-        ValueError: ``cap`` is not a finite number above 0.
-    """
+    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2); ValueError unless ``cap`` is finite, above 0."""
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
         raise ValueError(f"soft_cap: cap must be a finite number above 0, got {cap!r}")
     bound = float(cap)
@@ -162,11 +150,7 @@ def soft_cap(cap: float) -> Variant:
 def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
 
-    Args:
-        slopes: ``[heads]`` one slope for each query head.
-
-    Raises:
-        ValueError: they are not one row of finite numbers.
+    ``slopes [heads]``: one for each query head; ValueError unless they are one row of finite numbers.
     """
     # A copy: the caller's tensor may change, a registered variant must not.
     per_head = torch.as_tensor(slopes).detach().to(torch.float32, copy=True)
@@ -199,10 +183,21 @@ def compose(*variants: Variant) -> Variant:
     if len(parts) == 1:
         return parts[0]
     bodies = [part.bodies for part in parts if part.bodies is not None]
+    score_mods = [part.score_mod for part in parts if part.score_mod is not None]
+    mask_mods = [part.mask_mod for part in parts if part.mask_mod is not None]
+
+    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        for mod in score_mods:
+            score = mod(score, q_position, kv_position, head)
+        return score
+
+    def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return reduce(operator.and_, (mod(q_position, kv_position, head) for mod in mask_mods))
+
     return Variant(
         name=" + ".join(part.name for part in parts),
-        score_mod=_chain(part.score_mod for part in parts),
-        mask_mod=_all_of(part.mask_mod for part in parts),
+        score_mod=score_mod if score_mods else None,
+        mask_mod=mask_mod if mask_mods else None,
         window=min((part.window for part in parts if part.window is not None), default=None),
         has_sinks=any(part.has_sinks for part in parts),
         bodies=tuple(chain(*bodies)) if len(bodies) == len(parts) else None,
@@ -213,27 +208,3 @@ def _is_causal(variant: Variant) -> bool:
     """Whether a variant is plain causal attention under another object."""
     changes = variant.score_mod or variant.mask_mod or variant.has_sinks or variant.bodies
     return variant.name == CAUSAL.name and not changes
-
-
-def _chain(score_mods: Iterable[ScoreMod | None]) -> ScoreMod | None:
-    mods = tuple(mod for mod in score_mods if mod is not None)
-    if len(mods) < 2:
-        return mods[0] if mods else None
-
-    def score_mod(score: Tensor, q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
-        for mod in mods:
-            score = mod(score, q_position, kv_position, head)
-        return score
-
-    return score_mod
-
-
-def _all_of(mask_mods: Iterable[MaskMod | None]) -> MaskMod | None:
-    mods = tuple(mod for mod in mask_mods if mod is not None)
-    if len(mods) < 2:
-        return mods[0] if mods else None
-
-    def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
-        return reduce(operator.and_, (mod(q_position, kv_position, head) for mod in mods))
-
-    return mask_mod

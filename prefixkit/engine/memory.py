@@ -12,8 +12,8 @@ from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
 from prefixkit.kv.budget import Budget
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import call_pages
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix

@@ -17,10 +17,11 @@ from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.runners.batch import Batch, Outputs, Sampling
 from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.snapshot import TreeSnapshot
 
 # A sequence that gets its next token, and the run that it belongs to.
 Row = tuple[TreeSequence, Run]

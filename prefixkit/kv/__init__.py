@@ -1,1 +1,1 @@
-"""KV of a model between and during calls: stores, what fits them, how much memory they take, and files of prefixes."""
+"""KV of a model between and during calls: pools, stores, what fits them, their memory, and files of prefixes."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import Ints, common_prefix
+from prefixkit.tree.tokens import common_prefix
 
 
 class KVBudgetTooSmall(ValueError):
@@ -35,7 +35,8 @@ class Budget:
     pages: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pinned_pages = distinct_pages(self.pins, self.tree.page_size)
+        held = [pin.slots() // self.tree.page_size for pin in self.pins]
+        self.pinned_pages = len(np.unique(np.concatenate(held))) if held else 0
         self.pages = self.tree.allocator.num_pages - self.pinned_pages
         self._tokens = [pin.tokens() for pin in self.pins]
 
@@ -60,9 +61,3 @@ class Budget:
             f"{what} needs KV for {need} in pages of {size}, but the KV budget holds {have}{beside}; "
             f"raise kv_budget, or {remedy}"
         )
-
-
-def distinct_pages(sequences: Iterable[Sequence], page_size: int) -> int:
-    """Pages that hold the tokens of these sequences."""
-    pages = [sequence.slots() // page_size for sequence in sequences]
-    return len(np.unique(np.concatenate(pages))) if pages else 0

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.tree.pages import check_page_size
 
 # Of the memory that is free, without kv_budget: for the store of sessions;
@@ -62,35 +62,24 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
     """Pages of a store that outlives its calls: what the budget holds; without one, half of the memory that is free.
 
     Args:
-        spec: What a token takes.
         kv_budget: KV to hold, see :func:`parse_size`.
-        page_size: Tokens per page.
         free: Bytes that a store may take, at most.
 
     Raises:
         ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no
             pages of this size.
     """
-    check_page_size(page_size)
-    budget = int(free * SESSION_SHARE) if kv_budget is None else parse_size(kv_budget)
-    return _pages_in(budget, spec, kv_budget, page_size)
+    return _pages_in(int(free * SESSION_SHARE), spec, kv_budget, page_size)
 
 
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
-    """Pages that the store of a single call may have at most.
+    """As :func:`session_pages`, what the store of a single call may have at most.
 
-    Args:
-        spec, kv_budget, page_size, free: As for :func:`session_pages`.
-        workspace: Bytes of that memory that steps need besides, on a GPU.
-
-    Raises:
-        ValueError: see :func:`session_pages`.
+    ``workspace``: bytes of the free memory that steps need besides, on a GPU.
     """
-    check_page_size(page_size)
     share = int(free * CALL_SHARE[spec.device.type])
-    without = share if spec.device.type == "cpu" else max(0, share - workspace)
-    budget = without if kv_budget is None else parse_size(kv_budget)
-    return _pages_in(budget, spec, kv_budget, page_size, workspace)
+    left = share if spec.device.type == "cpu" else max(0, share - workspace)
+    return _pages_in(left, spec, kv_budget, page_size, workspace)
 
 
 def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
@@ -103,8 +92,10 @@ def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
         )
 
 
-def _pages_in(budget: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
-    """Pages that ``budget`` bytes hold, at least one."""
+def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
+    """Pages that the budget holds, or without one the bytes that are left; at least one."""
+    check_page_size(page_size)
+    budget = left if kv_budget is None else parse_size(kv_budget)
     page_bytes = page_size * spec.bytes_per_token
     if budget >= page_bytes:
         return budget // page_bytes

@@ -7,21 +7,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from prefixkit.kv.budget import Budget
-from prefixkit.ops.kv_pool import KVPool
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.tokens import Ints
 
 
 class KVStore:
     """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
 
-    One call uses it at a time.
-
-    Args:
-        pool: The pages.
-        eviction: What the prefix cache evicts first; a key of :data:`POLICIES`.
+    One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`.
 
     Attributes:
         pool: The pages.
@@ -67,11 +63,8 @@ class KVStore:
     def admit(self, tokens: Ints, lookahead: int = 0, *, alone: bool = False) -> Sequence | None:
         """Insert a sequence where its pages fit beside ``lookahead`` more; None where they do not.
 
-        Args:
-            tokens: ``[length]`` token ids, at least one.
-            lookahead: Pages that have to be free besides.
-            alone: Whether nothing else runs: then what is in the way is what the cache retains, and the slots that are
-                lost at the ends of its nodes.  It is cleared, and the sequence inserted.
+        ``alone``: nothing else runs.  Then what is in the way is what the cache retains, and the slots that are lost at
+        the ends of its nodes: it is cleared, and the sequence inserted.
         """
         enough = pages_for(len(tokens), self.tree.page_size) + lookahead <= self.tree.allocator.free
         if not (enough or self.fits([tokens], lookahead)):

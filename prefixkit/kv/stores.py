@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
 from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
-from prefixkit.tree.tokens import Ints
+from prefixkit.tree.arrays import Ints
 
 log = logging.getLogger("prefixkit")
 
@@ -40,28 +40,12 @@ class StoreKind:
 
 @dataclass(eq=False)
 class _Shared:
-    """A shared store, its kind, the epoch that it is of, who uses it for a call, and the sessions that hold it."""
+    """Of a shared store: its kind, the epoch that it is of, who uses it for a call, and the sessions that hold it."""
 
-    store: weakref.ref[KVStore]
     kind: StoreKind
     epoch: int
     borrower: weakref.ref[Any] | None = None
     holders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-    @property
-    def lent(self) -> bool:
-        """Whether a call uses it; one that has gone without giving it back leaves sequences in its tree."""
-        if self.borrower is not None and self.borrower() is None:
-            self.borrower = None
-            if (store := self.store()) is not None:
-                store.restart()
-        return self.borrower is not None
-
-    def vacated(self) -> bool:
-        """Whether the borrower rests between two calls, and has just left the store for another one."""
-        borrower = None if self.borrower is None else self.borrower()
-        leave: Callable[[], bool] | None = getattr(borrower, "leave_store", None)
-        return leave is not None and leave() and not self.lent
 
 
 class ModelStores:
@@ -80,8 +64,8 @@ class ModelStores:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._all: weakref.WeakSet[KVStore] = weakref.WeakSet()
-        self._shared: list[_Shared] = []
-        self._resting: list[KVStore] = []
+        self._shared: weakref.WeakKeyDictionary[KVStore, _Shared] = weakref.WeakKeyDictionary()
+        self._resting: set[KVStore] = set()  # which no session holds and no call uses
         self._limit = 0
         self.epoch = 0
 
@@ -107,8 +91,7 @@ class ModelStores:
         """A store that is not shared.
 
         Raises:
-            DoesNotFit: it and the model's other stores together are above their limit.
-            KVPoolTooLarge: the device has not that much memory.
+            DoesNotFit, KVPoolTooLarge: the model's stores would be above their limit; the device has no such memory.
         """
         with self._lock:
             need = pages * kind.page_size * kind.spec.bytes_per_token
@@ -132,7 +115,7 @@ class ModelStores:
         """
         with self._lock:
             pool, free = store.pool, self.free(store.pool.spec.device)
-            if any(one.store() is store and one.holders for one in self._shared):
+            if (shared := self._shared.get(store)) is not None and shared.holders:
                 raise DoesNotFit("the KV store of the model's sessions is full")
             total = (pool.num_pages + pages) * pool.page_size
             check_rows(pool.spec, total, free)
@@ -144,109 +127,98 @@ class ModelStores:
     def hold(self, kind: StoreKind, holder: object, size: Callable[[int], int]) -> KVStore:
         """The shared store of a kind, for as long as the holder lives and has not let go of it.
 
-        Args:
-            kind: What its KV is of.
-            holder: A session.
-            size: From the bytes that are free to the pages that the store is to have, unless another session holds it.
+        ``size``: from the bytes that are free to the pages that the store is to have, unless another session holds it.
 
         Raises:
             ValueError: ``size`` does; or there is no memory.
         """
         with self._lock:
-            found = self._to_hold(kind, size)
-            if found is None:
-                ours = [store for one, store in self._of_kind(kind) if not one.holders]
-                self._resting = [one for one in self._resting if one not in ours]
-                ours.clear()
-                found = self._make_shared(kind, size(self.free(kind.spec.device)))
-            found[0].holders.add(holder)
-            self._resting = [one for one in self._resting if one is not found[1]]
-            return found[1]
+            store = self._to_hold(kind, size)
+            if store is None:
+                self._clear_resting(kind)
+                store = self._make_shared(kind, size(self.free(kind.spec.device)))
+            self._shared[store].holders.add(holder)
+            self._resting.discard(store)
+            return store
 
-    def _to_hold(self, kind: StoreKind, size: Callable[[int], int]) -> tuple[_Shared, KVStore] | None:
+    def _to_hold(self, kind: StoreKind, size: Callable[[int], int]) -> KVStore | None:
         """The store of a kind that a session holds already; else the largest that no call uses, grown to the size."""
-        found = [(one, store) for one, store in self._of_kind(kind) if one.holders or not one.lent]
+        found = [store for store in self._of_kind(kind) if self._shared[store].holders or not self._lent(store)]
         if not found:
             return None
-        shared, store = max(found, key=lambda pair: (bool(pair[0].holders), pair[1].pool.num_pages))
-        if not shared.holders:
+        store = max(found, key=lambda store: (bool(self._shared[store].holders), store.pool.num_pages))
+        if not self._shared[store].holders:
             pages = size(self.free(kind.spec.device) + store.pool.bytes)
             try:
                 if pages > store.pool.num_pages:
                     store.grow(pages - store.pool.num_pages)
             except KVPoolTooLarge:  # with the KV of before beside it
                 return None
-        return shared, store
+        return store
 
     def let_go(self, holder: object) -> None:
         """A session no longer holds a store."""
         with self._lock:
-            for one in self._shared:
-                one.holders.discard(holder)
+            for shared in self._shared.values():
+                shared.holders.discard(holder)
 
     def lend(self, store: KVStore, borrower: object) -> bool:
         """Lend a shared store to a call; False where another call uses it, and cannot go elsewhere."""
         with self._lock:
-            shared = self._record(store)
-            if shared is None or (shared.lent and not shared.vacated()):
+            if store not in self._shared or (self._lent(store) and not self._vacated(store)):
                 return False
-            self._lend(shared, store, borrower)
+            self._lend(store, borrower)
             return True
 
     def borrow(self, kind: StoreKind, borrower: object, pages: int, prompts: Sequence[Ints] = ()) -> KVStore:
         """Lend a store of a kind that has ``pages`` pages: the one that knows most of the prompts, or a new one.
 
         Args:
-            kind: What its KV is of.
             borrower: Who calls :meth:`return_`; where it goes without that, the store has a new tree.
             pages: Pages beside those of pinned prefixes.
-            prompts: Token ids of each.
+            kind, prompts: What its KV is of, and token ids of each prompt.
 
         Raises:
             DoesNotFit: there is none, and no memory for another.
         """
         with self._lock:
-            in_use = any(one.lent for one, _ in self._of_kind(kind))
-            found = self._with_room(kind, pages, prompts)
-            if found is None:
-                ours = [store for _, store in self._of_kind(kind)]
-                self._resting = [one for one in self._resting if one not in ours]  # too small ones make room
-                ours.clear()
+            in_use = any(map(self._lent, self._of_kind(kind)))
+            store = self._with_room(kind, pages, prompts)
+            if store is None:
+                self._clear_resting(kind)  # too small ones make room
                 check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec.device))
-                found = self._make_shared(kind, pages)
-            self._lend(*found, borrower)
+                store = self._make_shared(kind, pages)
+            self._lend(store, borrower)
             if in_use:
-                tokens = found[1].pool.num_pages * kind.page_size
+                tokens = store.pool.num_pages * kind.page_size
                 log.info("the model's KV store is in use: a call runs in another one, for %d tokens", tokens)
-            return found[1]
+            return store
 
-    def _with_room(self, kind: StoreKind, pages: int, prompts: Sequence[Ints]) -> tuple[_Shared, KVStore] | None:
+    def _with_room(self, kind: StoreKind, pages: int, prompts: Sequence[Ints]) -> KVStore | None:
         """The store of a kind that knows most of the prompts, of those that have enough pages or can grow to them."""
-        found = [(one, store) for one, store in self._of_kind(kind) if not one.lent]
-        found.sort(key=lambda pair: (pair[1].tree.longest_match(prompts), pair[1].pool.num_pages), reverse=True)
-        for shared, store in found:
+        found = [store for store in self._of_kind(kind) if not self._lent(store)]
+        found.sort(key=lambda store: (store.tree.longest_match(prompts), store.pool.num_pages), reverse=True)
+        for store in found:
             try:
                 if (lacking := pages - store.budget().pages) > 0:
                     self.grow(store, lacking)
             except (DoesNotFit, KVPoolTooLarge):
                 continue
-            return shared, store
+            return store
         return None
 
     def take_back(self, borrower: object) -> None:
         """Give back what was lent to someone who was interrupted: its tree may be half changed."""
         with self._lock:
-            for shared in self._shared:
+            for store, shared in self._shared.items():
                 if shared.borrower is not None and shared.borrower() is borrower:
-                    if (store := shared.store()) is not None:
-                        store.restart()
+                    store.restart()
                     shared.borrower = None
 
     def return_(self, store: KVStore, rests: bool = True) -> None:
         """A call no longer uses a store, which rests if no session holds it, ``rests``, and it is small enough."""
         with self._lock:
-            shared = self._record(store)
-            if shared is None:
+            if (shared := self._shared.get(store)) is None:
                 return
             shared.borrower = None
             if shared.epoch != self.epoch:
@@ -256,46 +228,56 @@ class ModelStores:
                 return
             device = store.pool.spec.device
             small = device.type == "cuda" or store.pool.bytes <= REST_SHARE * free_memory(device)
-            alone = not any(one is other for one in self._resting for _, other in self._of_kind(shared.kind))
-            if small and alone:
-                self._resting.append(store)
+            if small and self._resting.isdisjoint(self._of_kind(shared.kind)):
+                self._resting.add(store)
 
     def known(self, kind: StoreKind, tokens: Ints) -> int:
         """How many of a prompt's tokens, from the first, a store that :meth:`borrow` may give holds."""
         with self._lock:
-            return max(
-                (store.tree.match(tokens).length for one, store in self._of_kind(kind) if not one.lent), default=0
-            )
+            free = (store for store in self._of_kind(kind) if not self._lent(store))
+            return max((store.tree.match(tokens).length for store in free), default=0)
 
     def __len__(self) -> int:
         """How many stores know tokens of earlier calls and are not in use."""
         with self._lock:
-            return sum(not one.lent for one in self._shared if one.store() is not None)
+            return sum(not self._lent(store) for store in [*self._shared])
 
     def drop(self) -> None:
         """Free what rests; no KV of before is used by later calls."""
         with self._lock:
             self.epoch += 1
             self._resting.clear()
-            for one in self._shared:
-                if (store := one.store()) is not None and not one.lent:
-                    one.epoch, store.version = self.epoch, None
+            for store, shared in self._shared.items():
+                if not self._lent(store):
+                    shared.epoch, store.version = self.epoch, None
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
-    def _of_kind(self, kind: StoreKind) -> list[tuple[_Shared, KVStore]]:
-        self._shared = [one for one in self._shared if one.store() is not None]
-        pairs = [(one, one.store()) for one in self._shared if one.kind == kind]
-        return [(one, store) for one, store in pairs if store is not None]
+    def _of_kind(self, kind: StoreKind) -> list[KVStore]:
+        return [store for store, shared in self._shared.items() if shared.kind == kind]
 
-    def _record(self, store: KVStore) -> _Shared | None:
-        return next((one for one in self._shared if one.store() is store), None)
+    def _clear_resting(self, kind: StoreKind) -> None:
+        self._resting.difference_update(self._of_kind(kind))
 
-    def _make_shared(self, kind: StoreKind, pages: int) -> tuple[_Shared, KVStore]:
+    def _make_shared(self, kind: StoreKind, pages: int) -> KVStore:
         store = self.make(kind, pages)
-        self._shared.append(shared := _Shared(weakref.ref(store), kind, self.epoch))
-        return shared, store
+        self._shared[store] = _Shared(kind, self.epoch)
+        return store
 
-    def _lend(self, shared: _Shared, store: KVStore, borrower: object) -> None:
-        shared.borrower = weakref.ref(borrower)
-        self._resting = [one for one in self._resting if one is not store]
+    def _lend(self, store: KVStore, borrower: object) -> None:
+        self._shared[store].borrower = weakref.ref(borrower)
+        self._resting.discard(store)
+
+    def _lent(self, store: KVStore) -> bool:
+        """Whether a call uses a store; one that has gone without giving it back leaves sequences in its tree."""
+        shared = self._shared[store]
+        if shared.borrower is not None and shared.borrower() is None:
+            shared.borrower = None
+            store.restart()
+        return shared.borrower is not None
+
+    def _vacated(self, store: KVStore) -> bool:
+        """Whether the borrower rests between two calls, and has just left the store for another one."""
+        borrower = self._shared[store].borrower
+        leave: Callable[[], bool] | None = None if borrower is None else getattr(borrower(), "vacate", None)
+        return leave is not None and leave() and not self._lent(store)

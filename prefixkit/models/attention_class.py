@@ -178,7 +178,6 @@ def tree_attention_forward(
     """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
 
     Args:
-        module: The shallow copy of the layer.
         query: ``[1, heads, T, head_dim]``, rotated.
         key, value: ``[1, kv_heads, T, head_dim]``; already in the pool.
         attention_mask: The empty mask of ``StepCache.inputs()``.

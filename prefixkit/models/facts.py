@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models.attention_class import is_tree_class, original_class
-from prefixkit.models.families import attention_layers, follows_interface, pretrained_model
+from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.probe.cache import LayerShape
 from prefixkit.models.probe.passes import probe
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
-from prefixkit.ops.kv_pool import KVSpec
 
 log = logging.getLogger("prefixkit")
 
@@ -136,32 +136,20 @@ class ModelFacts:
 
     def _attention(self) -> list[nn.Module]:
         """The modules that :func:`attention_layers` finds, in its order."""
-        found: list[tuple[int, nn.Module]] = []
-        for module in dict.fromkeys(self.state.modules):
-            index = getattr(module, "layer_idx", None)
-            if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
-                found.append((index, module))
-        found.sort(key=operator.itemgetter(0))
-        return [module for _, module in found]
+        indices = {module: attention_index(module) for module in dict.fromkeys(self.state.modules)}
+        found = [(index, module) for module, index in indices.items() if index is not None]
+        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
 
 
 def facts_of(model: object) -> ModelFacts:
-    """Look a model up.
-
-    Raises:
-        UnsupportedModel: there is no transformers model in it.
-    """
+    """Look a model up; UnsupportedModel if there is no transformers model in it."""
     inner = pretrained_model(model)
     assert isinstance(model, nn.Module), "checked"
     return ModelFacts(model, inner, state_of(inner))
 
 
 def patched_facts(model: object) -> ModelFacts:
-    """Look a patched model up.
-
-    Raises:
-        NotPatched: it is not patched, or no model.
-    """
+    """Look a patched model up; NotPatched if it is none, or no model."""
     facts = facts_of(model) if isinstance(model, nn.Module) else None
     if facts is None or not facts.patched:
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
@@ -169,13 +157,10 @@ def patched_facts(model: object) -> ModelFacts:
 
 
 def kv_spec(model: object) -> KVSpec:
-    """What a :class:`KVPool` must hold for ``model``, patched or not.
+    """What a :class:`KVPool` must hold for ``model``, patched or not; UnsupportedModel as :attr:`ModelFacts.layers`.
 
     Measured by a forward pass, so a tensor-parallel shard gets its own share, and quantised weights or autocast the
     dtype that keys really have.
-
-    Raises:
-        UnsupportedModel: see :attr:`ModelFacts.layers`.
     """
     return facts_of(model).spec
 

@@ -33,8 +33,7 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
         raise UnsupportedModel(f"{_of(pretrained)} is an encoder-decoder; prefixkit runs decoders alone")
     found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and follows_interface(original_class(module)):  # type: ignore[arg-type]  # classes hash
+        if (index := attention_index(module)) is not None:
             _check_layer(name, module)
             found.append((index, name, module))
     found.sort(key=operator.itemgetter(0))
@@ -59,8 +58,15 @@ def text_config(model: object) -> PreTrainedConfig:
     return pretrained_model(model).config.get_text_config()
 
 
+def attention_index(module: nn.Module) -> int | None:
+    """The ``layer_idx`` of an attention module that follows the interface; None for any other module."""
+    index = getattr(module, "layer_idx", None)
+    follows = isinstance(index, int) and _follows_interface(original_class(module))  # type: ignore[arg-type]  # classes hash
+    return index if follows else None
+
+
 @functools.cache
-def follows_interface(cls: type[nn.Module]) -> bool:
+def _follows_interface(cls: type[nn.Module]) -> bool:
     """Whether the code of a class's ``forward`` fills a cache and then asks for an attention function by name."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return code is not None and set(code.co_names) >= _INTERFACE
@@ -70,7 +76,8 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
     """Raise UnsupportedModel unless there is one attention module for each of the layers 0, 1, 2, ..."""
     indices = [index for index, _, _ in found]
     if not found:
-        kinds = sorted({type(module).__name__ for module in pretrained.modules() if _is_attention(module)})
+        classes = {type(module).__name__ for module in pretrained.modules()}
+        kinds = sorted(name for name in classes if "attention" in name.lower())
         raise UnsupportedModel(
             f"{_of(pretrained)}: no layer both fills a KV cache and calls the function that transformers finds by its "
             f"attn_implementation, which is where a tree gets in; it has {', '.join(kinds) or 'no attention'}"
@@ -89,10 +96,6 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
             f"{_of(pretrained)}: of {depth} layers, {missing} keep no KV by the attention interface, but a recurrent "
             "state, a latent or what attention of another kind needs, which a tree does not hold"
         )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
 
 
 def _of(pretrained: PreTrainedModel) -> str:

@@ -12,8 +12,8 @@ from transformers import Cache
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.model_errors import NotPatched
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.torch_private import mark_dynamic
 
 
@@ -66,11 +66,7 @@ class LayeredCache(Cache):
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only layers that ``patch`` has not touched get here; patched ones write through their part of the cache.
-
-        Raises:
-            NotPatched: always.
-        """
+        """NotPatched: only layers that ``patch`` has not touched get here; others write through their part."""
         raise NotPatched(
             f"layer {layer_idx} was given a {type(self).__name__}, but it is not patched; call prefixkit.patch(model) "
             "first, and after anything that wraps or replaces attention layers"
@@ -97,16 +93,7 @@ class LayeredCache(Cache):
 
 @functools.cache
 def register_variant(window: int | None, cap: float | None, sinks: bool) -> str:
-    """Register causal attention with what an attention class asks of its attention function.
-
-    Args:
-        window: A query at position p sees keys at positions in ``(p - window, p]``; None for all.
-        cap: Scores are bounded by ``cap * tanh(score / cap)``; None for no bound.
-        sinks: Whether a logit per head joins the softmax's denominator.
-
-    Returns:
-        The variant's key, for the ops.
-    """
+    """The key of causal attention with what an attention class asks for: window and cap, None for none, and sinks."""
     parts: list[Variant] = []
     if cap is not None:
         parts.append(soft_cap(cap))

@@ -44,9 +44,6 @@ def kv_fingerprint(model: Any) -> str:
 
     Tokens that end samples are no part of it: they change which tokens follow, not their KV.
 
-    Args:
-        model: A loaded transformers model, or a wrapper around one.
-
     Raises:
         UnsupportedModel: it holds no transformers model.
     """

@@ -19,9 +19,7 @@ def stores_of(model: Any) -> ModelStores:
 def drop_stores(model: Any, *, all_traces: bool = False) -> None:
     """Free the KV that rests with a model; later calls use none of before.
 
-    Args:
-        model: A transformers model.
-        all_traces: Whether the model is to hold nothing: the stores that sessions hold are no longer shared.
+    ``all_traces``: the model is to hold nothing, and the stores that sessions hold are no longer shared.
     """
     stores: ModelStores | None = model.__dict__.get(_STORES)
     if stores is not None:
@@ -31,12 +29,6 @@ def drop_stores(model: Any, *, all_traces: bool = False) -> None:
 
 
 def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compiled: bool = False) -> StoreKind:
-    """What the KV of a call has to have in common with that of others.
-
-    Args:
-        facts: Of the model.
-        page_size, eviction: Of the store.
-        compiled: Whether steps are asked to run through torch.compile, which they do on a GPU.
-    """
+    """What the KV of a call has to have in common with that of others; ``compiled`` steps are such on a GPU alone."""
     compiles = compiled and facts.spec.device.type == "cuda"
     return StoreKind(facts.spec, facts.attention_shape, page_size, eviction, compiles, facts.outer)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
+from transformers import GenerationMixin
 
 from prefixkit.models.attention_class import become, is_tree_class, original_class, patched_modules, tree_class
 from prefixkit.models.compile.made import drop
@@ -16,7 +17,6 @@ from prefixkit.models.generate.generating_class import (
     MODES,
     Mode,
     drop_mode,
-    generates,
     generating_class,
     set_mode,
     wrap_forward,
@@ -63,7 +63,7 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
-        if generates(whole):
+        if issubclass(original_class(whole), GenerationMixin):
             if not is_tree_class(type(whole)):
                 modules.append(whole)
                 become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
@@ -80,10 +80,8 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
 def unpatch(model: Model) -> Model:
     """Undo :func:`patch` and leave no trace; a model that is not patched stays as it is.
 
-    Compiled layers pack the weights of q, k and v into one block of memory.  Each weight gets memory of its own again:
-    the same Parameter object with the same values, dtype, device and ``requires_grad``.  The packed memory is freed,
-    except where the caller holds other tensors over it.  At most the weights of q, k and v of one layer are in memory
-    twice at a moment.
+    Weights that compiled layers have packed get memory of their own again: the same Parameter objects with the same
+    values, dtype, device and ``requires_grad``.  At most those of q, k and v of one layer are in memory twice at once.
 
     Returns:
         The same model.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
 from prefixkit.models.facts import ModelFacts, patched_facts
@@ -25,7 +26,6 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.step_cache import StepCache
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 

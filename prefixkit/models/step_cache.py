@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.layer import Layer, LayeredCache
 from prefixkit.models.model_errors import IncompleteStep
-from prefixkit.ops.kv_pool import KVPool
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -36,12 +36,9 @@ class StepCache(LayeredCache):
     The cache holds no keys itself and has no single length, so it has only the methods that a forward pass calls.  The
     tree decides which tokens are kept, cropped or reordered.
 
-    Args:
-        pool: The page tensors, made for this model's :func:`kv_spec`.
-        windows: The window of each layer, see :func:`windows`.
-
     Attributes:
-        pool, windows: The same.
+        pool: The page tensors, made for this model's :func:`kv_spec`.
+        windows: The window of each layer, see :attr:`ModelFacts.windows`.
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
     """

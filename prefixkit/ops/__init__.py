@@ -1,1 +1,1 @@
-"""Every op of prefixkit: schemas, fakes, argument checks, the KV pool, and the backend that runs them."""
+"""Every op of prefixkit: schemas, fakes, argument checks, and the backend that runs them."""

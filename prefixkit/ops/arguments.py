@@ -142,11 +142,10 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
 def check_work(op: str, work: Sequence[Tensor], device: torch.device | None = None) -> None:
     """A plan: the int32 tensors :data:`PACKED`; they may be larger than what they hold."""
     check_ints(op, "work", PACKED, work, device)
-    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = work
+    counts, *tables, merge_indptr, merge_indices = work
     expect(op, "work.counts", counts, "[8]", counts.shape == (8,))
-    expect(op, "work.tile_items", tile_items, "[items, 8]", tile_items.ndim == 2 and tile_items.shape[1] == 8)
-    expect(op, "work.decode_items", decode_items, "[items, 8]", decode_items.ndim == 2 and decode_items.shape[1] == 8)
-    expect(op, "work.segments", segments, "[segments, 3]", segments.ndim == 2 and segments.shape[1] == 3)
+    for name, table, of, width in zip(PACKED[1:4], tables, ("items", "items", "segments"), (8, 8, 3), strict=True):
+        expect(op, f"work.{name}", table, f"[{of}, {width}]", table.ndim == 2 and table.shape[1] == width)
     expect(op, "work.merge_indptr", merge_indptr, "[rows + 1]", merge_indptr.ndim == 1 and merge_indptr.shape[0] > 0)
     expect(op, "work.merge_indices", merge_indices, "[partial rows]", merge_indices.ndim == 1)
 

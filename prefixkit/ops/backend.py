@@ -123,22 +123,15 @@ _registered: dict[str, tuple[_Load, _Probe | None]] = {}
 
 
 def register(name: str, load: _Load, probe: _Probe | None = None) -> None:
-    """Make a backend known.
+    """Make a backend known: ``load`` imports it when it is first used.
 
-    Args:
-        name: ``torch`` or ``cuda``.
-        load: Imports it; called when it is first used.
-        probe: Whether it runs on a GPU: a choice of this name, or of another and why.  None: it always does.
+    ``probe`` says whether it runs on a GPU: a choice of this name, or of another and why.  None: it always does.
     """
     _registered[name] = load, probe
 
 
 def wanted() -> str | None:
-    """What ``PREFIXKIT_BACKEND`` says, or None.
-
-    Raises:
-        BackendError: no such backend.
-    """
+    """What ``PREFIXKIT_BACKEND`` says, or None; BackendError for no backend's name."""
     name = os.environ.get(VARIABLE, "").strip().lower()
     if name and name not in NAMES:
         raise BackendError(
@@ -174,11 +167,7 @@ def choose(device: torch.device) -> Choice:
 
 
 def best() -> Choice:
-    """What would run on the best device here; for ``prefixkit env``.
-
-    Raises:
-        BackendError: it cannot be what ``PREFIXKIT_BACKEND`` says.
-    """
+    """What would run on the best device here, for ``prefixkit env``; BackendError as :func:`choose`."""
     name = wanted()
     if torch.cuda.is_available():
         return Choice("cpu", f"{VARIABLE}=cpu") if name == "cpu" else choose(torch.device("cuda", 0))

@@ -1,7 +1,8 @@
 """Every op of prefixkit: its contract, and its way to the backend that runs it (see ``backend``).
 
 A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
-results, so it is the op's fake too.
+results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevice where an argument does not fit the
+others.
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
@@ -42,7 +43,6 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         slots: ``[T]`` int64, distinct but for -1.
 
     Raises:
-        BadShape, BadDtype, BadDevice: an argument does not fit the others.
         IndexError: a slot does not exist; see above for GPUs.
     """
     arguments.check_append(key, value, k_pages, v_pages, slots)
@@ -63,8 +63,7 @@ def rotary_append(
         ``q`` rotated, contiguous, rows without a slot included.  Sums are float32 and rounded once.
 
     Raises:
-        BadShape, BadDtype, BadDevice, IndexError: as ``kv_append``.
-        NoBackward: a gradient is recorded.
+        IndexError, NoBackward: as ``kv_append``; a gradient is recorded.
     """
     arguments.check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
     return q.new_empty(q.shape)
@@ -118,7 +117,7 @@ def tree_attention(
         nothing are 0, and -inf or their sink.
 
     Raises:
-        BadShape, BadDtype, BadDevice, UnknownVariant: an argument does not fit the others.
+        UnknownVariant: no variant is registered under this key.
     """
     arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -148,9 +147,6 @@ def advance(
             leaf whose pages are full gets slot -1 and its last position.
         rows: How many rows take part, the first ones.
         page_size: Tokens per page.
-
-    Raises:
-        BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
     op, step = "advance", {"sampled": sampled, "tokens": tokens, "positions": positions, "slots": slots}
     arguments.check_nodes(op, (start, length, page_indptr, pages, first_slot), leaf.device)
@@ -176,9 +172,6 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
             holds token ``t``.  Read where there is a repetition penalty.
         tokens: ``[rows]`` int64, written.
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
-
-    Raises:
-        BadShape, BadDtype, BadDevice: an argument does not fit the others.
     """
     op, device = "sample", logits.device
     fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
@@ -236,7 +229,6 @@ def plan_tree(
         cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
 
     Raises:
-        BadShape, BadDtype, BadDevice: an argument does not fit the others.
         ValueError: heads or cost are none, or no tile holds a GQA group.
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
@@ -280,25 +272,23 @@ def _refuse_gradients(*tensors: Tensor) -> None:
         _no_backward(None)
 
 
-def _trust(*arguments: Any) -> None:
-    """The backend checks: ours on GPUs cache which signatures they have checked."""
-
-
-def _runs(name: str, check: Callable[..., object]) -> Callable[..., Any]:
+def _runs(name: str, check: Callable[..., object] | None) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        check(*arguments)
+        if check is not None:
+            check(*arguments)
         return getattr(backend_for(arguments[0].device), name)(*arguments)
 
     return run
 
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-# Contract, the arguments that the op writes to, and what is checked before the backend is called.
-_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object]], ...] = (
-    (kv_append, ("k_pages", "v_pages"), _trust),
+# Contract, the arguments that the op writes to, and what is checked before the backend is called; None where the
+# backend checks: ours on GPUs cache which signatures they have checked.
+_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] | None], ...] = (
+    (kv_append, ("k_pages", "v_pages"), None),
     (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
     (linear_pair, (), _refuse_gradients),
-    (tree_attention, (), _trust),
+    (tree_attention, (), None),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),

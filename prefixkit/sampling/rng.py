@@ -37,12 +37,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 def philox4x32(counter: Words, key: Words) -> Words:
     """The Philox4x32-10 bijection.
 
-    Args:
-        counter: ``[..., 4]`` uint32.
-        key: ``[..., 2]`` uint32; leading dimensions broadcast with the counter's.
-
-    Returns:
-        ``[..., 4]`` uint32 random words.
+    ``counter [..., 4]`` and ``key [..., 2]``, whose leading dimensions broadcast, give ``[..., 4]`` random words.
     """
     # Words travel in 64-bit lanes: a 32 x 32 bit product fits one exactly.
     c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
@@ -75,14 +70,11 @@ def sample_key(seed: int, index: int, tokens: ArrayLike, occurrence: int = 0) ->
 
 
 def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), at most 1 - 2**-53: the ``steps[i]``-th of the stream of ``keys[i]``.
+    """``[rows]`` float64 in [0, 1), of 53 random bits: the ``steps[i]``-th of the stream of ``keys[i]``.
 
     Args:
         keys: ``[rows]`` from :func:`sample_key`.
         steps: ``[rows]`` how many tokens the sample has sampled before; at least 0.
-
-    Returns:
-        ``[rows]`` float64 with 53 random bits.
     """
     keys, steps = np.broadcast_arrays(np.asarray(keys, dtype=np.uint64), np.asarray(steps).astype(np.uint64))
     zeros = np.zeros_like(steps)

@@ -103,11 +103,8 @@ def sample_tokens(
 def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 
-    Args:
-        scores: ``[vocab]`` penalised logits.
-        weights: ``[vocab]`` float32, as :func:`weigh` gives them.
-        params: The filters.
-        total: The sum of the weights, where it is known.
+    ``scores [vocab]`` are penalised logits, ``weights [vocab]`` what :func:`weigh` gives of them, and ``total`` their
+    sum, where it is known.
     """
     kept: Positions | None = None
     if 0 < params.top_k < len(scores):

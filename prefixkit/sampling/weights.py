@@ -93,10 +93,7 @@ def block_sums(weights: Floats) -> NDArray[np.int64]:
 def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
     """The first token whose cumulative weight exceeds ``floor(uniform * total)``; its weight is never 0.
 
-    Args:
-        weights: ``[tokens]``.
-        blocks: ``[blocks]``, a row of :func:`block_sums`.
-        uniform: In [0, 1).
+    ``blocks`` is the row of :func:`block_sums` of ``weights [tokens]``; ``uniform`` is in [0, 1).
     """
     target = int(uniform * 2**53) * int(blocks[-1]) >> 53
     block = int(np.searchsorted(blocks, target, side="right"))

@@ -22,8 +22,8 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.testing.engines import ReportingEngine

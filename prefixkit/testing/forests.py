@@ -21,7 +21,8 @@ from prefixkit.backends.torch.layer_program import Program, compile_program
 from prefixkit.backends.torch.run_program import run_program
 from prefixkit.backends.torch.tuning import Heads, Tuning
 from prefixkit.ops import library as ops  # noqa: F401
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.snapshot import TreeSnapshot
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32, 64, 128)
 SHARE_ALL = CostModel(item=0.0, kv_byte=1.0, partial_byte=0.0)

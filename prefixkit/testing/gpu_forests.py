@@ -17,7 +17,8 @@ from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, make_snapshot
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.snapshot import TreeSnapshot
 
 KINDS = ("forest", "chain", "star", "beams", "roots")
 MOST_LEAVES, LONGEST_SUFFIX, DEEPEST = 2048, 4096, 256

@@ -16,8 +16,8 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
-from prefixkit.tree.ragged import ranges
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints, ranges
+from prefixkit.tree.snapshot import TreeSnapshot
 
 HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
 

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Longs
 from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.node import Node
-
-Longs = NDArray[np.int64]
 
 _NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 
@@ -44,9 +42,7 @@ def _is_short(node: Node, page_size: int) -> bool:
 def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
     """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
 
-    Args:
-        tree: The tree.
-        most_pages: Free pages that are not reserved.
+    ``most_pages`` are free and not reserved.
 
     Returns:
         Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
@@ -70,7 +66,8 @@ def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
         for above, each in pairwise([parent, *chain]):
             above.disown(each)
             tree.allocator.release(each.pages)
-        node.adopt_children(chain[-1])
+        for child in chain[-1].children:
+            node.adopt(child)
         tree.merge(node)
         tree.merge(parent)
     return np.concatenate(source), np.concatenate(target)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import count as count_up
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
-
-Ints = NDArray[np.int32]
 
 _NO_PAGES = np.empty(0, np.int32)
 _GAP = 2  # slots left free between leaves that begin in one page: most leaves are removed before they fill them
@@ -35,30 +33,32 @@ class TreeEdits:
         self._node_ids = count_up()
         self._sequence_ids = count_up()
         self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
-        self._included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
+        self.identity = object()  # of its snapshots: versions of two trees may be equal
+        self.touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
+        self.included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
         self._excluded = 0  # how many sequences snapshots leave out
 
     @property
-    def _partial(self) -> bool:
+    def partial(self) -> bool:
         """Whether snapshots leave something out."""
         return bool(self.num_cached or self._excluded)
 
     def _new_sequence(self, node: Node) -> Sequence:
         sequence = Sequence(next(self._sequence_ids), node, self)
-        node.sequences[sequence.id] = self._included[sequence.id] = sequence
+        node.sequences[sequence.id] = self.included[sequence.id] = sequence
         self.sequences_version += 1
-        self.version += node.index < 0 and self._partial  # a snapshot without the node is no longer one of this tree
+        self.version += node.index < 0 and self.partial  # a snapshot without the node is no longer one of this tree
         return sequence
 
     def _drop(self, sequence: Sequence) -> None:
-        self.version += self._partial  # its nodes may stay, and then a snapshot leaves them out
+        self.version += self.partial  # its nodes may stay, and then a snapshot leaves them out
         del sequence.node.sequences[sequence.id]
-        self._excluded -= self._included.pop(sequence.id, None) is None
+        self._excluded -= self.included.pop(sequence.id, None) is None
         sequence.tree = None
         self.sequences_version += 1
 
     def _move(self, sequence: Sequence, node: Node) -> None:
-        self.version += self._partial  # as in `_drop`
+        self.version += self.partial  # as in `_drop`
         del sequence.node.sequences[sequence.id]
         node.sequences[sequence.id] = sequence
         sequence.node = node
@@ -83,8 +83,7 @@ class TreeEdits:
 
     def new_pages(self, donor: Node | None, count: int, reserved: int) -> int:
         """New pages for ``count`` tokens of a child that fills the donor's free slots, then ``reserved`` pages."""
-        free = 0 if donor is None else donor.free_slots
-        return max(0, pages_for(count - free, self.page_size) - reserved)
+        return max(0, pages_for(count - (0 if donor is None else donor.free_slots), self.page_size) - reserved)
 
     def add_leaf(self, parent: Node, tokens: Ints, pages: Ints, donor: Node | None, skip: int = 0) -> Node:
         """A new child in the donor's free slots but the first ``skip``, the parent's reserved pages, then ``pages``."""
@@ -93,8 +92,8 @@ class TreeEdits:
             self.reserved -= parent.reserved
             pages = np.concatenate([parent.drop_reserved(), pages])
         if donor is not None:
-            last = donor.last_page
-            self.allocator.share_page(last)
+            last = int(donor.page_buffer[donor.num_pages - 1])
+            self.allocator.share(last)
             pages = np.concatenate([[last], pages]).astype(np.int32) if len(pages) else np.array([last], np.int32)
             first_slot = donor.end_slot % self.page_size + skip
         leaf = Node(next(self._node_ids), parent, self.page_size, tokens, pages, first_slot)

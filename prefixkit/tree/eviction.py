@@ -151,10 +151,7 @@ class PrefixCache:
 def evict(tree: TreeEdits, node: Node, pages: int) -> int:
     """Release ``pages`` pages of an evictable node, last ones first, or all; returns how many that has freed.
 
-    A parent that nothing else holds is cached in its place.
-
-    Raises:
-        ValueError: the node is not :attr:`~Node.evictable`.
+    A parent that nothing else holds is cached in its place.  ValueError: the node is not :attr:`~Node.evictable`.
     """
     parent, free = node.parent, tree.allocator.free
     if not node.evictable or parent is None:
@@ -171,5 +168,5 @@ def evict(tree: TreeEdits, node: Node, pages: int) -> int:
         parent.cached, tree.num_cached = True, tree.num_cached + 1
     else:
         tree.merge(parent)
-    tree.version += not tree._partial  # a snapshot of all nodes has another order
+    tree.version += not tree.partial  # a snapshot of all nodes has another order
     return tree.allocator.free - free

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints, Longs, indptr_of
+from prefixkit.tree.edits import TreeEdits
 from prefixkit.tree.node import Node
-from prefixkit.tree.ragged import indptr_of
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
-
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,39 +25,22 @@ class Frozen:
     sequences_version: int
 
 
-def latest(
-    frozen: Frozen | None,
-    root: Node,
-    page_size: int,
-    versions: tuple[int, int],
-    identity: object,
-    partial: bool,
-    included: Mapping[int, Sequence],
-    touched: set[Node],
-) -> Frozen:
-    """The snapshot of a tree, brought up to date with the least work.
-
-    Args:
-        frozen: The one before; None where there is none.
-        root, page_size: Of the tree.
-        versions: Of the tree, and of its sequences.
-        identity: Of the tree, for its snapshots.
-        partial: Whether snapshots leave something out.
-        included: The sequences that they hold, by id.
-        touched: Nodes with another length or ``computed`` than the one before says; emptied.
-    """
-    if frozen is None or frozen.snapshot.version != versions[0]:
+def latest(tree: TreeEdits, frozen: Frozen | None) -> Frozen:
+    """The snapshot of a tree, brought up to date from the one before with the least work."""
+    if frozen is None or frozen.snapshot.version != tree.version:
         live = None
-        if partial:
+        if tree.partial:
             for node in () if frozen is None else frozen.nodes:
                 node.index = -1
-            live = live_children(included.values())
-        frozen = rebuild(root, page_size, *versions, identity, live, included)
+            live = live_children(tree.included.values())
+        frozen = rebuild(tree, live)
     else:
-        frozen = refresh(frozen, [node for node in touched if node.index >= 0])
-        if frozen.sequences_version != versions[1]:
-            frozen = resequence(frozen, root, versions[1], included)
-    touched.clear()
+        changes = _growth(frozen, [node for node in tree.touched if node.index >= 0])
+        if frozen.sequences_version != tree.sequences_version:
+            changes["sequence_node"], changes["sequence_id"] = _sequence_ends(tree, frozen.nodes)
+        if changes:
+            frozen = Frozen(replace(frozen.snapshot, **changes), frozen.nodes, tree.sequences_version)
+    tree.touched.clear()
     return frozen
 
 
@@ -74,28 +57,21 @@ def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:
     return children
 
 
-def rebuild(
-    root: Node,
-    page_size: int,
-    version: int,
-    sequences_version: int,
-    tree: object,
-    live: dict[Node, list[Node]] | None,
-    included: Mapping[int, Sequence],
-) -> Frozen:
-    """Freeze the tree, whose identity is ``tree``; numbers the nodes (`Node.index`) in depth-first order.
+def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
+    """Freeze a tree; numbers the nodes (`Node.index`) in depth-first order.
 
     One loop, parents before children, over a stack: chains may be deep, and beams do this at every step.
 
     Args:
+        tree: The tree.
         live: The children of each node that are frozen, see :func:`live_children`; None: all are.
-        included: The sequences that are, by id.
     """
+    page_size = tree.page_size
     nodes: list[Node] = []
     parent: list[int] = []
     columns: list[int] = []  # start, length, computed, first slot, pages held, node after node: no tuple for each
     pages: list[Ints] = []
-    stack = (root.children if live is None else live.get(root, []))[::-1]
+    stack = (tree.root.children if live is None else live.get(tree.root, []))[::-1]
     while stack:
         node = stack.pop()
         above, first, length = node.parent, node.first_slot, node.length
@@ -113,9 +89,9 @@ def rebuild(
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
     start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
-    sequence_node, sequence_id = _sequence_ends(root, nodes, included)
+    sequence_node, sequence_id = _sequence_ends(tree, nodes)
     snapshot = TreeSnapshot(
-        version=version,
+        version=tree.version,
         page_size=page_size,
         parent=np.array(parent, np.int32),
         subtree_end=np.array(_subtree_ends(parent), np.int32),
@@ -127,40 +103,31 @@ def rebuild(
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
-        tree=tree,
+        tree=tree.identity,
     )
-    return Frozen(snapshot, nodes, sequences_version)
+    return Frozen(snapshot, nodes, tree.sequences_version)
 
 
-def refresh(frozen: Frozen, touched: Collection[Node]) -> Frozen:
-    """``frozen`` with the present ``length``, ``computed`` and pages of the nodes in ``touched``; the rest is shared.
+def _growth(frozen: Frozen, touched: Collection[Node]) -> dict[str, Any]:
+    """The fields of the snapshot with the present ``length``, ``computed`` and pages of the nodes in ``touched``.
 
     Between two versions nodes only grow (shortening is a change of version), so pages are only ever appended.
     """
     if not touched:
-        return frozen
+        return {}
     old = frozen.snapshot
     index = np.array([node.index for node in touched])
     length, computed = old.length.copy(), old.computed.copy()
     length[index] = [node.length for node in touched]
     computed[index] = [node.computed for node in touched]
-
-    page_indptr, pages = old.page_indptr, old.pages
-    num_pages = np.diff(page_indptr)
+    changes: dict[str, Any] = {"length": length, "computed": computed}
+    num_pages = np.diff(old.page_indptr)
     num_pages[index] = [node.num_pages + node.reserved for node in touched]
-    grown = np.flatnonzero(num_pages > np.diff(page_indptr))
+    grown = np.flatnonzero(num_pages > np.diff(old.page_indptr))
     if len(grown):
-        page_indptr = indptr_of(num_pages)
-        pages = _with_new_pages(old, frozen.nodes, grown, num_pages)
-    snapshot = replace(old, length=length, computed=computed, page_indptr=page_indptr, pages=pages)
-    return Frozen(snapshot, frozen.nodes, frozen.sequences_version)
-
-
-def resequence(frozen: Frozen, root: Node, sequences_version: int, included: Mapping[int, Sequence]) -> Frozen:
-    """``frozen`` with the sequences that end in its nodes now."""
-    sequence_node, sequence_id = _sequence_ends(root, frozen.nodes, included)
-    snapshot = replace(frozen.snapshot, sequence_node=sequence_node, sequence_id=sequence_id)
-    return Frozen(snapshot, frozen.nodes, sequences_version)
+        changes["page_indptr"] = indptr_of(num_pages)
+        changes["pages"] = _with_new_pages(old, frozen.nodes, grown, num_pages)
+    return changes
 
 
 def _subtree_ends(parent: list[int]) -> list[int]:
@@ -172,9 +139,10 @@ def _subtree_ends(parent: list[int]) -> list[int]:
     return ends
 
 
-def _sequence_ends(root: Node, nodes: list[Node], included: Mapping[int, Sequence]) -> tuple[Ints, NDArray[np.int64]]:
+def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:
     """Where each of the sequences ends, and its id; empty ones end nowhere, which is -1, and come first."""
-    ids = [id for id in root.sequences if id in included]
+    included = tree.included
+    ids = [id for id in tree.root.sequences if id in included]
     indices = [-1] * len(ids)
     for node in nodes:
         if node.sequences:
@@ -184,9 +152,7 @@ def _sequence_ends(root: Node, nodes: list[Node], included: Mapping[int, Sequenc
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 
-def _with_new_pages(
-    old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints
-) -> NDArray[np.int32]:
+def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints) -> Ints:
     """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
     parts: list[Ints] = []
     begin = 0  # old.pages[:begin] are placed
@@ -197,11 +163,7 @@ def _with_new_pages(
         parts.append(nodes[i].page_buffer[first:last])
         begin = end
     parts.append(old.pages[begin:])
-    return np.concatenate(parts, out=_empty(int(num_pages.sum())))
-
-
-def _empty(size: int) -> NDArray[np.int32]:
-    """Capacity for ``size`` entries, allocated in powers of two: the next step, a little longer, then gets the block
-    that the last one gave back.  A fresh megabyte costs more in page faults than the copy into it.
-    """
-    return np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size]
+    # Allocated in powers of two: the next step, a little longer, then gets the block that the last one gave back.  A
+    # fresh megabyte costs more in page faults than the copy into it.
+    size = int(num_pages.sum())
+    return np.concatenate(parts, out=np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size])

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import PageAllocator
-
-Ints = NDArray[np.int32]
 
 
 class Node:
@@ -118,11 +117,6 @@ class Node:
         return int(self._token_buffer[self.length - 1])
 
     @property
-    def last_page(self) -> int:
-        """The page of the last token."""
-        return int(self.page_buffer[self.num_pages - 1])
-
-    @property
     def children(self) -> list[Node]:
         return [child for group in self.branches.values() for child in group]
 
@@ -203,12 +197,6 @@ class Node:
             following.previous_in_page = previous if in_one_page else None
         child.parent = None
 
-    def adopt_children(self, node: Node) -> None:
-        """Adopt the children of a node that leaves the tree."""
-        self.branches = node.branches
-        for child in self.children:
-            child.parent = self
-
     def link_after(self, previous: Node | None) -> None:
         """Become the next node in the last page of ``previous``; None: no node is before this one in its first page."""
         self.previous_in_page = previous
@@ -287,7 +275,8 @@ class Node:
         assert 0 < at < self.length, (self, at)
         page, offset = divmod(self.first_slot + at, self._page_size)  # where the lower half begins
         upper_pages = self.page_buffer[: page + (offset > 0)].copy()
-        allocator.share(upper_pages[page:])  # the page that the split cuts, if any
+        if offset:
+            allocator.share(int(upper_pages[page]))  # the page that the split cuts
 
         tokens = self._token_buffer[:at].copy()
         upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)

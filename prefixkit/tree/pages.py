@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+from prefixkit.tree.arrays import Ints
 
 MAX_PAGE_SIZE = 128
 
@@ -39,9 +39,6 @@ class PageAllocator:
     """Hands out page numbers ``[0, num_pages)`` and counts how many nodes hold each.
 
     The lowest free page goes first, so a young pool is filled from the front and long nodes get consecutive pages.
-
-    Args:
-        num_pages: how many pages there are, at least one.
 
     Raises:
         ValueError: ``num_pages`` is not a positive integer.
@@ -79,11 +76,7 @@ class PageAllocator:
             raise OutOfPages(count, self._free, self.num_pages)
 
     def allocate(self, count: int) -> Ints:
-        """The ``count`` lowest free pages, ascending, held once each.
-
-        Raises:
-            OutOfPages: fewer than ``count`` are free; nothing has changed.
-        """
+        """The ``count`` lowest free pages, ascending, held once each; OutOfPages if fewer are free."""
         self.check(count)
         if count <= 0:
             return np.empty(0, np.int32)
@@ -93,32 +86,11 @@ class PageAllocator:
         self._lowest = int(pages[-1]) + 1
         return pages
 
-    def share(self, pages: Ints) -> None:
-        """One more holder for each of ``pages`` (distinct).
-
-        Raises:
-            ValueError: one of them is not held; nothing has changed.
-        """
-        if len(pages) == 1:
-            self.share_page(int(pages[0]))
-        elif len(pages):
-            self._refcounts[pages] = self._held(pages, "share") + 1
-
-    def share_page(self, page: int) -> None:
-        """`share` for one page, where a thousand leaves begin at once: arrays of one element cost ten times as much."""
+    def share(self, page: int) -> None:
+        """One more holder for a page; ValueError if it is not held."""
         if self._refcounts[page] < 1:
-            self._held(np.array([page], np.int32), "share")
+            raise ValueError(f"cannot share page {page}: it is not held")
         self._refcounts[page] += 1
-
-    def release_page(self, page: int) -> None:
-        """`release` for one page."""
-        count = self._refcounts[page] - 1
-        if count < 0:
-            self._held(np.array([page], np.int32), "release")
-        self._refcounts[page] = count
-        if not count:
-            self._free += 1
-            self._lowest = min(self._lowest, page)
 
     def release(self, pages: Ints) -> None:
         """One holder less for each of ``pages`` (distinct); a page without holders is free again.
@@ -126,14 +98,24 @@ class PageAllocator:
         Raises:
             ValueError: one of them is not held; nothing has changed.
         """
-        if len(pages) < 2:
-            return self.release_page(int(pages[0])) if len(pages) else None
-        counts = self._held(pages, "release") - 1
-        self._refcounts[pages] = counts
-        freed = pages[counts == 0] if counts.any() else pages
-        if len(freed):
-            self._free += len(freed)
-            self._lowest = min(self._lowest, int(np.minimum.reduce(freed)))
+        if len(pages) == 1:  # as a thousand leaves do at once: arrays of one element cost ten times as much
+            page = int(pages[0])
+            count = self._refcounts[page] - 1
+            if count < 0:
+                raise ValueError(f"cannot release page {page}: it is not held")
+            self._refcounts[page] = count
+            if not count:
+                self._free += 1
+                self._lowest = min(self._lowest, page)
+        elif len(pages):
+            counts = self._refcounts[pages] - 1
+            if np.minimum.reduce(counts) < 0:  # in half the time of `min` where there are few
+                raise ValueError(f"cannot release page {int(pages[counts.argmin()])}: it is not held")
+            self._refcounts[pages] = counts
+            freed = pages[counts == 0] if counts.any() else pages
+            if len(freed):
+                self._free += len(freed)
+                self._lowest = min(self._lowest, int(np.minimum.reduce(freed)))
 
     def _find(self, count: int) -> Ints:
         """The ``count`` lowest free pages.  Windows double, so a long taken stretch costs a few array scans."""
@@ -149,10 +131,3 @@ class PageAllocator:
                 count -= len(hits)
             begin, width = begin + width, 2 * width
         return np.concatenate(found).astype(np.int32)
-
-    def _held(self, pages: Ints, verb: str) -> Ints:
-        """The reference counts of ``pages``, none of them 0."""
-        counts = self._refcounts[pages]
-        if np.minimum.reduce(counts) < 1:  # in half the time of `min` where there are few
-            raise ValueError(f"cannot {verb} page {int(pages[counts.argmin()])}: it is not held")
-        return counts

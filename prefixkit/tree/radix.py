@@ -8,13 +8,13 @@ from itertools import compress
 from operator import not_
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from prefixkit.tree import freeze
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.chains import compact
 from prefixkit.tree.edits import TreeEdits
-from prefixkit.tree.joining import join
-from prefixkit.tree.match import Match, follow
+from prefixkit.tree.match import Match, follow, join
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.sequence import Sequence, check_live, next_tokens
@@ -22,9 +22,6 @@ from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.tokens import as_tokens
 
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class PrefixTree(TreeEdits):
@@ -35,7 +32,9 @@ class PrefixTree(TreeEdits):
     and further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that
     fork, the third and those after it, most of which die soon, begin in one page: see `extend_each`.
 
-    Every method checks before it changes: one that raises has changed nothing.
+    Every method checks before it changes: one that raises has changed nothing.  Each raises ValueError for a sequence
+    that is not live in this tree (released before, or of another tree), and ValueError or TypeError for tokens that are
+    empty or no token ids.  Those that take pages raise OutOfPages where fewer are free than they may take.
 
     Args:
         num_pages: pages in the pool.
@@ -54,9 +53,7 @@ class PrefixTree(TreeEdits):
 
     def __init__(self, num_pages: int, page_size: int = 16) -> None:
         super().__init__(num_pages, page_size)
-        self._identity = object()  # of its snapshots: versions of two trees may be equal
         self._frozen: freeze.Frozen | None = None
-        self._touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -74,7 +71,7 @@ class PrefixTree(TreeEdits):
 
     def pages_held(self) -> int:
         """Pages that sequences hold, without reserved ones and those that only the prefix cache retains."""
-        if not self._partial:
+        if not self.partial:
             return self.allocator.num_pages - self.allocator.free - self.reserved
         held = np.zeros(self.allocator.num_pages, np.bool_)
         held[self.snapshot().pages] = True
@@ -90,23 +87,14 @@ class PrefixTree(TreeEdits):
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: ArrayLike, match: Match | None = None) -> Sequence:
+    def insert(self, tokens: ArrayLike) -> Sequence:
         """Add a sequence, sharing whatever the tree holds of it.
 
         Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
         split, and no KV is copied.
-
-        Args:
-            tokens: ``[length]`` token ids.
-            match: What `PrefixTree.match` has just returned for them, so that the tree is not searched twice; None:
-                it is searched.
-
-        Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids.
-            OutOfPages: not enough free pages; nothing has changed.
         """
-        values = as_tokens(tokens) if match is None else np.asarray(tokens, np.int32)  # `match` has checked them
-        match = follow(self.root, values) if match is None else match
+        values = as_tokens(tokens)
+        match = follow(self.root, values)
         new = values[match.length :]
         node, splits = match.node, match.offset < match.node.length
         donor = self._slot_donor(node.parent if splits else node)  # the lower half holds the slots after the upper half
@@ -123,7 +111,7 @@ class PrefixTree(TreeEdits):
         """``count`` more sequences with the tokens of ``sequence``.  O(count); takes no pages.
 
         Raises:
-            ValueError: ``count`` below 1, or ``sequence`` is not live in this tree.
+            ValueError: ``count`` below 1.
         """
         node = self._node_of(sequence)
         if count < 1:
@@ -131,12 +119,7 @@ class PrefixTree(TreeEdits):
         return [self._new_sequence(node) for _ in range(count)]
 
     def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:
-        """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child.
-
-        Raises:
-            ValueError, TypeError: ``tokens`` is empty or not token ids, or ``sequence`` is not live in this tree.
-            OutOfPages: not enough free pages; nothing has changed.
-        """
+        """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child."""
         values = as_tokens(tokens)
         node = self._node_of(sequence)
         if node.appends(len(values)):
@@ -144,13 +127,13 @@ class PrefixTree(TreeEdits):
             self.reserved -= node.reserved
             node.grow(values, pages)
             self.reserved += node.reserved
-            self._touched.add(node)
+            self.touched.add(node)
         else:
             donor = self._slot_donor(node)
             pages = self.allocator.allocate(self.new_pages(donor, len(values), node.reserved))
             self._move(sequence, self.add_leaf(node, values.copy(), pages, donor))
 
-    def extend_leaves(self, sequences: Ordered[Sequence], tokens: NDArray[np.int32]) -> None:
+    def extend_leaves(self, sequences: Ordered[Sequence], tokens: Ints) -> None:
         """Append ``tokens[i]`` to the leaf of ``sequences[i]``, in reserved pages; all but the last have KV.
 
         Args:
@@ -164,14 +147,13 @@ class PrefixTree(TreeEdits):
             before = node.reserved
             node.append_reserved(own, count)
             self.reserved -= before - node.reserved
-        self._touched.update(sequence.node for sequence in sequences)
+        self.touched.update(sequence.node for sequence in sequences)
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
 
         Raises:
-            ValueError: a sequence has no leaf of its own that grows in place, or is not live in this tree.
-            OutOfPages: not enough free pages for all of them; nothing has changed.
+            ValueError: a sequence has no leaf of its own that grows in place.
         """
         changed = list[tuple[Node, int]]()  # and how many more pages it reserves
         size, more = self.page_size, 0
@@ -196,7 +178,7 @@ class PrefixTree(TreeEdits):
                 node.reserve(pages[:change])
                 pages = pages[change:]
         self.reserved += more
-        self._touched.update(node for node, _ in changed)
+        self.touched.update(node for node, _ in changed)
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
@@ -207,9 +189,7 @@ class PrefixTree(TreeEdits):
         to the slots of the next node in the page starts a child.
 
         Raises:
-            ValueError, TypeError: lengths differ, a sequence is listed twice or not live in this tree, or ``tokens``
-                are not token ids.
-            OutOfPages: fewer pages are free than they may take; nothing has changed.
+            ValueError: lengths differ, or a sequence is listed twice.
         """
         values = next_tokens(self, sequences, tokens)
         nodes = [sequence.node for sequence in sequences]
@@ -231,7 +211,7 @@ class PrefixTree(TreeEdits):
                 node.push_page(pages.pop())
         for node, token in zip(growing, compress(values, in_place), strict=True):
             node.push(token)
-        self._touched.update(growing)
+        self.touched.update(growing)
         if branching:
             children: dict[Node, list[tuple[Sequence, Ints]]] = {}
             own = np.array(values, np.int32)[:, None]  # each token as an array
@@ -246,7 +226,7 @@ class PrefixTree(TreeEdits):
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
 
         Raises:
-            ValueError: ``length`` outside ``[0, sequence.length]``, or ``sequence`` is not live in this tree.
+            ValueError: ``length`` outside ``[0, sequence.length]``.
         """
         node = self._node_of(sequence)
         if not 0 <= length <= sequence.length:
@@ -268,11 +248,7 @@ class PrefixTree(TreeEdits):
         self._prune(before)
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence.  Nodes that no other needs go, and their pages with them; splits are undone.
-
-        Raises:
-            ValueError: ``sequence`` is not live in this tree (released before, or of another tree).
-        """
+        """Drop the sequence.  Nodes that no other needs go, and their pages with them; splits are undone."""
         node = self._node_of(sequence)
         self._drop(sequence)
         self._prune(node)
@@ -281,10 +257,10 @@ class PrefixTree(TreeEdits):
         """Leave the sequence out of snapshots from now on: its tokens stay, and no step reads them for it.
 
         Raises:
-            ValueError: ``sequence`` is not live in this tree, or is excluded already.
+            ValueError: ``sequence`` is excluded already.
         """
         self._node_of(sequence)
-        if self._included.pop(sequence.id, None) is None:
+        if self.included.pop(sequence.id, None) is None:
             raise ValueError(f"sequence {sequence.id} is excluded already; fork it to extend it")
         self._excluded += 1
         self.version += 1
@@ -294,9 +270,6 @@ class PrefixTree(TreeEdits):
 
         Returns:
             The node where they end; None where none is computed.
-
-        Raises:
-            ValueError: ``sequence`` is not live in this tree.
         """
         node = self._node_of(sequence)
         while node.parent is not None and not node.computed:
@@ -331,9 +304,9 @@ class PrefixTree(TreeEdits):
                 raise ValueError(f"cannot mark {value} tokens of {node} computed: it has left the tree or has fewer")
         for node, value in zip(nodes, values, strict=True):
             node.computed = value
-        self._touched.update(nodes)
+        self.touched.update(nodes)
 
-    def longest_match(self, prompts: Iterable[NDArray[np.int32]]) -> int:
+    def longest_match(self, prompts: Iterable[Ints]) -> int:
         """The most tokens that :meth:`match` finds of one of these."""
         return max((self.match(tokens).length for tokens in prompts), default=0)
 
@@ -361,6 +334,5 @@ class PrefixTree(TreeEdits):
 
     def _freeze(self) -> freeze.Frozen:
         """The latest snapshot, brought up to date with the least work."""
-        tree = self.root, self.page_size, (self.version, self.sequences_version), self._identity
-        self._frozen = freeze.latest(self._frozen, *tree, self._partial, self._included, self._touched)
+        self._frozen = freeze.latest(self, self._frozen)
         return self._frozen

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.tokens import common_prefix
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class Rows:
@@ -112,19 +111,16 @@ class Rows:
 
     def tokens(self) -> Ints:
         """``[rows, length]`` token ids; 0 for padding."""
-        tokens = np.zeros((len(self), self.length), np.int32)
-        for row, sequence in zip(tokens, self.sequences, strict=True):
-            own = sequence.tokens()
-            row[len(row) - len(own) :] = own
-        return tokens
+        return self._right_aligned(np.zeros((len(self), self.length), np.int32), Sequence.tokens)
 
     def slots(self) -> Longs:
         """``[rows, length]`` pool slots of all tokens; any for padding."""
-        slots = np.zeros((len(self), self.length), np.int64)
-        for row, sequence in zip(slots, self.sequences, strict=True):
-            own = sequence.slots()
-            row[len(row) - len(own) :] = own
-        return slots
+        return self._right_aligned(np.zeros((len(self), self.length), np.int64), Sequence.slots)
+
+    def _right_aligned(self, rows: NDArray[Any], own: Callable[[Sequence], NDArray[Any]]) -> NDArray[Any]:
+        for row, sequence in zip(rows, self.sequences, strict=True):
+            row[len(row) - sequence.length :] = own(sequence)
+        return rows
 
     def last_tokens(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
         """The last ``count`` tokens of each row but padding: row, index from the end, node, offset in the node."""
@@ -155,9 +151,7 @@ def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]
 def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
     """Tokens of all rows, and how many there are where each shared one counts once: rows in order share most.
 
-    Args:
-        tokens: ``[rows, length]`` token ids.
-        pad: ``[rows]`` how many of them, from the left, are padding.
+    ``tokens`` and ``pad`` are as :class:`Rows` takes them.
     """
     rows = [row[skipped:] for row, skipped in zip(tokens, pad.tolist(), strict=True)]
     before, distinct = np.empty(0, np.int32), 0

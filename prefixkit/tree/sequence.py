@@ -45,11 +45,7 @@ class Sequence:
         return node.start + node.computed
 
     def tokens(self) -> NDArray[np.int32]:
-        """``[length]`` token ids, a new array.
-
-        Raises:
-            ValueError: the sequence has been released.
-        """
+        """``[length]`` token ids, a new array; ValueError if the sequence has been released."""
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
         tokens = np.empty(self.length, np.int32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+from prefixkit.tree.arrays import Ints
 
 
 @dataclass(frozen=True, eq=False)

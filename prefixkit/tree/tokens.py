@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Ints = NDArray[np.int32]
+from prefixkit.tree.arrays import Ints
 
 MAX_TOKEN = int(np.iinfo(np.int32).max)
 FIRST_WINDOW, LAST_WINDOW = 256, 65_536  # tokens compared at once: cheap when they differ early, in cache when late

@@ -9,7 +9,7 @@ import torch
 from prefixkit.engine import memory as sizing
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 

@@ -14,8 +14,8 @@ from prefixkit.engine.scheduler import (
     Scheduler,
 )
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.fake_model import make_engine
 from prefixkit.testing.integrity import check_tree

@@ -17,11 +17,11 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.engine.request import Request
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec
 from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.tree import PrefixTree

@@ -63,7 +63,7 @@ def test_steps_replay_graphs_and_a_third_call_captures_none(options, padded, cap
     def call():
         torch.manual_seed(5)
         out = model.generate(**padded, max_new_tokens=NEW, **ENDS, **options)
-        runner = out.past_key_values.runner
+        runner = out.past_key_values.steps.runner
         return runner.captures, runner.graph_steps
 
     captures, steps = call()

@@ -173,7 +173,7 @@ def test_generate_finds_the_tokens_of_an_earlier_call() -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kv_survives_the_way_to_host_memory_and_back(page_size: int, dtype: torch.dtype) -> None:
-    from prefixkit.ops.kv_pool import KVPool, KVSpec
+    from prefixkit.kv.kv_pool import KVPool, KVSpec
 
     torch.manual_seed(0)
     pool = KVPool(KVSpec(3, 2, 64, dtype, torch.device("cuda")), -(-4000 // page_size), page_size)

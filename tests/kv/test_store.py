@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prefixkit.kv.budget import KVBudgetTooSmall
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec
 from prefixkit.kv.store import KVStore
-from prefixkit.ops.kv_pool import KVPool, KVPoolTooLarge, KVSpec
 from prefixkit.testing.integrity import check_tree
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.stores import ModelStores, StoreKind
-from prefixkit.ops.kv_pool import KVSpec
 
 SPEC = KVSpec(1, 1, 4)  # 32 bytes a token, 512 a page
 KIND = StoreKind(SPEC, "layers")

@@ -12,8 +12,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.torch.host_planner import TorchPlanner
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec, patch
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.tree import Node, PrefixTree
 from tests.models.tiny_families import VOCAB
 from tests.tree.model import uncomputed

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, UnsupportedModel, kv_spec, patch
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
 @pytest.fixture

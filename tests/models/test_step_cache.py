@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.models import IncompleteStep, NotPatched, StepCache, patch
-from prefixkit.ops.kv_pool import KVPool, KVSpec
 
 
 @pytest.fixture

@@ -52,7 +52,6 @@ def fingerprint(tree: PrefixTree) -> Any:
 def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
     """What the cached and refreshed snapshot says is what a rebuilt one says."""
     cached = tree.snapshot()
-    versions = tree.version, tree.sequences_version
     nodes = [tree.root]
     for node in nodes:
         nodes.extend(node.children)
@@ -60,7 +59,7 @@ def assert_snapshot_is_fresh(tree: PrefixTree) -> None:
     running = {id: all_of[id] for id in sorted(cached.sequence_id.tolist())}
     whole = len(running) == len(all_of) and not any(node.cached for node in nodes)
     live = None if whole else freeze.live_children(running.values())
-    rebuilt = freeze.rebuild(tree.root, tree.page_size, *versions, cached.tree, live, running).snapshot
+    rebuilt = freeze.rebuild(tree, live).snapshot
     for name in TreeSnapshot.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(cached, name), getattr(rebuilt, name), err_msg=name)
 

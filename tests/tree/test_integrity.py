@@ -20,7 +20,7 @@ def a_tree() -> tuple[PrefixTree, Sequence, Sequence]:
 
 def steal_slots(tree: PrefixTree, a: Sequence, b: Sequence) -> None:
     """b's leaf moves into the page of a's, whose counts are put right."""
-    tree.allocator.share(a.node.pages[-1:])
+    tree.allocator.share(int(a.node.pages[-1]))
     tree.allocator.release(b.node.pages)
     b.node.page_buffer = a.node.pages[-1:].copy()
 
@@ -67,7 +67,7 @@ def test_a_broken_invariant_is_named(breakage: Callable[..., object], invariant:
 def test_two_owners_of_a_slot() -> None:
     tree = PrefixTree(4, page_size=4)
     a, b = tree.insert([1, 2]), tree.insert([3])
-    tree.allocator.share(a.node.pages)
+    tree.allocator.share(int(a.node.pages[0]))
     tree.allocator.release(b.node.pages)
     b.node.page_buffer = np.array(a.node.pages)
     with pytest.raises(AssertionError, match="one owner"):

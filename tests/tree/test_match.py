@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree
 from tests.tree.model import fingerprint
 
@@ -44,14 +43,3 @@ def test_it_finds_the_longest_prefix_and_changes_nothing(seed: int) -> None:
         assert found.length == longest
         assert found.node.start + found.offset == longest
     assert fingerprint(tree) == before
-
-
-def test_insert_takes_a_match_that_was_found_before() -> None:
-    rng = np.random.default_rng(5)
-    tree, same = PrefixTree(4096, page_size=4), PrefixTree(4096, page_size=4)
-    for _ in range(100):
-        tokens = rng.integers(0, 3, rng.integers(1, 20))
-        tree.insert(tokens, tree.match(tokens))
-        same.insert(tokens)
-    assert fingerprint(tree) == fingerprint(same)
-    check_tree(tree)

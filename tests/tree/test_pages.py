@@ -25,7 +25,8 @@ def test_freed_pages_are_reused_lowest_first() -> None:
 def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(2)
-    pages.share(held)
+    for page in held.tolist():
+        pages.share(page)
     pages.release(held)
     assert (pages.free, pages.refcounts.tolist()) == (2, [1, 1, 0, 0])
     pages.release(held)
@@ -40,19 +41,19 @@ def test_asking_for_too_many_says_so_and_changes_nothing() -> None:
     assert (pages.free, pages.refcounts.tolist()) == (1, [1, 1, 1, 0])
 
 
-@pytest.mark.parametrize("verb", ["share", "release"])
-def test_a_page_that_is_not_held_cannot_be_shared_or_released(verb: str) -> None:
+def test_a_page_that_is_not_held_cannot_be_shared_or_released() -> None:
     pages = PageAllocator(4)
     pages.allocate(1)
-    with pytest.raises(ValueError, match=f"cannot {verb} page 2"):
-        getattr(pages, verb)(np.array([0, 2], np.int32))
+    with pytest.raises(ValueError, match="cannot share page 2"):
+        pages.share(2)
+    with pytest.raises(ValueError, match="cannot release page 2"):
+        pages.release(np.array([0, 2], np.int32))
     assert pages.refcounts.tolist() == [1, 0, 0, 0]
 
 
 def test_nothing_is_a_valid_amount() -> None:
     pages = PageAllocator(1)
     nothing = pages.allocate(0)
-    pages.share(nothing)
     pages.release(nothing)
     assert (len(nothing), pages.free) == (0, 1)
 
@@ -81,7 +82,8 @@ def test_random_traffic_agrees_with_a_plain_dictionary(seed: int) -> None:
                 assert pages.allocate(count).tolist() == expected
                 held |= dict.fromkeys(expected, 1)
             case 1:
-                pages.share(chosen)
+                for page in chosen.tolist():
+                    pages.share(page)
                 held |= {page: held[page] + 1 for page in chosen.tolist()}
             case 2:
                 pages.release(chosen)

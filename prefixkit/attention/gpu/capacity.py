@@ -72,8 +72,7 @@ def capacity_for(
 
     Args:
         tree: The tree, and which of its nodes have query rows.
-        shape: The heads.
-        num_sms: Multiprocessors of the GPU.
+        shape, num_sms: The heads, and the multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
         now: Only with its nodes as long as they are now: less, where few can be shared.
     """

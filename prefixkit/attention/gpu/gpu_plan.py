@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from prefixkit.attention.bsr import BSR, OPEN
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
-from prefixkit.attention.plan import BsrRows, Longs, Plan, finish_plan, gather_rows
+from prefixkit.attention.plan import BsrRows, Plan, finish_plan, gather_rows
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints, Longs
 
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
@@ -31,13 +31,10 @@ ORDER_LEVELS = 128
 def make_gpu_plan(
     formats: Sequence[BSR], length: Ints, num_rows: int, shape: HeadShape, num_sms: int, cost: GpuCost
 ) -> Plan:
-    """Split the BSR rows of formats into work items; the first three arguments are those of ``make_plan``.
+    """Split the BSR rows of formats into work items for ``num_sms`` multiprocessors; see also ``make_plan``.
 
-    Args:
-        shape: The heads; each item runs once for each KV head.
-        num_sms: Multiprocessors that share the work.
-        cost: What the GPU's paths cost, and how many query heads its largest tile holds; the kernel splits a larger
-            GQA group into slices.
+    Each item runs once for each KV head.  ``cost`` has how many query heads the largest tile holds; the kernel splits a
+    larger GQA group into slices.
     """
     rows = gather_rows(formats, length)
     gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads

@@ -6,11 +6,9 @@ All in whole numbers and sums, whose order does not matter: a planner on the GPU
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixkit.attention.gpu.gpu_cost import POINT, Role
-
-Longs = NDArray[np.int64]
+from prefixkit.tree.arrays import Longs
 
 # The longest tile gets about this many KV splits, and shorter ones splits as long: the candidates, one per warp of a
 # block on the GPU.  Where a multiprocessor has many workers, a lone tile can feed four times as many of them.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 # Int32 elements before the first tensor: torch.compile makes graphs for any place of a tensor in its storage but the
 # first two, so that tensors of steps should not lie there, or should always.

@@ -15,7 +15,7 @@ from torch import Tensor
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.gpu.capacity import OVERFLOW
 from prefixkit.ops.arguments import capturing
-from prefixkit.tree.ragged import ranges
+from prefixkit.tree.arrays import ranges
 
 Array = NDArray[np.int64]
 

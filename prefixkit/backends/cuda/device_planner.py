@@ -28,7 +28,7 @@ from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.threads import once
-from prefixkit.tree.snapshot import Ints
+from prefixkit.tree.arrays import Ints
 
 log = logging.getLogger("prefixkit")
 

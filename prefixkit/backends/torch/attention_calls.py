@@ -17,7 +17,7 @@ from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.merge import Index, index_of
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.tree.ragged import ranges
+from prefixkit.tree.arrays import ranges
 
 Positions = tuple[Tensor, Tensor]
 

@@ -13,7 +13,8 @@ from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.tree.snapshot import Ints, TreeSnapshot
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.snapshot import TreeSnapshot
 
 
 def plan_tree(*arguments: Any) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.ragged import ranges
+from prefixkit.tree.arrays import ranges
 
 Array = NDArray[np.int64]
 

@@ -32,10 +32,10 @@ from prefixkit.evaluation.judge import Judge, available
 from prefixkit.evaluation.tasks.encode import uses_chat
 from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.kv.budget import Budget
+from prefixkit.kv.kv_pool import free_memory
 from prefixkit.kv.limits import parse_size, session_pages
 from prefixkit.models.families import text_config
 from prefixkit.models.model_fingerprint import model_fingerprint
-from prefixkit.ops.kv_pool import free_memory
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.requests import requests_for
 from prefixkit.session.session import Session

@@ -1,4 +1,4 @@
-"""Prefix files: token prefixes with their KV, in safetensors; ``prefix_format.py`` says what is in one.
+"""Prefix files: token prefixes with their KV, in safetensors; ``write.py`` says what is in one.
 
 >>> trie, sources = trie_of([tokens_of_one, tokens_of_another])
 >>> def kv(begin, end):  # of trie.tokens[begin:end]
@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from prefixkit.kv.prefixes.layout import (
+from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.prefixes.trie import PrefixTrie
+from prefixkit.kv.prefixes.write import (
     ARRAYS,
     BLOCK,
     DTYPES,
@@ -35,8 +37,6 @@ from prefixkit.kv.prefixes.layout import (
     metadata_of,
     prefixkit_version,
 )
-from prefixkit.kv.prefixes.trie import PrefixTrie
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.paths import as_path
 
 
@@ -127,14 +127,10 @@ def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: 
 
     Args:
         path: A file that :func:`write_prefixes` wrote.
-        spec: The KV of the model that is to use it; its device is no part of it.
-        fingerprint: Of that model.
-        vocab_size: Of that model.
+        spec, fingerprint, vocab_size: Of the model that is to use it; the device is no part of it.
 
     Raises:
-        NotAPrefixFile: it is something else.
-        TornPrefixFile: it is not as it was written.
-        PrefixFileMismatch: it is of another model, dtype, layout or vocabulary, or of a newer version.
+        PrefixFileError: it cannot be used; its subclasses say why.
         OSError: it cannot be read.
     """
     path = as_path(path)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from prefixkit.tree.tokens import MAX_TOKEN, Ints, as_tokens, common_prefix
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.tokens import MAX_TOKEN, as_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,8 @@ class PrefixTrie:
         ValueError: the arrays are no such trie; the message says where.
     """
 
-    parents: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    parents: NDArray[np.integer]
+    lengths: NDArray[np.integer]
     tokens: Ints
     offsets: NDArray[np.int64] = field(init=False)
     starts: NDArray[np.int64] = field(init=False)
@@ -94,40 +95,14 @@ def trie_of(prefixes: Sequence[ArrayLike]) -> tuple[PrefixTrie, NDArray[np.intp]
     if not len(prefixes):
         raise ValueError("a trie needs at least one prefix, got none")
     given = [as_tokens(prefix) for prefix in prefixes]
-    # Big-endian bytes are in the order of the tokens; a prefix comes before what it is a prefix of.
-    keys = {tokens.astype(">i4").tobytes(): index for index, tokens in reversed([*enumerate(given)])}
-    order = [keys[key] for key in sorted(keys)]
-    ordered = [given[index] for index in order]
-    shared = np.array([0, *[common_prefix(*two) for two in pairwise(ordered)]], np.int64)
-    nodes = list(_nodes([len(tokens) for tokens in ordered], shared))
-    trie = PrefixTrie(
-        np.array([parent for parent, *_ in nodes], np.int64),
-        np.array([end - begin for _, _, begin, end in nodes], np.int64),
-        np.concatenate([ordered[at][begin:end] for _, at, begin, end in nodes]),
-    )
-    return trie, np.array([order[at] for _, at, *_ in nodes], np.intp)
-
-
-def _nodes(lengths: Sequence[int], shared: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
-    """Parent, a prefix, begin and end of each node; ``shared`` with the prefix before, in sorted order."""
-    made = 0
-    # Ranges of prefixes that share their first tokens and the next: where those end and whose child they are.
-    left = [(*one, 0, -1) for one in reversed(_ranges(shared, 0, len(lengths), 0))]
-    while left:
-        low, high, begin, parent = left.pop()
-        end = min([lengths[low], *shared[low + 1 : high].tolist()])
-        yield parent, low, begin, end
-        below = low + (lengths[low] == end)  # the first may end here, others not: they are different
-        left += [(*one, end, made) for one in reversed(_ranges(shared, below, high, end))]
-        made += 1
-
-
-def _ranges(shared: NDArray[np.int64], low: int, high: int, at: int) -> list[tuple[int, int]]:
-    """The range ``[low, high)`` of sorted prefixes, alike in their first ``at`` tokens, by the next token."""
-    if low == high:
-        return []
-    cuts = [low, *(low + 1 + np.flatnonzero(shared[low + 1 : high] == at)).tolist(), high]
-    return list(pairwise(cuts))
+    # Big-endian bytes are in the order of the tokens; a prefix comes after what begins with it, whose node it splits.
+    order = sorted(range(len(given)), key=lambda index: given[index].astype(">i4").tobytes() + b"\xff")
+    tree = PrefixTree(sum(map(len, given)), page_size=1)
+    sources = {tree.insert(given[index]).id: index for index in order}
+    snapshot, nodes = tree.snapshot(), tree.nodes()
+    trie = PrefixTrie(snapshot.parent, snapshot.length, np.concatenate([node.tokens for node in nodes]))
+    below = snapshot.sequence_id[np.searchsorted(snapshot.sequence_node, np.arange(len(nodes)))]
+    return trie, np.array([sources[id] for id in below.tolist()], np.intp)
 
 
 def _check(parents: NDArray[Any], lengths: NDArray[Any], tokens: NDArray[Any]) -> None:

@@ -26,6 +26,7 @@ from torch.fx.experimental import _config as shapes_config
 from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models.attention_class import cache_among, original_class, shallow_copy, subclass
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
@@ -37,7 +38,6 @@ from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.step_cache import CacheLayer, StepCache
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
-from prefixkit.ops.kv_pool import KVSpec
 from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic
 
 log = logging.getLogger("prefixkit")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.layer import Layer, TracedStep, register_variant
-from prefixkit.ops.kv_pool import KVPool
 from prefixkit.torch_private import mark_dynamic
 
 

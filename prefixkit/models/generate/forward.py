@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.generated_cache import GeneratedCache
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.generate.tree_memory import replays
 from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
+from prefixkit.models.runner import planner_of
 from prefixkit.models.weights.state import adapters_by_row
-from prefixkit.ops.kv_pool import KVPoolTooLarge
+from prefixkit.ops.backend import backend_for
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -54,22 +54,21 @@ class FedAgain(NotOnTree):
 def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
     given.pop("self")
-    if isinstance(cache, GeneratedCache) and cache.fell_back:
+    if cache.fell_back:
         return whole(**given | {"past_key_values": cache.fallback})
     began = not cache.get_seq_length()
     try:
         with cache.in_use:
             logits = _logits(model, cache, given)
     except (NotOnTree, DoesNotFit, KVPoolTooLarge, UnsupportedModel, IncompleteStep) as error:
-        if isinstance(error, FedAgain):
-            cache = GeneratedCache.of(cache)
-        elif not isinstance(cache, GeneratedCache) or (isinstance(error, IncompleteStep) and not began):
+        stays = cache.fallback is None or (isinstance(error, IncompleteStep) and not began)
+        if stays and not isinstance(error, FedAgain):
             raise
         log.info("generate() keeps transformers' own cache: %s", error)
         if began:
             cache.reset()
         return whole(**given | {"past_key_values": cache.fall_back()})
-    out = CausalLMOutputWithPast(logits=logits.to(cache.memory.dtype), past_key_values=cache)
+    out = CausalLMOutputWithPast(logits=logits.to(cache.steps.dtype), past_key_values=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
 
@@ -94,7 +93,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         if own.min() < 0 or own.max() >= 2**31:
             raise NotOnTree("input_ids holds numbers that are no token ids")
         own = own.astype(np.int32)
-        if isinstance(cache, GeneratedCache) and not cache.always:
+        if not cache.always:
             _check_it_pays(cache, facts, own, pad)
         if adapters_by_row(facts.state):
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
@@ -126,7 +125,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (pad != cache.padding).any():
         raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
-    _check_positions(cache.memory.counts_from_zero, positions, pad, length, until)
+    _check_positions(cache.steps.counts_from_zero, positions, pad, length, until)
     _check_model(cache, given, until)
     return cache.go_on(tokens, count)
 
@@ -175,13 +174,13 @@ def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tens
 
 def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
     """Raise NotOnTree where chunks of attention are not causal over the rows, or token kinds of 0 change results."""
-    memory = cache.memory
-    if memory.longest is not None and (own := until - int(cache.padding.min())) > memory.longest:
-        raise NotOnTree(f"a row comes to {own} tokens, and attention in chunks is causal for {memory.longest}")
+    steps = cache.steps
+    if steps.longest is not None and (own := until - int(cache.padding.min())) > steps.longest:
+        raise NotOnTree(f"a row comes to {own} tokens, and attention in chunks is causal for {steps.longest}")
     for name in _KINDS:
         kinds = given.get(name)  # of all tokens, or of the new ones
         whole = None if kinds is None else {until: True, given["input_ids"].shape[1]: False}.get(kinds.shape[1])
-        if kinds is not None and (whole is None or not memory.ignores_zeros(name, whole)):
+        if kinds is not None and (whole is None or not steps.ignores_zeros(name, whole)):
             raise NotOnTree(f"attention over a tree would ignore {name}, and zeros change what the model computes")
 
 
@@ -219,9 +218,17 @@ def _check_positions(counts_from_zero: bool, position_ids: Any, pad: NDArray[np.
 
 def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:
     """Raise NotOnTree where rows share too little, and their steps are too few or cannot replay graphs."""
-    if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and replays(facts):
+    if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and _replays(facts):
         return
     total, distinct = distinct_tokens(tokens, pad)
     distinct -= stores_of(cache.model).known(kind_of(facts, cache.page_size), tokens[0, pad[0] :])
     if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
         raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")
+
+
+def _replays(facts: ModelFacts) -> bool:
+    """Whether decode steps of a patched model can replay CUDA graphs."""
+    device = facts.spec.device
+    if device.type != "cuda" or (planning := backend_for(device).graph_planning) is None:
+        return False
+    return planning(planner_of(facts)) is not None

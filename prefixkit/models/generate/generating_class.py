@@ -10,11 +10,11 @@ from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from prefixkit.models.attention_class import WRAPPED, forward_below, original_class, subclass
+from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
-from prefixkit.models.generate.generated_cache import GeneratedCache, generating, use_cache
+from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_stores import drop_stores, stores_of
 
@@ -66,13 +66,15 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             if type(made) is not DynamicCache:
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):
-                made = model_kwargs["past_key_values"] = GeneratedCache(self, made, mode == "always")
+                tree = TreeCache(self)
+                tree.fallback, tree.always = made, mode == "always"
+                made = model_kwargs["past_key_values"] = tree
             else:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
-            use_cache(made)
+            use(made.in_use)
             made.flush()  # what is given for the first step is checked
-            if isinstance(made, GeneratedCache) and not made.fell_back and made.of_another_kind():
+            if made.fallback is not None and not made.fell_back and made.of_another_kind():
                 log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
                 made.fall_back()
             made.fork, made.final_length = beams > 1, max_cache_length
@@ -92,11 +94,6 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
 def _blank(original: type[nn.Module]) -> nn.Module:
     cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
     return cls.__new__(cls)
-
-
-def generates(model: nn.Module) -> bool:
-    """Whether a model has a ``generate`` of transformers."""
-    return issubclass(original_class(model), GenerationMixin)
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:

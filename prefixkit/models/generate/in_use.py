@@ -1,10 +1,10 @@
-"""Whether a call uses a cache, or it rests between two."""
+"""Whether a call uses a cache, or it rests between two; and which caches a call of ``generate()`` uses."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 class InUse:
@@ -31,3 +31,23 @@ class InUse:
             yield not self._count
         finally:
             self._lock.release()
+
+
+_calls = threading.local()
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """A call of ``generate()``: the caches that it uses stay in their KV stores until its end."""
+    outer = getattr(_calls, "uses", None)
+    try:
+        with ExitStack() as _calls.uses:
+            yield
+    finally:
+        _calls.uses = outer
+
+
+def use(cache: InUse) -> None:
+    """The call of ``generate()`` under way, if there is one, uses this cache."""
+    if (uses := getattr(_calls, "uses", None)) is not None:
+        uses.enter_context(cache)

@@ -1,48 +1,151 @@
-"""Steps over the rows of a padded batch: which tokens run, and the logits that come of them."""
+"""Rows of a padded batch over a KV store that they borrow: which tokens run, and the logits that come of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefixkit.attention.queries import StepTree, decode_tree
-from prefixkit.attention.uncomputed import choose_queries, tokens_of
-from prefixkit.models.generate.tree_memory import TreeMemory
-from prefixkit.runners.batch import Batch, Outputs, launch_step
+from prefixkit.attention.uncomputed import choose_queries, prefill_chunk_for, tokens_of
+from prefixkit.kv.store import KVStore
+from prefixkit.models.attention_class import forward_below, takes_trees
+from prefixkit.models.facts import ModelFacts, facts_of
+from prefixkit.models.model_stores import kind_of, stores_of
+from prefixkit.models.probe.passes import ignores_zeros
+from prefixkit.models.runner import runner_of
+from prefixkit.models.weights.content import kv_version
+from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
-from prefixkit.tree.pages import OutOfPages
-from prefixkit.tree.rows import Rows
+from prefixkit.tree.pages import OutOfPages, pages_for
+from prefixkit.tree.rows import Rows, pages_of_rows
+
+_RUNNER, _ZEROS = "runner of rows", "ignores zeros"
 
 
 class RowSteps:
-    """Rows whose KV is in a tree, and the steps that bring it there.
+    """Rows whose KV is in the tree of a KV store that they borrow, and the steps that bring it there.
 
     While rows only grow, a decode step is the last one repeated: the tree takes the tokens of such steps later, when
     something asks for it (:meth:`flushed`).
 
     Args:
-        memory: Pool, tree and runner.
-        rows: The rows, over that tree.
+        facts: Of a patched model.
+        borrower: The cache that has the rows; its ``vacate`` moves them, for a session that asks for the store.
+        tokens, pad: See :class:`Rows`.
+        new: Tokens that each row will grow by, as far as is known.
+        page_size: Tokens per KV page.
+        fork: Whether rows part as beams do.
 
     Attributes:
-        memory: The same.
+        store: The store.
+        rows: The rows, over its tree, without the tokens of repeated steps.
+        longest: Tokens that a row may have, see :attr:`ModelFacts.longest_text`.
+        counts_from_zero: See :attr:`ModelFacts.counts_from_zero`.
+        dtype: Of the model's weights, to which logits are converted.
+
+    Raises:
+        DoesNotFit: the rows take more than their share of the memory that is free; nothing has changed.
     """
 
-    def __init__(self, memory: TreeMemory, rows: Rows) -> None:
-        self.memory, self._rows = memory, rows
+    def __init__(
+        self, facts: ModelFacts, borrower: object, tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool
+    ) -> None:
+        self.model, self._stores = facts.inner, stores_of(facts.inner)
+        self.longest, self.counts_from_zero = facts.longest_text, facts.counts_from_zero
+        self.dtype = facts.inner.dtype
+        self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
         self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
+        pages = pages_of_rows(tokens, pad, new, page_size, fork=fork)
+        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
+        self.store: KVStore = self._stores.borrow(kind_of(facts, page_size), borrower, pages, prompts)
+        try:
+            if _RUNNER not in self.store.runners:
+                self._attach_runner(facts)
+            self.runner.start_call()
+            found = partial(self.store.tree.longest_match, prompts)
+            epoch = self._stores.epoch
+            self._version: int | None = kv_version(self.model, found, facts.state)
+            self.store.use_version((epoch, self._version))
+            self.rows = self._insert(tokens, pad, prompts[:1], pages, fork)
+        except BaseException:
+            self._stores.return_(self.store, self._rests)
+            raise
+
+    def _insert(self, tokens: Ints, pad: Longs, first: Sequence[Ints], pages: int, fork: bool) -> Rows:
+        store, first = self.store, [tokens for tokens in first if len(tokens)]
+        store.fits(first, pages - sum(pages_for(len(tokens), store.tree.page_size) for tokens in first))
+        try:
+            return Rows(store.tree, tokens, pad, fork=fork)
+        except OutOfPages:  # what was found lies on more pages than it needs
+            store.cache.clear()
+            return Rows(store.tree, tokens, pad, fork=fork)
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Runner:
+        """Runs steps over the store."""
+        runner: Runner = self.store.runners[_RUNNER]
+        return runner
+
+    def _attach_runner(self, facts: ModelFacts) -> None:
+        self.store.runners[_RUNNER] = runner_of(facts, self.store.pool, call=forward_below(self.model))
+
+    def ignores_zeros(self, name: str, whole: bool) -> bool:
+        """Whether the model, with its present weights, ignores an argument that is zero for each token."""
+        known = self.store.notes.get((_ZEROS, name, whole))
+        if known is None or known[0] != self.store.version:
+            known = self.store.version, ignores_zeros(self.model, name, whole)
+            self.store.notes[_ZEROS, name, whole] = known
+        return bool(known[1])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model computes what it computed when these rows came."""
+        return kv_version(self.model) == self._version
+
+    def mark_stale(self) -> None:
+        """Some KV is of other weights from now on: none of it is retained for other rows."""
+        self._version = self.store.version = None
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the store is for later calls: while the model is patched and not trained, which needs memory."""
+        return takes_trees(self.model) and not self.model.training and self.store.version is not None
+
+    def end(self) -> None:
+        """Give the store back, where the rows' KV is retained, unless it cannot be used again."""
+        drop = self.store.retain
+        try:
+            rows = self.flushed()
+        except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
+            rows, drop = self.rows, self.store.tree.release
+        for sequence in rows.detach():
+            drop(sequence)
+        self._return()
+
+    def abandon(self) -> None:
+        """Give the store back with a new tree: an interrupt may have left the present one half changed."""
+        self.store.restart()
+        self._return()
+
+    def _return(self) -> None:
+        if not self.is_current:
+            self.store.version = None
+        self._stores.return_(self.store, self._rests)
+
+    # -- the rows ------------------------------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
         """Tokens of each row, padding included."""
-        return self._rows.length + len(self._ahead)
-
-    @property
-    def rows(self) -> Rows:
-        """The rows, but for the tokens of repeated steps."""
-        return self._rows
+        return self.rows.length + len(self._ahead)
 
     @property
     def repeats(self) -> bool:
@@ -51,7 +154,7 @@ class RowSteps:
 
     def flushed(self) -> Rows:
         """The rows, once the tree holds all tokens that were computed; the next decode step is not repeated."""
-        rows, self._order = self._rows, None
+        rows, self._order = self.rows, None
         if self._ahead:
             tokens = torch.stack(self._ahead, 1).cpu().numpy().astype(np.int32)
             self._ahead = []
@@ -71,9 +174,10 @@ class RowSteps:
             try:
                 return rows.extend(own)
             except OutOfPages as error:
-                if self.memory.store.cache.free_pages(error.asked):
+                if self.store.cache.free_pages(error.asked):
                     continue
-                self.memory.grow(error.asked - error.free + self.memory.store.pool.num_pages // 4)
+                self._stores.grow(self.store, error.asked - error.free + self.store.pool.num_pages // 4)
+                self._attach_runner(facts_of(self.model))  # to the larger pool
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
         """Append a token to each row, and compute it.
@@ -91,23 +195,23 @@ class RowSteps:
             logits = self._launch(final_length - self.length, fork)
             return self.compute(1)[:, 0] if logits is None else logits
         order, place = self._order
-        self.memory.runner.repeat(tokens.index_select(0, order))
+        self.runner.repeat(tokens.index_select(0, order))
         self._ahead.append(tokens)
         if self.length >= final_length:
             self._order = None  # no leaf holds more pages
-        return self.memory.runner.logits.index_select(0, place)
+        return self.runner.logits.index_select(0, place)
 
     def _launch(self, left: int, fork: bool) -> Tensor | None:
         """Compute the last token of each row, if that is all there is to compute and each has a leaf of its own.
 
         Where rows only grow, their leaves take the pages of all ``left`` tokens to come, and this step is repeated.
         """
-        tree, runner = self.memory.store.tree, self.memory.runner
-        nodes = [sequence.node for sequence in self._rows.sequences]
+        tree, runner = self.store.tree, self.runner
+        nodes = [sequence.node for sequence in self.rows.sequences]
         goes_on = left > 0 and not fork and all(node.grows_in_place for node in nodes)
         if goes_on:
             try:
-                tree.reserve(self._rows.sequences, [left] * len(nodes))
+                tree.reserve(self.rows.sequences, [left] * len(nodes))
             except OutOfPages:
                 goes_on = False
         snapshot = tree.snapshot()
@@ -125,7 +229,7 @@ class RowSteps:
         return runner.logits.index_select(0, place)
 
     def compute(self, count: int) -> Tensor:
-        """Compute what is uncomputed, in steps of at most ``memory.chunk`` tokens.
+        """Compute what is uncomputed, in steps of at most a prefill chunk.
 
         Returns:
             ``[rows, count, vocab]`` the logits after the last ``count`` tokens of each row; zeros after padding.
@@ -151,42 +255,25 @@ class RowSteps:
 
     def _next_step(self, nodes: tuple[Node, ...], offset: np.ndarray, pending: np.ndarray) -> StepTree | None:
         """The next step of all that is uncomputed, and of the tokens ``pending``, whose logits are still wanted."""
-        snapshot, first = self.memory.store.tree.snapshot(), dict[int, int]()
+        snapshot, first = self.store.tree.snapshot(), dict[int, int]()
         for at, which in zip(offset.tolist(), pending.tolist(), strict=True):
             index = nodes[which].index
             first[index] = min(at, first.get(index, at))
-        return choose_queries(snapshot, [], list(first), self.memory.chunk, list(first.values()))
+        return choose_queries(snapshot, [], list(first), self._chunk, list(first.values()))
 
     def copy_kv(self, other: RowSteps) -> None:
         """Give another cache's rows of the same tokens a copy of the KV."""
-        rows, theirs, store = self.flushed(), other.rows, other.memory.store
+        rows, theirs, store = self.flushed(), other.rows, other.store
         own = np.arange(rows.length) >= rows.pad[:, None]
         target, first = np.unique(theirs.slots()[own], return_index=True)
-        store.pool.copy(rows.slots()[own][first], target, self.memory.store.pool)
+        store.pool.copy(rows.slots()[own][first], target, self.store.pool)
         nodes = store.tree.nodes()
         store.tree.mark_computed(nodes, [node.length for node in nodes])
 
-    def end(self) -> None:
-        """Give the store back, where the rows' KV is retained, unless it cannot be used again."""
-        store = self.memory.store
-        drop = store.retain
-        try:
-            rows = self.flushed()
-        except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
-            rows, drop = self._rows, store.tree.release
-        for sequence in rows.detach():
-            drop(sequence)
-        self.memory.return_()
-
-    def abandon(self) -> None:
-        """Give the store back with a new tree: an interrupt may have left the present one half changed."""
-        self.memory.store.restart()
-        self.memory.return_()
-
     def _run(self, step: StepTree, wanted: np.ndarray) -> Tensor:
         """Run a step; returns the logits of the query rows that are wanted."""
-        tree = self.memory.store.tree
+        tree = self.store.tree
         queries, nodes = step.queries, tree.nodes()
         running = [nodes[node] for node in queries.node.tolist()]
-        launch_step(self.memory.runner, tree, Batch(step, tokens_of(queries, nodes), Outputs(wanted)), running)
-        return self.memory.runner.logits.clone()
+        launch_step(self.runner, tree, Batch(step, tokens_of(queries, nodes), Outputs(wanted)), running)
+        return self.runner.logits.clone()

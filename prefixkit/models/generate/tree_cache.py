@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
-import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,19 +20,29 @@ from transformers import Cache, DynamicCache
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.families import pretrained_model
+from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.in_use import InUse
-from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
-from prefixkit.models.generate.tree_memory import TreeMemory
-from prefixkit.models.model_errors import NotPatched
-from prefixkit.runners.batch import Runner
-from prefixkit.tree.pages import OutOfPages, check_page_size, pages_for
-from prefixkit.tree.rows import Rows, pages_of_rows
+from prefixkit.models.model_errors import NotPatched, UnsupportedModel
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.pages import OutOfPages, check_page_size
 
 log = logging.getLogger("prefixkit")
 
-Ints = NDArray[np.int32]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _or_of_fallback(method: Method) -> Method:
+    """A method of a tree cache; of the cache that it has become, once it fell back."""
+
+    @functools.wraps(method)
+    def of_present(self: TreeCache, *args: Any, **kwargs: Any) -> Any:
+        if self.fell_back:
+            return getattr(self.fallback, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(Method, of_present)
 
 
 class TreeCache(DynamicCache):
@@ -64,6 +76,9 @@ class TreeCache(DynamicCache):
             raise NotPatched(
                 f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
             )
+        self.fallback: Cache | None = None  # what it becomes where its rows cannot be on a tree
+        self.fell_back = False  # whether it has become that
+        self.always = True  # whether it is a tree wherever it can be, not only where that pays
         self.fork = False  # whether rows part as beams do
         self.final_length = 0  # that rows will reach, as far as is known
         self._steps: RowSteps | None = None
@@ -71,6 +86,7 @@ class TreeCache(DynamicCache):
 
     # -- what generate() asks ------------------------------------------------------------------------------------------
 
+    @_or_of_fallback
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each row, padding included."""
         return 0 if self._steps is None else self._steps.length
@@ -94,8 +110,8 @@ class TreeCache(DynamicCache):
         with self.in_use:
             if self._steps is not None:
                 self._steps.flushed()
-                if not self._steps.memory.is_current:
-                    self._steps.memory.mark_stale()
+                if not self._steps.is_current:
+                    self._steps.mark_stale()
 
     @property
     def kv_tokens(self) -> int:
@@ -103,16 +119,12 @@ class TreeCache(DynamicCache):
         return 0 if self._steps is None else int(self._steps.flushed().tree.snapshot().length.sum())
 
     @property
-    def memory(self) -> TreeMemory:
-        """Pool, tree and runner of its rows, once they were started."""
+    def steps(self) -> RowSteps:
+        """Its rows, once they were started."""
         assert self._steps is not None
-        return self._steps.memory
+        return self._steps
 
-    @property
-    def runner(self) -> Runner | None:
-        """What runs its steps, and counts them; None before the first."""
-        return None if self._steps is None else self._steps.memory.runner
-
+    @_or_of_fallback
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
         order = [int(row) for row in beam_idx.tolist()]
@@ -120,20 +132,19 @@ class TreeCache(DynamicCache):
             if self._steps is not None and order != list(range(len(self.padding))):
                 self._steps.flushed().select(order)
 
+    @_or_of_fallback
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
         self.reorder_cache(torch.arange(len(self.padding))[indices.cpu()])
 
+    @_or_of_fallback
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row; nothing is copied."""
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
+    @_or_of_fallback
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many tokens of each row, or all there are, written as a negative number.
-
-        Raises:
-            ValueError: a positive number.
-        """
+        """Remove so many tokens of each row, or all there are, written as a negative number; ValueError for others."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
@@ -158,52 +169,62 @@ class TreeCache(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
         """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
-        other = self._empty(memo)
-        other.fork, other.final_length = self.fork, self.final_length
+        other = TreeCache(self.model, page_size=self.page_size)
+        other.fallback, other.fell_back = copy.deepcopy(self.fallback, memo), self.fell_back
+        other.always, other.fork, other.final_length = self.always, self.fork, self.final_length
         if self._steps is not None:
-            rows = self._steps.flushed()
-            self._steps.copy_kv(other.start(facts_of(self.model), rows.tokens(), rows.pad))
+            other._start_copy_of(self._steps)
         return other
 
     def vacate(self) -> bool:
         """Move to another KV store, with a copy of the KV, for a call that asks for the present one; False where the
         cache is in use, or there is no memory for another.
         """
+        before = self._steps
         with self.in_use.unless() as free:
-            if free:
-                with suppress(DoesNotFit):
-                    self._move()
-                    return True
-        return False
+            if not free or before is None:
+                return False
+            self._steps = None
+            try:
+                self._start_copy_of(before)
+            except BaseException as error:
+                self.reset()
+                self._steps = before
+                if isinstance(error, DoesNotFit):
+                    return False
+                raise
+            if not before.is_current:
+                self.steps.mark_stale()
+            log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
+            before.end()
+        return True
 
-    def _move(self) -> None:
-        """Take the rows to another KV store.
+    def _start_copy_of(self, steps: RowSteps) -> None:
+        rows = steps.flushed()
+        steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
 
-        Raises:
-            DoesNotFit: there is no memory for it; nothing has changed.
-        """
-        before, self._steps = self._steps, None
-        assert before is not None, "it holds a store"
-        try:
-            rows = before.flushed()
-            before.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
-        except BaseException:
+    def fall_back(self) -> Cache:
+        """Become a cache of transformers, with the KV that there is."""
+        if self.fallback is None:
+            self.fallback = DynamicCache(config=text_config(self.model))
+        if not self.fell_back:
+            self.copy_to(self.fallback)
             self.reset()
-            self._steps = before
-            raise
-        if not before.memory.is_current:
-            self.memory.mark_stale()
-        log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
-        before.end()
+            self.fell_back = True
+        return self.fallback
 
-    def _empty(self, memo: dict[int, Any]) -> TreeCache:
-        """An empty one of the same model."""
-        return TreeCache(self.model, page_size=self.page_size)
+    def of_another_kind(self) -> bool:
+        """Whether the model now computes KV that the pool does not take."""
+        try:
+            return self._steps is not None and self._steps.store.pool.spec != facts_of(self.model).spec
+        except UnsupportedModel:
+            return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
-        cache = DynamicCache()
-        self.copy_to(cache)
+        if self.fell_back:
+            return copy.copy, (self.fallback,)
+        self.copy_to(cache := DynamicCache())
         return copy.copy, (cache,)
 
     def __del__(self) -> None:
@@ -211,48 +232,24 @@ class TreeCache(DynamicCache):
             self.reset()
 
     def activate_past_recording(self) -> None:
-        """Nothing: all that was computed can be cropped."""
+        """For the fallback: all that was computed on a tree can be cropped."""
+        if self.fallback is not None:
+            self.fallback.activate_past_recording()  # type: ignore[no-untyped-call]
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
     def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
-        """Take the rows of a batch; nothing is computed yet.
+        """Take the rows of a batch, ``tokens [rows, length]`` of which the first ``pad [rows]`` are padding.
 
-        Args:
-            facts: Of the model.
-            tokens: ``[rows, length]`` token ids.
-            pad: ``[rows]`` how many of them, from the left, are padding.
-
-        Raises:
-            DoesNotFit: their KV does not fit the memory that is free; nothing has changed.
+        Nothing is computed yet.  DoesNotFit: there is no memory for their KV; the cache is empty then.
         """
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
-        pages = pages_of_rows(tokens, pad, new, self.page_size, fork=self.fork)
-        prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
-        memory = TreeMemory(facts, pages, self.page_size, prompts)
-        memory.vacate = weakref.WeakMethod(self.vacate)
-        store = memory.store
-        try:
-            first = [tokens for tokens in prompts[:1] if len(tokens)]
-            store.fits(first, pages - sum(pages_for(len(tokens), self.page_size) for tokens in first))
-            try:
-                rows = Rows(store.tree, tokens, pad, fork=self.fork)
-            except OutOfPages:  # what was found lies on more pages than it needs
-                store.cache.clear()
-                rows = Rows(store.tree, tokens, pad, fork=self.fork)
-        except BaseException:
-            memory.return_()
-            raise
-        self._steps = RowSteps(memory, rows)
+        self._steps = RowSteps(facts, self, tokens, pad, new, self.page_size, fork=self.fork)
         return self._steps
 
     def go_on(self, tokens: Tensor, count: int) -> Tensor:
-        """Append ``[rows, new]`` tokens to rows that were started, and compute them.
-
-        Returns:
-            ``[rows, count, vocab]`` the logits after the last ``count`` of them.
-        """
+        """Append ``[rows, new]`` tokens to rows, compute them, and return ``[rows, count, vocab]``: the last logits."""
         assert self._steps is not None, "started before"
         steps, before = self._steps, self.get_seq_length()
         try:
@@ -278,7 +275,7 @@ class TreeCache(DynamicCache):
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         with self.in_use:
-            pool, slots = self._steps.memory.store.pool, self._steps.flushed().slots()
+            pool, slots = self._steps.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
             k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
         return k, v
@@ -286,11 +283,7 @@ class TreeCache(DynamicCache):
     # -- what a cache says of itself -----------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only a model that is not patched gets here, or another than the cache is for.
-
-        Raises:
-            NotPatched: always.
-        """
+        """NotPatched: only a model that is not patched gets here, or another than the cache is for."""
         raise NotPatched(
             f"layer {layer_idx} was given a TreeCache of {type(self.model).__name__}, but the model that it belongs to "
             "does not take one: call prefixkit.patch(model), and pass the cache to the model itself"
@@ -300,12 +293,15 @@ class TreeCache(DynamicCache):
         """As :meth:`update`: a model that is not patched asks for it first."""
         self.update(torch.empty(0), torch.empty(0), 0)
 
+    @_or_of_fallback
     def __len__(self) -> int:
-        return 0 if self._steps is None else self._steps.memory.store.pool.spec.num_layers
+        return 0 if self._steps is None else int(self._steps.store.pool.spec.num_layers)
 
     @property
     def layers(self) -> list[Any]:
         """Each layer's KV as other caches keep it, to look at."""
+        if self.fallback is not None and self.fell_back:
+            return self.fallback.layers
         return [LayerView(self, layer) for layer in range(len(self))]
 
     @layers.setter
@@ -328,3 +324,25 @@ class TreeCache(DynamicCache):
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for."""
+
+    cache: TreeCache
+    index: int
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.cache.get_seq_length()
+
+    @property
+    def keys(self) -> Tensor:
+        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
+        return self.cache.kv(self.index)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """The same of the values."""
+        return self.cache.kv(self.index)[1]

@@ -51,10 +51,9 @@ class Enough(Exception):
 
 
 class ProbeCache(LayeredCache):
-    """Stands for a cache, and notes what each layer does.
+    """Stands for a cache, and notes what each layer, an attention module by name, does.
 
     Args:
-        layers: The attention modules.
         length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
             mask must arrive.
         shapes_only: The pass ends at the first attention, as tensors have no values.

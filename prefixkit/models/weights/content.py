@@ -49,11 +49,8 @@ _VERSIONS_KNOWN = 4
 def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: ModelState | None = None) -> int:
     """A number that differs from an earlier one whenever what the model computes may have changed in between.
 
-    It sees tensors that were written to, replaced, moved, or given another dtype or layout; adapters of PEFT that were
-    added, removed, switched on or off, merged or scaled; numbers that modules and configs keep as plain attributes;
-    modules put into training or evaluation mode, or replaced by others; hooks, a ``forward`` that a module was given,
-    and autocast.  Weights that lie elsewhere with the same values, as packed ones, have the version of before, and so
-    have adapters that are switched back.
+    ``docs/memory.md`` lists what it sees.  Weights that lie elsewhere with the same values, as packed ones, have the
+    version of before, and so have adapters that are switched back.
 
     What the sample can miss is a write to some elements alone, such as one row of a matrix, that torch does not count,
     where the KV found is short or all memory was compared three times in short succession;
@@ -61,13 +58,11 @@ def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: Mo
     question are not seen.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a
     new version after each.
 
-    Args:
-        model: A model, patched or not.  It is not kept alive.
-        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
-        state: The model's, where it is known; None: it is looked up.
+    No two models have a number in common.  The model is not kept alive.
 
-    Returns:
-        A number that no other model has.
+    Args:
+        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
+        state: The model's, where it is known.
     """
     with _lock:
         content = _contents.setdefault(model, _Content())

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.prefixes.file import (
     NotAPrefixFile,
     PrefixFileError,
@@ -22,10 +23,8 @@ from prefixkit.kv.prefixes.file import (
     TornPrefixFile,
     open_prefixes,
 )
-from prefixkit.kv.prefixes.layout import BLOCK, checksum_of, digest_of
 from prefixkit.kv.prefixes.trie import PrefixTrie, trie_of
-from prefixkit.kv.prefixes.write import write_prefixes
-from prefixkit.ops.kv_pool import KVSpec
+from prefixkit.kv.prefixes.write import BLOCK, checksum_of, digest_of, write_prefixes
 
 SPEC = KVSpec(num_layers=3, kv_heads=2, head_dim=4)
 VOCAB, MODEL = 1000, "fingerprint of a model"

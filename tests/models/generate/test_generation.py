@@ -104,7 +104,7 @@ class TestSharing:
         assert cache.kv_tokens == 40 + 4 * (NEW - 1)
 
     def test_beams_that_move_copy_no_kv(self, padded, monkeypatch):
-        from prefixkit.ops.kv_pool import KVPool
+        from prefixkit.kv.kv_pool import KVPool
 
         def refuse(*args):
             raise AssertionError("KV was copied")
@@ -119,5 +119,5 @@ def test_the_steps_of_a_batch_plan_once(padded):
     """Rows that grow in place keep their plan: their tokens never come to the host."""
     model = patch(make_model())
     out = generate(model, padded, **SAMPLED, return_dict_in_generate=True, eos_token_id=None)
-    assert out.past_key_values.runner.counters()["plans"] <= 3
+    assert out.past_key_values.steps.runner.counters()["plans"] <= 3
     assert np.array_equal(out.past_key_values.padding, [0] * 4 + [5] * 4 + [9] * 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.ops.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 
 
 def filled(pool: KVPool) -> KVPool:

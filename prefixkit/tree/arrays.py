@@ -1,9 +1,12 @@
-"""Ragged arrays: rows of different lengths laid end to end."""
+"""Arrays of integers; ragged ones are rows of different lengths laid end to end."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
 
 
 def indptr_of(counts: NDArray[np.integer]) -> NDArray[np.int32]:

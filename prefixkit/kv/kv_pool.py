@@ -121,16 +121,13 @@ class KVPool:
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
         """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
 
-        A target may be a source of those before it, not of those behind it.
-
-        Args:
-            source, target: Slots.
-            source_pool: The pool whose slots the sources are, of the same page size; None: this one.
+        A target may be a source of those before it, not of those behind it.  The sources are slots of ``source_pool``,
+        of the same page size; None: of this one.
         """
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
-            pages, offsets = upload([*np.divmod(pairs, self.page_size)], self.spec.device)
+            pages, offsets = self._pages_and_offsets(pairs)
             for its, mine in zip((self if source_pool is None else source_pool)._layers, self._layers, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
