@@ -15,6 +15,7 @@
 namespace prefixkit {
 
 constexpr int EXPERT_ROWS = 64, EXPERT_COLUMNS = 128, EXPERT_STEP = 64, EXPERT_THREADS = 256, WINDOW = 4096;
+constexpr int LOADS = 8;
 constexpr int ROWS_BYTES = EXPERT_ROWS * EXPERT_STEP * 2;
 constexpr int STAGE_BYTES = ROWS_BYTES + EXPERT_COLUMNS * EXPERT_STEP * 2;
 
@@ -84,7 +85,8 @@ template <bool ALONG_N> DEVICE void multiply(Sums& sums, u32 stage, int count) {
 }
 
 // Bias added, rounded, each row to its pair's.
-DEVICE void store_rows(const ExpertProduct& a, const Sums& sums, const u16* list, int begin, int count, int expert, int column) {
+DEVICE void store_rows(const ExpertProduct& a, const Sums& sums, const u16* list, int begin, int count, int expert,
+                       int column) {
     const int lane = lane_of();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -112,11 +114,19 @@ DEVICE int list_pairs(const ExpertProduct& a, u16* list, int* found, int begin, 
     __syncthreads();  // the last window's list is read
     if (threadIdx.x == 0) *found = 0;
     __syncthreads();
-    for (int p = begin + int(threadIdx.x); p < min(begin + WINDOW, a.pairs); p += EXPERT_THREADS) {
-        const long long chosen = a.index[p];
-        if (chosen == expert) list[atomicAdd(found, 1)] = u16(p - begin);
-        if (expert == 0 && (chosen < 0 || chosen >= a.experts))
-            for (int n = column; n < min(column + EXPERT_COLUMNS, a.n); ++n) a.out[(long long)p * a.n + n] = 0;
+    const int end = min(begin + WINDOW, a.pairs);
+    for (int from = begin + int(threadIdx.x); from < end; from += LOADS * EXPERT_THREADS) {
+        long long chosen[LOADS];  // on their way together
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) chosen[i] = a.index[min(from + i * EXPERT_THREADS, end - 1)];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int p = from + i * EXPERT_THREADS;
+            if (p >= end) break;
+            if (chosen[i] == expert) list[atomicAdd(found, 1)] = u16(p - begin);
+            if (expert == 0 && (chosen[i] < 0 || chosen[i] >= a.experts))
+                for (int n = column; n < min(column + EXPERT_COLUMNS, a.n); ++n) a.out[(long long)p * a.n + n] = 0;
+        }
     }
     __syncthreads();
     return *found;
