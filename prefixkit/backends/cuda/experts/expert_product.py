@@ -15,15 +15,16 @@ from prefixkit.cuda.launch import launch
 from prefixkit.ops.arguments import BadShape
 
 _THREADS, _COLUMNS, _STAGE_BYTES = 256, 128, 24 * 1024
-# Our kernel reads an expert's matrix again for every 64 of its rows; of torch's, two tiles of rows share it.
-_MEAN_ROWS = 48
+# Our kernel reads an expert's matrix again for every 64 of its rows, and for every window of pairs; of torch's, two
+# tiles of rows share it.
+_MEAN_ROWS, _WINDOW = 48, 4096
 
 
 def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
     """``expert_product``."""
     experts, k, n = weight.shape
     pairs = index.numel()
-    if pairs > _MEAN_ROWS * experts and _torch_groups(x.dtype, x.device.index):
+    if pairs > min(_MEAN_ROWS * experts, _WINDOW) and _torch_groups(x.dtype, x.device.index):
         return _sorted_product(x, weight, bias, index.reshape(-1), per)
     along_n = weight.stride(2) == 1
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
@@ -64,7 +65,7 @@ def _torch_groups(dtype: torch.dtype, device: int) -> bool:
 
 def _sorted_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
     experts = weight.shape[0]
-    known = torch.where((index >= 0) & (index < experts), index, experts)
+    known = index.masked_fill((index < 0) | (index >= experts), experts)
     chosen, order = torch.sort(known, stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=x.device), right=True).to(torch.int32)
     product = functional.grouped_mm(x[order // per], weight, offs=ends)
