@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,7 +42,6 @@ def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor
     return out
 
 
-@cache
 def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int]:
     """The kernel with the most stages of which two blocks fit on a multiprocessor, else with the fewest."""
     functions = jit.load(expert_unit(half), device)
@@ -56,7 +53,6 @@ def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int
     return layouts.EXPERT_PRODUCT.check(function), stages
 
 
-@cache
 def _torch_groups(dtype: torch.dtype, device: int) -> bool:
     """Whether torch's grouped product has a kernel that reads its offsets on the device."""
     there = hasattr(functional, "grouped_mm") and dtype == torch.bfloat16
