@@ -25,7 +25,8 @@ from prefixkit.ops.backend import backend_for
 
 log = logging.getLogger("prefixkit")
 
-# For tests and comparisons: ``model`` leaves experts as they are, ``ops`` takes the op on any device.
+# For tests and comparisons: ``model`` leaves experts as they are, ``ops`` takes the op on any device.  Read when a
+# session is made; layers that were compiled before, until ``unpatch``, stay as they were compiled.
 VARIABLE = "PREFIXKIT_EXPERTS"
 # What transformers' decorator of experts' classes gives their modules.
 _DECORATED = ("has_gate", "has_bias", "is_transposed", "num_experts", "config", "_apply_gate")
