@@ -12,7 +12,7 @@ from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.ops.arguments import BadShape
 
-_THREADS, _COLUMNS, _STAGE_BYTES = 256, 128, 24 * 1024
+_THREADS, _COLUMNS, _STAGE_BYTES, _BESIDE_STAGES = 256, 128, 24 * 1024, 9344
 # Our kernel reads an expert's matrix again for every 64 of its rows, and for every window of pairs; of torch's, two
 # tiles of rows share it.
 _MEAN_ROWS, _WINDOW = 48, 4096
@@ -45,10 +45,10 @@ def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor
 def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int]:
     """The kernel with the most stages of which two blocks fit on a multiprocessor, else with the fewest."""
     functions = jit.load(expert_unit(half), device)
-    total = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     for stages in EXPERT_STAGES:
         function = functions[expert_name(along_n, stages)]
-        if 2 * (stages * _STAGE_BYTES + 10 * 1024) <= total:
+        # A multiprocessor has what one block can have; of that a second one takes its lists too.
+        if 2 * stages * _STAGE_BYTES + _BESIDE_STAGES <= function.max_shared:
             break
     return layouts.EXPERT_PRODUCT.check(function), stages
 
