@@ -10,7 +10,15 @@ from prefixkit.threads import once
 
 @once
 def _torch() -> Backend:
-    from prefixkit.backends.torch import host_planner, plain_kv, plain_sampling, plan_tree, products, run_program
+    from prefixkit.backends.torch import (
+        host_planner,
+        plain_experts,
+        plain_kv,
+        plain_sampling,
+        plan_tree,
+        products,
+        run_program,
+    )
 
     appends = plain_kv.kv_append, plain_kv.rotary_append
     return Backend(
@@ -22,17 +30,27 @@ def _torch() -> Backend:
         plain_kv.advance,
         plain_sampling.sample,
         plan_tree.plan_tree,
+        plain_experts.expert_product,
     )
 
 
 @once
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
+    from prefixkit.backends.cuda.experts.expert_product import expert_product
     from prefixkit.backends.torch.products import linear_pair
 
     append = kv.Append()
     ops = append.kv_append, append.rotary_append, linear_pair, attention.TreeAttention(), kv.advance, sampling.sample
-    return Backend("cuda", device_planner.planner_for, *ops, plan_launch.plan_tree, device_planner.graph_planning)
+    return Backend(
+        "cuda",
+        device_planner.planner_for,
+        *ops,
+        plan_launch.plan_tree,
+        expert_product,
+        device_planner.graph_planning,
+        (torch.bfloat16, torch.float16),
+    )
 
 
 def _probe_cuda(device: torch.device) -> Choice:

@@ -12,6 +12,7 @@ from transformers import GenerationMixin
 from prefixkit.models.attention_class import become, is_tree_class, original_class, patched_modules, tree_class
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
+from prefixkit.models.experts import expert_modules, experts_class
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generate.generating_class import (
     MODES,
@@ -29,9 +30,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare = "auto") -> Model:
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
-    Only the classes of the model and of its attention modules change, to subclasses of themselves.  Parameters, state
-    dict, config, hooks and adapters stay, and with caches that are no trees the model computes exactly what it did
-    before.
+    Only the classes of the model, its attention modules and its experts change, to subclasses of themselves.
+    Parameters, state dict, config, hooks and adapters stay, and with caches that are no trees the model computes
+    exactly what it did before.
 
     Args:
         model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
@@ -63,6 +64,10 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+        for module in expert_modules(whole):
+            if not is_tree_class(type(module)):
+                modules.append(module)
+                become(module, experts_class(type(module)))  # type: ignore[arg-type]
         if issubclass(original_class(whole), GenerationMixin):
             if not is_tree_class(type(whole)):
                 modules.append(whole)

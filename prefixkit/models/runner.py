@@ -19,6 +19,7 @@ from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
+from prefixkit.models.experts import experts_by_ops, log_experts, served
 from prefixkit.models.facts import ModelFacts, patched_facts
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.model_calls import logits_of, random_part
@@ -97,6 +98,7 @@ class ModelRunner:
 
             rows = None if compiled is True else compiled
             self.compiled = CompiledLayers(model, self.cache, rows, compile_layer if compiler is None else compiler)
+        self._by_ops = served(pool.spec.device, pool.spec.dtype)
         self._turn: AbstractContextManager[object] = nullcontext() if self.compiled is None else self.compiled.made.lock
 
     def __call__(self, step: Step) -> Tensor:
@@ -149,7 +151,7 @@ class ModelRunner:
             )
         if self.longest is not None and not capturing() and (last := int(step.positions.max())) >= self.longest:
             raise ValueError(f"ModelRunner: a text has {last + 1} tokens, and chunks of attention have {self.longest}")
-        with self._turn, torch.inference_mode():
+        with self._turn, experts_by_ops(self._by_ops), torch.inference_mode():
             try:
                 self.cache.begin(step)
                 made = compute(**self.cache.inputs())
@@ -200,6 +202,7 @@ def runner_of(
         call: See :class:`ModelRunner`.
     """
     model, device, planner = facts.model, pool.spec.device, planner_of(facts)
+    log_experts(model, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":

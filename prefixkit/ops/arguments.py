@@ -185,3 +185,19 @@ def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
 def capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph captures what is done with this tensor."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_experts(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> None:
+    """Arguments of ``expert_product``."""
+    op, device = "expert_product", x.device
+    expect(op, "x", x, "[rows, k]", x.ndim == 2, FLOATS)
+    fits = weight.ndim == 3 and weight.shape[1] == x.shape[1]
+    expect(op, "weight", weight, f"[experts, {x.shape[1]}, n]", fits, (x.dtype,), device, " like x")
+    if weight.stride(2) != 1 and weight.stride(1) != 1:
+        raise BadShape(f"{op}: weight must have stride 1 over k or n, got strides {list(weight.stride())}")
+    fits = index.ndim == 2 and index.is_contiguous() and index.shape[0] * index.shape[1] == x.shape[0] * per
+    expect(op, "index", index, f"{per} pairs for each row of x, contiguous", fits, (torch.int64,), device)
+    if bias is not None:
+        shape = weight.shape[0], weight.shape[2]
+        fits = bias.shape == shape and bias.is_contiguous()
+        expect(op, "bias", bias, f"{list(shape)}, contiguous", fits, (x.dtype,), device, " like x")

@@ -100,9 +100,10 @@ class Backend:
     Attributes:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype; makes what ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree: The ops.
+        kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree, expert_product: The ops.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
+        expert_dtypes: In which ``expert_product`` keeps the host from waiting.
     """
 
     name: str
@@ -114,7 +115,9 @@ class Backend:
     advance: Callable[..., None]
     sample: Callable[..., None]
     plan_tree: Callable[..., None]
+    expert_product: Callable[..., Tensor]
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
+    expert_dtypes: tuple[torch.dtype, ...] = ()
 
 
 _Load = Callable[[], Backend]

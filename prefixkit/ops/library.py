@@ -259,6 +259,29 @@ def plan_tree(
         )
 
 
+def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
+    """Products of rows with the matrices of their experts: row ``p // per`` for pair ``p``.
+
+    On our kernels the host waits for nothing, and how many pairs an expert has is read on the GPU alone.
+
+    Args:
+        x: ``[pairs / per, k]``; where it is read by our kernels bfloat16 or float16, with sizes of multiples of 8.
+        weight: ``[experts, k, n]`` in x's dtype, with stride 1 over k or n.
+        bias: ``[experts, n]`` contiguous in x's dtype, or None.
+        index: ``[tokens, per token]`` int64, contiguous: the expert of each pair.
+        per: Consecutive pairs that share a row.
+
+    Returns:
+        ``[pairs, n]``: pair p has ``x[p // per] @ weight[index[p]] + bias[index[p]]``, or 0 where that expert does not
+        exist.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+    """
+    arguments.check_experts(x, weight, bias, index, per)
+    return x.new_empty((index.shape[0] * index.shape[1], weight.shape[2]))
+
+
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     raise NoBackward(
         "prefixkit's attention is for inference and has no backward; run the model under torch.inference_mode(), or "
@@ -292,6 +315,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
+    (expert_product, (), arguments.check_experts),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

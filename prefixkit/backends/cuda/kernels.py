@@ -45,6 +45,21 @@ SAMPLE = Unit(
     headers=(layouts.SAMPLING_RECORD.header, layouts.SAMPLE.header),
 )
 
+EXPERT_STAGES = (4, 3)  # steps along k that are on their way at once; the most of which two blocks fit
+
+
+def expert_name(along_n: bool, stages: int) -> str:
+    """The kernel of products with experts whose matrices are adjacent along n, or along k."""
+    return f"prefixkit::expert_product<{str(along_n).lower()}, {stages}>"
+
+
+def expert_unit(half: bool) -> Unit:
+    """Products with experts in float16 or bfloat16."""
+    names = tuple(expert_name(along_n, stages) for along_n in (False, True) for stages in EXPERT_STAGES)
+    defines = (("PREFIXKIT_HALF", str(int(half))),)
+    return Unit("experts/expert_product.cu", names, defines, (layouts.EXPERT_PRODUCT.header,))
+
+
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp takes at a time
 # struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
@@ -135,4 +150,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
-    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *plain, *varied
+    experts = map(expert_unit, (False, True))
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *plain, *varied

@@ -121,6 +121,17 @@ ADVANCE = define(
     ("int", "rows page_size"),
 )
 
+# ---- experts ----
+
+EXPERT_PRODUCT = define(
+    "ExpertProduct",
+    ("const unsigned short*", "x weight bias", "[pairs / per, k], [experts, k, n], [experts, n] or null"),
+    ("const long long*", "index", "[pairs] the expert of each"),
+    ("unsigned short*", "out", "[pairs, n]"),
+    ("long long", "row_stride expert_stride weight_stride", "of x, and of the weights: an expert, the other axis"),
+    ("int", "pairs per experts k n"),
+)
+
 # ---- sampling ----
 
 # Sampling parameters of a row, as the op takes them.

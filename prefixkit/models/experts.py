@@ -1,0 +1,146 @@
+"""Mixtures of experts in prefixkit's steps: products that read on the GPU which rows are whose.
+
+transformers' own experts (``transformers/integrations/moe.py``) are a loop that asks the host which experts have rows,
+or a grouped product for which the host waits too, but in bfloat16 on GPUs of compute capability 9.0 and 10.0.
+Here rows stay in their order, and ``expert_product`` finds those of each expert: no sort, no gather, no wait, so that
+CUDA graphs hold the step.  Only the class of the experts' modules changes, as in ``attention_class.py``, and only steps
+that prefixkit runs take this way; router, activation and weights are the model's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prefixkit.models.attention_class import subclass
+from prefixkit.ops.backend import backend_for
+
+log = logging.getLogger("prefixkit")
+
+# For tests and comparisons: ``model`` leaves experts as they are, ``ops`` takes the op on any device.  Read when a
+# session is made; layers that were compiled before, until ``unpatch``, stay as they were compiled.
+VARIABLE = "PREFIXKIT_EXPERTS"
+# What transformers' decorator of experts' classes gives their modules.
+_DECORATED = ("has_gate", "has_bias", "is_transposed", "num_experts", "config", "_apply_gate")
+# Its default, and its loop; any other choice is the user's.
+_REPLACED = ("grouped_mm", "eager")
+
+
+class _Steps(threading.local):
+    by_ops = False  # whether a step is in progress whose experts the op serves
+
+
+_steps = _Steps()
+
+
+@contextmanager
+def experts_by_ops(by_ops: bool) -> Iterator[None]:
+    """For the length of a step of this thread, run patched experts by the op, where they fit it."""
+    before, _steps.by_ops = _steps.by_ops, by_ops
+    try:
+        yield
+    finally:
+        _steps.by_ops = before
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _by_ops() -> bool:
+    return _steps.by_ops
+
+
+def served(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether steps on a device in a dtype run experts by the op."""
+    wanted = os.environ.get(VARIABLE, "")
+    return wanted == "ops" or (wanted != "model" and dtype in backend_for(device).expert_dtypes)
+
+
+def log_experts(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Say once what runs the experts of a model on a GPU, if it has any."""
+    if device.type != "cuda" or not (modules := expert_modules(model)):
+        return
+    config: Any = modules[0].config
+    if (chosen := config._experts_implementation) not in _REPLACED:
+        log.info("experts run by the model's own choice, %r", chosen)
+    elif served(device, dtype):
+        log.info("experts run by prefixkit's products, for which the host does not wait")
+    else:
+        log.info("experts run by transformers' %r: no kernel of ours serves them in %s here", chosen, dtype)
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that hold experts' weights and take transformers' interface for them, patched or not."""
+    return [
+        module
+        for module in model.modules()
+        if all(hasattr(module, name) for name in _DECORATED)
+        and all(type(weight) is nn.Parameter and weight.ndim == 3 for weight in _matrices(module))
+    ]
+
+
+@functools.cache
+def experts_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of an experts' class that runs by the op in prefixkit's steps; one for each original."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _by_ops() and not kwargs and len(args) == 3 and _fits(self, *args):
+            return _run(self, *args)
+        return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
+
+    return subclass(original, _blank, {"forward": forward})
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = experts_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)
+
+
+def _matrices(module: Any) -> tuple[Any, Any]:
+    """The first product's weights and the second's."""
+    first = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
+    return first, getattr(module, "down_proj", None)
+
+
+def _fits(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
+    """Whether the op takes this call of an experts' module, and no choice of the user's is overruled."""
+    return (
+        module.config._experts_implementation in _REPLACED
+        and hidden.ndim == index.ndim == 2
+        and index.dtype == torch.int64
+        and all(
+            matrix.dtype == hidden.dtype and not matrix.shape[1] % 8 and not matrix.shape[2] % 8
+            for matrix in _matrices(module)
+        )
+    )
+
+
+def _run(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """``[tokens, hidden]``, as the experts' forward returns; ``index`` and ``weights`` are ``[tokens, per token]``."""
+    first, second = (matrix if module.is_transposed else matrix.transpose(1, 2) for matrix in _matrices(module))
+    index = index.contiguous()
+    tokens, per_token = index.shape
+    inner = torch.ops.prefixkit.expert_product(
+        hidden, first, _bias(module, "gate_up_proj_bias", "up_proj_bias"), index, per_token
+    )
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = torch.ops.prefixkit.expert_product(inner, second, _bias(module, "down_proj_bias"), index, 1)
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out)
+    # As transformers does it: products in the dtype of both, their sum in float32.
+    weighted: Tensor = out * weights.reshape(-1, 1)
+    return weighted.view(tokens, per_token, -1).sum(dim=1).to(hidden.dtype)
+
+
+def _bias(module: Any, *names: str) -> Tensor | None:
+    if not module.has_bias:
+        return None
+    bias: Tensor = next(getattr(module, name) for name in names if hasattr(module, name))
+    return bias

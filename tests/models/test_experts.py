@@ -1,0 +1,160 @@
+"""Experts in prefixkit's steps run by the op, waiting for nothing; plain forwards and unpatched models do not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prefixkit import Session
+from prefixkit.models import patch, unpatch
+from prefixkit.models.attention_class import original_class
+from prefixkit.models.experts import VARIABLE, expert_modules, experts_by_ops, served
+from prefixkit.runners.graph_arrays import CannotCapture
+from prefixkit.runners.waiting import RefuseWaiting
+from tests.models.compile.decode import Decode, traced
+
+FAMILIES = {
+    "gpt_oss": {},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.fixture
+def by_ops(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "ops")
+
+
+class Products(TorchDispatchMode):
+    """How often the op is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += function is torch.ops.prefixkit.expert_product.default
+        return function(*args, **(kwargs or {}))
+
+
+def products_of(work):
+    with Products() as seen:
+        work()
+    return seen.calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_run_experts_by_the_op_and_plain_forwards_do_not(family, by_ops, tiny, drive, dense_logits, rng):
+    model = tiny(family, **FAMILIES[family])
+    run = drive(model)
+    tokens = rng.integers(3, 128, 12).tolist()
+    run.tree.insert(tokens)
+    assert products_of(run.run) == 2 * len(expert_modules(model)) == 4
+    assert products_of(lambda: dense_logits(run.model, tokens)) == 0
+    assert torch.equal(dense_logits(run.model, tokens), dense_logits(model, tokens))
+
+
+def test_on_a_cpu_experts_stay_as_they_are(tiny, drive, rng):
+    run = drive(tiny("gpt_oss"))
+    run.tree.insert(rng.integers(3, 128, 12))
+    assert products_of(run.run) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_tokens_are_those_of_the_models_own_experts(family, tiny, rng, monkeypatch):
+    model = patch(tiny(family, **FAMILIES[family]))
+    prompts = rng.integers(3, 128, (3, 9)).tolist()
+    found = {}
+    for experts in ("model", "ops"):
+        monkeypatch.setenv(VARIABLE, experts)
+        with Session(model, kv_budget="16MiB") as session:
+            found[experts] = session.generate(prompts, n=2, seed=1, max_new_tokens=12, stop_token_ids=())
+    assert [sample.tokens for sample in found["ops"]] == [sample.tokens for sample in found["model"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_as_close_to_float64_as_the_models_own_experts(family, dtype, tiny, rng):
+    """One layer's experts: the router of a whole model may fall to another expert by rounding."""
+    module = expert_modules(patch(tiny(family, **FAMILIES[family])))[0].to(dtype)
+    exact = copy.deepcopy(module).double()
+    width = module.down_proj.shape[1 + module.is_transposed]
+    hidden = torch.randn(64, width).to(dtype)
+    index = torch.rand(64, module.num_experts).argsort(-1)[:, :2].contiguous()
+    weights = torch.rand(64, 2).softmax(-1).to(dtype)
+    with torch.inference_mode():
+        own = module(hidden, index, weights)
+        with experts_by_ops(True):
+            ours = module(hidden, index, weights)
+        exact.config._experts_implementation = "eager"
+        truth = exact(hidden.double(), index, weights.double())
+    assert (ours - truth).norm() <= 1.5 * (own - truth).norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_waits_for_nothing(family, tiny):
+    """The meta device stands for a GPU: transformers' loop asks it which experts have rows."""
+    module = expert_modules(patch(tiny(family, **FAMILIES[family])))[0].to(device="meta")
+    module.config._experts_implementation = "eager"
+    width = module.down_proj.shape[1 + module.is_transposed]
+    call = torch.empty(8, width, device="meta"), torch.empty(8, 2, dtype=torch.int64, device="meta")
+    weights = torch.empty(8, 2, device="meta")
+    with torch.inference_mode(), RefuseWaiting():
+        with experts_by_ops(True):
+            assert module(*call, weights).shape == (8, width)
+        with pytest.raises(CannotCapture):
+            module(*call, weights)
+
+
+@pytest.mark.parametrize("chosen", ["batched_mm", "sonicmoe"])
+def test_what_the_user_has_chosen_runs(chosen, tiny):
+    module = expert_modules(patch(tiny("qwen3_moe")))[0]
+    module.config._experts_implementation = chosen
+    hidden = torch.randn(8, module.down_proj.shape[1])
+    call = hidden, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
+    with torch.no_grad(), experts_by_ops(True):
+        if chosen == "batched_mm":
+            assert products_of(lambda: module(*call)) == 0
+        else:  # a kernel that is not installed: asked for nonetheless
+            with pytest.raises(Exception, match=r"(?i)sonicmoe|kernels|cuda"):
+                module(*call)
+
+
+def test_a_compiled_layer_holds_both_products_in_one_graph(by_ops, dynamo, tiny, drive, rng):
+    held = []
+
+    def compiler(graph, inputs):
+        held.append(len(graph.graph.find_nodes(op="call_function", target=torch.ops.prefixkit.expert_product)))
+        return traced(graph, inputs)
+
+    decode = Decode(drive, tiny("mixtral"), rng)
+    runner = decode.runner(compiler=compiler)
+    for _ in range(2):
+        step = decode.step()
+        assert torch.equal(runner(step), decode.driver.runner(step))
+        decode.done()
+    assert runner.compiled.reason is None and held == [2], "layers of a kind share it"
+
+
+def test_the_variable_leaves_experts_as_they_are(monkeypatch):
+    device = torch.device("cpu")
+    for value, expected in (("ops", True), ("model", False), ("", False)):
+        monkeypatch.setenv(VARIABLE, value)
+        assert served(device, torch.bfloat16) is expected
+
+
+def test_experts_are_patched_copied_pickled_and_unpatched(tiny):
+    model = tiny("gpt_oss")
+    before = [type(module) for module in model.modules()]
+    module = expert_modules(patch(model))[0]
+    assert type(module) is not original_class(module)
+    for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(made) is type(module)
+    unpatch(model)
+    assert [type(module) for module in model.modules()] == before
