@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import bfloat16, float16
 
 from prefixkit.ops.backend import Backend, Choice, register
 from prefixkit.threads import once
@@ -49,7 +49,7 @@ def _cuda() -> Backend:
         plan_launch.plan_tree,
         expert_product,
         device_planner.graph_planning,
-        (torch.bfloat16, torch.float16),
+        (bfloat16, float16),
     )
 
 
