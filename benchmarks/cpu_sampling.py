@@ -124,8 +124,8 @@ def measure(system: str, dtype: str, case: str, new: int) -> Row:
         # All samples are alive in the last steps, and from one call of the model to the next all of a step is done.
         steps = [(end - begin) * 1e3 for begin, end in pairwise(starts[1 - new :])]
         linear = linear_ms(model, len(prompts) * n)
-        row |= {"step_cpu_ms": statistics.median(steps), "linear_cpu_ms": statistics.median(linear)}
-        row["step_over_linear"] = row["step_cpu_ms"] / row["linear_cpu_ms"]
+        row |= {"step_cpu_ms": statistics.fmean(steps), "linear_cpu_ms": statistics.median(linear)}
+        row["step_over_linear"] = statistics.median(steps) / row["linear_cpu_ms"]
         row["best_step_over_best_linear"] = min(steps) / min(linear)
     return row | {"memory_growth_mib": growth, "prompt_tokens": statistics.mean(map(len, prompts))}
 
