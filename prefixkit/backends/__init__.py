@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import bfloat16, float16
+from torch import bfloat16, device, float16  # "torch" is a subpackage here
 
 from prefixkit.ops.backend import Backend, Choice, register
 from prefixkit.threads import once
@@ -53,10 +53,10 @@ def _cuda() -> Backend:
     )
 
 
-def _probe_cuda(device: torch.device) -> Choice:
+def _probe_cuda(on: device) -> Choice:
     from prefixkit.backends.cuda.probe import probe
 
-    return probe(device)
+    return probe(on)
 
 
 register("torch", _torch)

@@ -80,15 +80,16 @@ class SampleTiling:
         return SAMPLE_HEAD_BYTES + (4 * WARPS * self.segment if self.cached else 0)
 
 
-def sample_tiling(vocab: int, max_shared: int, clusters: bool) -> SampleTiling:
-    """The fewest blocks of which three fit on a multiprocessor, so that some read while others compute; else the most.
+def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3) -> SampleTiling:
+    """The fewest blocks of which ``at_once`` fit on a multiprocessor, so that some read while others compute.
 
-    A block has ``max_shared`` bytes at most; GPUs of compute capability 9.0 and later have thread block ``clusters``.
+    Where no number of blocks is enough, the most.  A block has ``max_shared`` bytes at most; GPUs of compute capability
+    9.0 and later have thread block ``clusters``.
     """
     for blocks in (1, 2, 4, 8) if clusters else (1,):
         segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
         tiling = SampleTiling(blocks, segment, True)
-        if tiling.shared <= max_shared // 3:
+        if tiling.shared <= max_shared // at_once:
             return tiling
     # Every pass reads again what does not fit; more blocks to a row would not change that.
     return SampleTiling(blocks, segment, tiling.shared <= max_shared)
