@@ -14,7 +14,7 @@ from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.models import ModelRunner
 from prefixkit.models.compile.layers import compile_layer
-from prefixkit.runners.batch import Batch, Outputs, Targets
+from prefixkit.runners.batch import Batch, Outputs
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.eager import EagerRunner
 from tests.models.compile.decode import traced
@@ -162,7 +162,7 @@ def test_what_is_wanted_of_prompts_is_the_same_through_compiled_layers(dynamo, c
     plain = EagerRunner(driver.runner, driver.planner, hidden=driver.runner.hidden)
     kinds = {
         "logits": lambda rows: Outputs(logits=np.array([2, rows - 1])),
-        "target_logprobs": lambda rows: Outputs(targets=Targets(np.array([0, 3, 3]), np.array([5, 6, 7]))),
+        "target_logprobs": lambda rows: Outputs(target_rows=np.array([0, 3, 3]), targets=np.array([5, 6, 7])),
         "hidden": lambda rows: Outputs(hidden=np.array([1, rows - 2])),
     }
     for name, outputs in kinds.items():
