@@ -14,9 +14,9 @@ import functools
 import logging
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -36,28 +36,23 @@ _DECORATED = ("has_gate", "has_bias", "is_transposed", "num_experts", "config", 
 _REPLACED = ("grouped_mm", "eager")
 # What configurations call the number of experts of a token.
 _PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-
-
-class _Steps(threading.local):
-    by_ops = False  # whether a step is in progress whose experts the op serves
-
-
-_steps = _Steps()
+# Whether a step is in progress in this thread whose experts the op serves.
+_serving = ContextVar("_serving", default=False)
 
 
 @contextmanager
 def experts_by_ops() -> Iterator[None]:
     """For the length of a step of this thread, run patched experts by the op, where they fit it."""
-    before, _steps.by_ops = _steps.by_ops, True
+    token = _serving.set(True)
     try:
         yield
     finally:
-        _steps.by_ops = before
+        _serving.reset(token)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _by_ops() -> bool:
-    return _steps.by_ops
+    return _serving.get()
 
 
 def most_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
@@ -66,12 +61,11 @@ def most_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> flo
     if not modules:
         return 0
     config, limit, wanted = modules[0].config, backend_for(device).expert_pairs, os.environ.get(VARIABLE)
+    pairs = 0 if limit is None else limit(device, dtype)
     if wanted:
         pairs = float({"model": "0", "ops": "inf"}.get(wanted, wanted))
-    else:
-        pairs = 0 if limit is None else limit(device, dtype)
-        if pairs and config._experts_implementation == "eager":
-            pairs = math.inf  # the host waits for the loop
+    elif pairs and config._experts_implementation == "eager":
+        pairs = math.inf  # the host waits for the loop
     experts: int = min(module.num_experts for module in modules)
     numbers = [getattr(config, name, None) for name in _PER_TOKEN]
     return pairs * experts / next((number for number in numbers if isinstance(number, int)), experts)
