@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import bfloat16, device, float16  # "torch" is a subpackage here
+from torch import device  # "torch" is a subpackage here
 
 from prefixkit.ops.backend import Backend, Choice, register
 from prefixkit.threads import once
@@ -37,7 +37,7 @@ def _torch() -> Backend:
 @once
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
-    from prefixkit.backends.cuda.experts.expert_product import expert_product
+    from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.torch.products import linear_pair
 
     append = kv.Append()
@@ -49,7 +49,7 @@ def _cuda() -> Backend:
         plan_launch.plan_tree,
         expert_product,
         device_planner.graph_planning,
-        (bfloat16, float16),
+        most_pairs,
     )
 
 

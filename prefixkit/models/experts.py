@@ -1,7 +1,8 @@
 """Mixtures of experts in prefixkit's steps: products that read on the GPU which rows are whose.
 
 transformers' own experts (``transformers/integrations/moe.py``) are a loop that asks the host which experts have rows,
-or a grouped product for which the host waits too, but in bfloat16 on GPUs of compute capability 9.0 and 10.0.
+or a grouped product for which the host waits too, but in bfloat16 on GPUs of compute capability 9.0 and 10.0.  On
+these it is faster where experts have many rows, and steps of so many leave experts to it.
 Here rows stay in their order, and ``expert_product`` finds those of each expert: no sort, no gather, no wait, so that
 CUDA graphs hold the step.  Only the class of the experts' modules changes, as in ``attention_class.py``, and only steps
 that prefixkit runs take this way; router, activation and weights are the model's.
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,41 +27,48 @@ from prefixkit.ops.backend import backend_for
 
 log = logging.getLogger("prefixkit")
 
-# For tests and comparisons: ``model`` leaves experts as they are, ``ops`` takes the op on any device.  Read when a
-# session is made; layers that were compiled before, until ``unpatch``, stay as they were compiled.
+# For tests and comparisons, read when a session is made: up to how many pairs of an expert, on average, the op runs
+# experts on any device; ``model`` for 0 and ``ops`` for any.
 VARIABLE = "PREFIXKIT_EXPERTS"
 # What transformers' decorator of experts' classes gives their modules.
 _DECORATED = ("has_gate", "has_bias", "is_transposed", "num_experts", "config", "_apply_gate")
 # Its default, and its loop; any other choice is the user's.
 _REPLACED = ("grouped_mm", "eager")
-
-
-class _Steps(threading.local):
-    by_ops = False  # whether a step is in progress whose experts the op serves
-
-
-_steps = _Steps()
+# What configurations call the number of experts of a token.
+_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+# Whether a step is in progress in this thread whose experts the op serves.
+_serving = ContextVar("_serving", default=False)
 
 
 @contextmanager
-def experts_by_ops(by_ops: bool) -> Iterator[None]:
+def experts_by_ops() -> Iterator[None]:
     """For the length of a step of this thread, run patched experts by the op, where they fit it."""
-    before, _steps.by_ops = _steps.by_ops, by_ops
+    token = _serving.set(True)
     try:
         yield
     finally:
-        _steps.by_ops = before
+        _serving.reset(token)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _by_ops() -> bool:
-    return _steps.by_ops
+    return _serving.get()
 
 
-def served(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether steps on a device in a dtype run experts by the op."""
-    wanted = os.environ.get(VARIABLE, "")
-    return wanted == "ops" or (wanted != "model" and dtype in backend_for(device).expert_dtypes)
+def most_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
+    """Of how many rows a step may be whose experts run by the op; 0 where the model has none."""
+    modules: list[Any] = expert_modules(model)
+    if not modules:
+        return 0
+    config, limit, wanted = modules[0].config, backend_for(device).expert_pairs, os.environ.get(VARIABLE)
+    pairs = 0 if limit is None else limit(device, dtype)
+    if wanted:
+        pairs = float({"model": "0", "ops": "inf"}.get(wanted, wanted))
+    elif pairs and config._experts_implementation == "eager":
+        pairs = math.inf  # the host waits for the loop
+    experts: int = min(module.num_experts for module in modules)
+    numbers = [getattr(config, name, None) for name in _PER_TOKEN]
+    return pairs * experts / next((number for number in numbers if isinstance(number, int)), experts)
 
 
 def log_experts(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -67,12 +76,14 @@ def log_experts(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     if device.type != "cuda" or not (modules := expert_modules(model)):
         return
     config: Any = modules[0].config
-    if (chosen := config._experts_implementation) not in _REPLACED:
-        log.info("experts run by the model's own choice, %r", chosen)
-    elif served(device, dtype):
-        log.info("experts run by prefixkit's products, for which the host does not wait")
+    chosen, most = config._experts_implementation, most_rows(model, device, dtype)
+    if chosen not in _REPLACED or not most:
+        log.info("experts run by transformers' %r", chosen)
     else:
-        log.info("experts run by transformers' %r: no kernel of ours serves them in %s here", chosen, dtype)
+        where = (
+            "" if most == math.inf else f" in steps of up to {int(most)} rows, by transformers' {chosen!r} in others"
+        )
+        log.info("experts run by prefixkit's products%s", where)
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:

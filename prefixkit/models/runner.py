@@ -19,7 +19,7 @@ from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.compile.packing import capturing
-from prefixkit.models.experts import experts_by_ops, log_experts, served
+from prefixkit.models.experts import experts_by_ops, log_experts, most_rows
 from prefixkit.models.facts import ModelFacts, patched_facts
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.model_calls import logits_of, random_part
@@ -92,13 +92,14 @@ class ModelRunner:
         self.cache = StepCache(pool, facts.windows)
         self.longest, self.vocab_size = facts.longest_text, facts.vocab_size
         _warn_of_moving_rotary(inner)
+        self._most_rows = most_rows(model, pool.spec.device, pool.spec.dtype)  # of a step with experts by our op
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
             from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second
 
             rows = None if compiled is True else compiled
-            self.compiled = CompiledLayers(model, self.cache, rows, compile_layer if compiler is None else compiler)
-        self._by_ops = served(pool.spec.device, pool.spec.dtype)
+            compiler = compile_layer if compiler is None else compiler
+            self.compiled = CompiledLayers(model, self.cache, rows, compiler, self._most_rows)
         self._turn: AbstractContextManager[object] = nullcontext() if self.compiled is None else self.compiled.made.lock
 
     def __call__(self, step: Step) -> Tensor:
@@ -151,7 +152,8 @@ class ModelRunner:
             )
         if self.longest is not None and not capturing() and (last := int(step.positions.max())) >= self.longest:
             raise ValueError(f"ModelRunner: a text has {last + 1} tokens, and chunks of attention have {self.longest}")
-        with self._turn, experts_by_ops(self._by_ops), torch.inference_mode():
+        experts = experts_by_ops() if step.num_rows <= self._most_rows else nullcontext()
+        with self._turn, experts, torch.inference_mode():
             try:
                 self.cache.begin(step)
                 made = compute(**self.cache.inputs())

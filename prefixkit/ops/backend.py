@@ -103,7 +103,8 @@ class Backend:
         kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree, expert_product: The ops.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
-        expert_dtypes: In which ``expert_product`` keeps the host from waiting.
+        expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
+            dtype than what transformers does, or keeps the host from waiting; 0: never.  None: on none.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Backend:
     plan_tree: Callable[..., None]
     expert_product: Callable[..., Tensor]
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
-    expert_dtypes: tuple[torch.dtype, ...] = ()
+    expert_pairs: Callable[[torch.device, torch.dtype], float] | None = None
 
 
 _Load = Callable[[], Backend]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefixkit import Session
+from prefixkit.backends.cuda import probe
 from prefixkit.models import patch, unpatch
 from prefixkit.models.attention_class import original_class
-from prefixkit.models.experts import VARIABLE, expert_modules, experts_by_ops, served
+from prefixkit.models.experts import VARIABLE, expert_modules, experts_by_ops, most_rows
+from prefixkit.ops.backend import choose_again
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.runners.waiting import RefuseWaiting
+from tests.fake_gpu import pretend
 from tests.models.compile.decode import Decode, traced
 
 FAMILIES = {
@@ -90,7 +94,7 @@ def test_half_precision_is_as_close_to_float64_as_the_models_own_experts(family,
     weights = torch.rand(64, 2).softmax(-1).to(dtype)
     with torch.inference_mode():
         own = module(hidden, index, weights)
-        with experts_by_ops(True):
+        with experts_by_ops():
             ours = module(hidden, index, weights)
         exact.config._experts_implementation = "eager"
         truth = exact(hidden.double(), index, weights.double())
@@ -106,7 +110,7 @@ def test_the_host_waits_for_nothing(family, tiny):
     call = torch.empty(8, width, device="meta"), torch.empty(8, 2, dtype=torch.int64, device="meta")
     weights = torch.empty(8, 2, device="meta")
     with torch.inference_mode(), RefuseWaiting():
-        with experts_by_ops(True):
+        with experts_by_ops():
             assert module(*call, weights).shape == (8, width)
         with pytest.raises(CannotCapture):
             module(*call, weights)
@@ -118,7 +122,7 @@ def test_what_the_user_has_chosen_runs(chosen, tiny):
     module.config._experts_implementation = chosen
     hidden = torch.randn(8, module.down_proj.shape[1])
     call = hidden, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
-    with torch.no_grad(), experts_by_ops(True):
+    with torch.no_grad(), experts_by_ops():
         if chosen == "batched_mm":
             assert products_of(lambda: module(*call)) == 0
         else:  # a kernel that is not installed: asked for nonetheless
@@ -142,11 +146,63 @@ def test_a_compiled_layer_holds_both_products_in_one_graph(by_ops, dynamo, tiny,
     assert runner.compiled.reason is None and held == [2], "layers of a kind share it"
 
 
-def test_the_variable_leaves_experts_as_they_are(monkeypatch):
-    device = torch.device("cpu")
-    for value, expected in (("ops", True), ("model", False), ("", False)):
+@pytest.mark.parametrize(("first", "graphs"), [(4, [1, 1, 2, 2, 2, 2]), (9, [1, 2, 2, 2, 2, 2])])
+def test_steps_of_few_rows_and_of_many_have_a_graph_each(first, graphs, dynamo, tiny, drive, rng, monkeypatch):
+    """Of 2 of 4 experts for each token, 6 rows have 3 pairs an expert."""
+    monkeypatch.setenv(VARIABLE, "3")
+    held, made = [], []
+
+    def compiler(graph, inputs):
+        held.append(len(graph.graph.find_nodes(op="call_function", target=torch.ops.prefixkit.expert_product)))
+        return traced(graph, inputs)
+
+    decode = Decode(drive, tiny("mixtral"), rng)
+    runner = decode.runner(compiler=compiler)
+    for rows in (first, 6, 7, 24, 2, 5):
+        if rows > len(decode.sequences):
+            decode.sequences += decode.driver.tree.fork(decode.sequences[0], rows - len(decode.sequences))
+        while len(decode.sequences) > rows:
+            decode.driver.tree.release(decode.sequences.pop())
+        step, before = decode.step(), len(held)
+        served = runner.serves(step, compiling=False)
+        assert torch.equal(runner(step), decode.driver.runner(step))
+        assert served is (len(held) == before), "it is said before a step whether it will be compiled"
+        assert products_of(lambda step=step: decode.driver.runner(step)) == (4 if rows <= 6 else 0)
+        decode.done()
+        made.append(runner.compiled.graphs)
+    assert runner.compiled.reason is None
+    assert made == graphs and held == ([2, 0] if first == 4 else [0, 2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_how_many_rows_the_op_serves(family, tiny, monkeypatch):
+    """All these give each token 2 of 4 experts."""
+    model, device = tiny(family, **FAMILIES[family]), torch.device("cpu")
+    for value, expected in (("ops", math.inf), ("model", 0), ("", 0), ("24", 48)):
         monkeypatch.setenv(VARIABLE, value)
-        assert served(device, torch.bfloat16) is expected
+        assert most_rows(model, device, torch.bfloat16) == expected
+        assert most_rows(tiny("llama"), device, torch.bfloat16) == 0, "no experts"
+
+
+@pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
+def test_on_a_gpu_the_op_serves_all_rows_where_the_host_would_wait(chosen, tiny, monkeypatch):
+    """It does for transformers' loop everywhere, for its grouped product but in bfloat16 on some GPUs."""
+    pretend(monkeypatch, (9, 0), (8, 0))
+    monkeypatch.setattr(probe, "driver_cuda", lambda: (99, 0))
+    model = tiny("mixtral")
+    model.config._experts_implementation = chosen
+    choose_again()
+    try:
+        rows = {
+            (gpu, dtype): most_rows(model, torch.device("cuda", gpu), dtype)
+            for gpu in range(2)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        }
+    finally:
+        choose_again()
+    bounded = rows.pop((0, torch.bfloat16))
+    assert bounded == (math.inf if chosen == "eager" else 48), "24 pairs an expert"
+    assert {dtype: most for (_, dtype), most in rows.items() if most != math.inf} == {torch.float32: 0}
 
 
 def test_experts_are_patched_copied_pickled_and_unpatched(tiny):

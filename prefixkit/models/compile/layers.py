@@ -42,7 +42,7 @@ from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic
 
 log = logging.getLogger("prefixkit")
 
-_Key = tuple[int, bool, KVSpec, tuple[Function, ...]]
+_Key = tuple[int, bool, bool, KVSpec, tuple[Function, ...]]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
@@ -78,9 +78,9 @@ class CompiledLayers:
     """The decoder layers of a patched model, compiled for the steps of one cache.
 
     Layers are compiled at the model's first step, which takes seconds, and not during the capture of a CUDA graph.
-    What is made serves any number of rows, but a single one has a graph of its own, and all caches of the model,
-    whatever the size of their pool, one step at a time; ``unpatch`` drops it.  A layer that cannot be compiled runs as
-    it is, after one warning that says why.
+    What is made serves any number of rows, but a single one has a graph of its own, and so have steps whose experts run
+    by our op; and all caches of the model, whatever the size of their pool, one step at a time; ``unpatch`` drops it.
+    A layer that cannot be compiled runs as it is, after one warning that says why.
 
     A layer's first compiled step packs the weights of q, k and v, and those of gate and up: it moves each group into
     one block of memory, and they stay the same Parameter objects with the same values.  ``unpatch`` gives each weight
@@ -98,10 +98,16 @@ class CompiledLayers:
         cache: The cache.
         rows: As above.
         compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
+        experts: Up to how many rows experts run by our op.
     """
 
     def __init__(
-        self, model: nn.Module, cache: StepCache, rows: Container[int] | None = None, compiler: Compiler = compile_layer
+        self,
+        model: nn.Module,
+        cache: StepCache,
+        rows: Container[int] | None = None,
+        compiler: Compiler = compile_layer,
+        experts: float = 0,
     ) -> None:
         self.rows = rows
         self.reason: str | None = None
@@ -112,8 +118,8 @@ class CompiledLayers:
         self._spec = cache.pool.spec
         # Graphs are made for any number of rows and pages, and pages of any size, but 1.
         self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
-        self._rows = 0
-        self._key: _Key = (0, False, self._spec, ())
+        self._rows, self._experts = 0, experts
+        self._key: _Key = (0, False, False, self._spec, ())
         try:
             layers = decoder_layers(model)
         except NotCompilable as error:
@@ -215,14 +221,15 @@ class CompiledLayers:
         return result
 
     def _key_of(self, step: Step) -> _Key:
-        """What tells graphs apart: which sizes are 0 or 1, for torch makes graphs for any size but these; the pool's
-        dtype and device; and the classes' forwards, for torch does not notice when a submodule's class gets another.
+        """What tells graphs apart: which sizes are 0 or 1, for torch makes graphs for any size but these; what runs
+        experts; the pool's dtype and device; and the classes' forwards, for torch does not notice when a submodule's
+        class gets another.
         """
         small = self._small
         for tensor in (step.slots, *step.plan):
             small = small << 2 | min(len(tensor), 2)
         forwards = tuple([cls.forward for cls in self._classes])
-        return small, step.slots.is_inference(), self._spec, forwards
+        return small, step.slots.is_inference(), step.num_rows <= self._experts, self._spec, forwards
 
     def _give_up(self, reason: str) -> None:
         self.reason, self.active = reason, False

@@ -118,18 +118,6 @@ def test_more_pairs_than_a_window_holds(gpu):
     check(torch.bfloat16, 2, 8, 8, 2100, 2, True, True, True, torch.tensor([0, 1]).expand(2100, 2).contiguous())
 
 
-@pytest.mark.parametrize("along_n", [False, True], ids=["along k", "along n"])
-def test_experts_with_many_rows_run_by_torchs_product_where_it_does_not_wait(along_n, gpu, monkeypatch):
-    pretend(monkeypatch, (9, 0))
-    chosen = torch.randint(0, 3, (100, 2))
-    chosen[3, 1], chosen[4, 0], chosen[chosen == 1] = 7, -1, 2
-    check(torch.bfloat16, 3, 64, 24, 100, 2, along_n, True, False, chosen)
-    assert not gpu.launched
-    for dtype, tokens in ((torch.float16, 100), (torch.bfloat16, 5)):  # torch waits; few rows
-        check(dtype, 3, 16, 8, tokens, 2, along_n, False, True)
-    assert len(gpu.launched) == 2
-
-
 def test_no_pair_launches_no_block(gpu):
     check(torch.bfloat16, 2, 8, 8, 0, 2, True, True, True)
     assert gpu.launched

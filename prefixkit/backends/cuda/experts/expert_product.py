@@ -1,10 +1,11 @@
-"""``expert_product`` by our kernel, or by torch's grouped product where experts have many rows; neither waits."""
+"""``expert_product`` by our kernel, and how many rows of an expert it is for."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import EXPERT_STAGES, expert_name, expert_unit
@@ -13,17 +14,14 @@ from prefixkit.cuda.launch import launch
 from prefixkit.ops.arguments import BadShape
 
 _THREADS, _COLUMNS, _STAGE_BYTES, _BESIDE_STAGES = 256, 128, 24 * 1024, 9344
-# Our kernel reads an expert's matrix again for every 64 of its rows, and for every window of pairs; of torch's, two
-# tiles of rows share it.
-_MEAN_ROWS, _WINDOW = 48, 4096
+# It reads an expert's matrix again for every 64 of its rows, and some experts have far more than the mean.
+_MEAN_PAIRS = 24
 
 
 def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
     """``expert_product``."""
     experts, k, n = weight.shape
     pairs = index.numel()
-    if pairs > min(_MEAN_ROWS * experts, _WINDOW) and _torch_groups(x.dtype, x.device.index):
-        return _sorted_product(x, weight, bias, index.reshape(-1), per)
     along_n = weight.stride(2) == 1
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     strides = x.stride(0), weight.stride(0), weight.stride(1) if along_n else weight.stride(2)
@@ -42,6 +40,15 @@ def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor
     return out
 
 
+def most_pairs(device: torch.device, dtype: torch.dtype) -> float:
+    """See :attr:`Backend.expert_pairs`."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    # There torch's grouped product has a kernel that reads its offsets on the device; elsewhere the host waits.
+    grouped = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return _MEAN_PAIRS if grouped else math.inf
+
+
 def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int]:
     """The kernel with the most stages of which two blocks fit on a multiprocessor, else with the fewest."""
     functions = jit.load(expert_unit(half), device)
@@ -51,22 +58,3 @@ def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int
         if 2 * stages * _STAGE_BYTES + _BESIDE_STAGES <= function.max_shared:
             break
     return layouts.EXPERT_PRODUCT.check(function), stages
-
-
-def _torch_groups(dtype: torch.dtype, device: int) -> bool:
-    """Whether torch's grouped product has a kernel that reads its offsets on the device."""
-    there = hasattr(functional, "grouped_mm") and dtype == torch.bfloat16
-    return there and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def _sorted_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
-    experts = weight.shape[0]
-    known = index.masked_fill((index < 0) | (index >= experts), experts)
-    chosen, order = torch.sort(known, stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(experts, device=x.device), right=True).to(torch.int32)
-    product = functional.grouped_mm(x[order // per], weight, offs=ends)
-    if bias is not None:
-        product += bias[chosen.clamp(max=experts - 1)]
-    out = torch.empty_like(product)
-    out[order] = product.masked_fill_((chosen == experts)[:, None], 0)
-    return out
