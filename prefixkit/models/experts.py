@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -55,28 +55,28 @@ def _by_ops() -> bool:
     return _serving.get()
 
 
-def most_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> float:
-    """Of how many rows a step may be whose experts run by the op; 0 where the model has none."""
-    modules: list[Any] = expert_modules(model)
-    if not modules:
+def most_rows(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> float:
+    """Of how many rows a step may be whose experts, among a model's modules, run by the op; 0 if there are none."""
+    found: list[Any] = expert_modules(modules)
+    if not found:
         return 0
-    config, limit, wanted = modules[0].config, backend_for(device).expert_pairs, os.environ.get(VARIABLE)
+    config, limit, wanted = found[0].config, backend_for(device).expert_pairs, os.environ.get(VARIABLE)
     pairs = 0 if limit is None else limit(device, dtype)
     if wanted:
         pairs = float({"model": "0", "ops": "inf"}.get(wanted, wanted))
     elif pairs and config._experts_implementation == "eager":
         pairs = math.inf  # the host waits for the loop
-    experts: int = min(module.num_experts for module in modules)
+    experts: int = min(module.num_experts for module in found)
     numbers = [getattr(config, name, None) for name in _PER_TOKEN]
     return pairs * experts / next((number for number in numbers if isinstance(number, int)), experts)
 
 
-def log_experts(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Say once what runs the experts of a model on a GPU, if it has any."""
-    if device.type != "cuda" or not (modules := expert_modules(model)):
+def log_experts(modules: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+    """Say once what runs the experts among the modules of a model on a GPU, if it has any."""
+    if device.type != "cuda" or not (found := expert_modules(modules)):
         return
-    config: Any = modules[0].config
-    chosen, most = config._experts_implementation, most_rows(model, device, dtype)
+    config: Any = found[0].config
+    chosen, most = config._experts_implementation, most_rows(modules, device, dtype)
     if chosen not in _REPLACED or not most:
         log.info("experts run by transformers' %r", chosen)
     else:
@@ -86,11 +86,11 @@ def log_experts(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
         log.info("experts run by prefixkit's products%s", where)
 
 
-def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that hold experts' weights and take transformers' interface for them, patched or not."""
+def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those modules that hold experts' weights and take transformers' interface for them, patched or not."""
     return [
         module
-        for module in model.modules()
+        for module in modules
         if all(hasattr(module, name) for name in _DECORATED)
         and all(type(weight) is nn.Parameter and weight.ndim == 3 for weight in _matrices(module))
     ]

@@ -64,7 +64,7 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
-        for module in expert_modules(whole):
+        for module in expert_modules(whole.modules()):
             if not is_tree_class(type(module)):
                 modules.append(module)
                 become(module, experts_class(type(module)))  # type: ignore[arg-type]

@@ -92,7 +92,8 @@ class ModelRunner:
         self.cache = StepCache(pool, facts.windows)
         self.longest, self.vocab_size = facts.longest_text, facts.vocab_size
         _warn_of_moving_rotary(inner)
-        self._most_rows = most_rows(model, pool.spec.device, pool.spec.dtype)  # of a step with experts by our op
+        # Of a step whose experts our op runs.
+        self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
             from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second
@@ -204,7 +205,7 @@ def runner_of(
         call: See :class:`ModelRunner`.
     """
     model, device, planner = facts.model, pool.spec.device, planner_of(facts)
-    log_experts(model, device, pool.spec.dtype)
+    log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
     backend, planning = backend_for(device), None
     if graphs and device.type == "cuda":

@@ -59,7 +59,7 @@ def test_steps_run_experts_by_the_op_and_plain_forwards_do_not(family, by_ops, t
     run = drive(model)
     tokens = rng.integers(3, 128, 12).tolist()
     run.tree.insert(tokens)
-    assert products_of(run.run) == 2 * len(expert_modules(model)) == 4
+    assert products_of(run.run) == 2 * len(expert_modules(model.modules())) == 4
     assert products_of(lambda: dense_logits(run.model, tokens)) == 0
     assert torch.equal(dense_logits(run.model, tokens), dense_logits(model, tokens))
 
@@ -86,7 +86,7 @@ def test_float32_tokens_are_those_of_the_models_own_experts(family, tiny, rng, m
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_is_as_close_to_float64_as_the_models_own_experts(family, dtype, tiny, rng):
     """One layer's experts: the router of a whole model may fall to another expert by rounding."""
-    module = expert_modules(patch(tiny(family, **FAMILIES[family])))[0].to(dtype)
+    module = expert_modules(patch(tiny(family, **FAMILIES[family])).modules())[0].to(dtype)
     exact = copy.deepcopy(module).double()
     width = module.down_proj.shape[1 + module.is_transposed]
     hidden = torch.randn(64, width).to(dtype)
@@ -104,7 +104,7 @@ def test_half_precision_is_as_close_to_float64_as_the_models_own_experts(family,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_host_waits_for_nothing(family, tiny):
     """The meta device stands for a GPU: transformers' loop asks it which experts have rows."""
-    module = expert_modules(patch(tiny(family, **FAMILIES[family])))[0].to(device="meta")
+    module = expert_modules(patch(tiny(family, **FAMILIES[family])).modules())[0].to(device="meta")
     module.config._experts_implementation = "eager"
     width = module.down_proj.shape[1 + module.is_transposed]
     call = torch.empty(8, width, device="meta"), torch.empty(8, 2, dtype=torch.int64, device="meta")
@@ -118,7 +118,7 @@ def test_the_host_waits_for_nothing(family, tiny):
 
 @pytest.mark.parametrize("chosen", ["batched_mm", "sonicmoe"])
 def test_what_the_user_has_chosen_runs(chosen, tiny):
-    module = expert_modules(patch(tiny("qwen3_moe")))[0]
+    module = expert_modules(patch(tiny("qwen3_moe")).modules())[0]
     module.config._experts_implementation = chosen
     hidden = torch.randn(8, module.down_proj.shape[1])
     call = hidden, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2)
@@ -180,8 +180,8 @@ def test_how_many_rows_the_op_serves(family, tiny, monkeypatch):
     model, device = tiny(family, **FAMILIES[family]), torch.device("cpu")
     for value, expected in (("ops", math.inf), ("model", 0), ("", 0), ("24", 48)):
         monkeypatch.setenv(VARIABLE, value)
-        assert most_rows(model, device, torch.bfloat16) == expected
-        assert most_rows(tiny("llama"), device, torch.bfloat16) == 0, "no experts"
+        assert most_rows(model.modules(), device, torch.bfloat16) == expected
+        assert most_rows(tiny("llama").modules(), device, torch.bfloat16) == 0, "no experts"
 
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
@@ -194,7 +194,7 @@ def test_on_a_gpu_the_op_serves_all_rows_where_the_host_would_wait(chosen, tiny,
     choose_again()
     try:
         rows = {
-            (gpu, dtype): most_rows(model, torch.device("cuda", gpu), dtype)
+            (gpu, dtype): most_rows(model.modules(), torch.device("cuda", gpu), dtype)
             for gpu in range(2)
             for dtype in (torch.bfloat16, torch.float16, torch.float32)
         }
@@ -208,7 +208,7 @@ def test_on_a_gpu_the_op_serves_all_rows_where_the_host_would_wait(chosen, tiny,
 def test_experts_are_patched_copied_pickled_and_unpatched(tiny):
     model = tiny("gpt_oss")
     before = [type(module) for module in model.modules()]
-    module = expert_modules(patch(model))[0]
+    module = expert_modules(patch(model).modules())[0]
     assert type(module) is not original_class(module)
     for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(made) is type(module)
