@@ -23,7 +23,8 @@ log = logging.getLogger("prefixkit")
 # Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
 # each.
 MOST_RUNNING = 4096
-# Where there is memory, beams get so many times the pages that they need at least: forks leave half of the slots free.
+# Where there is memory, beams get this multiple of the pages that they need at least: forks leave half of the slots
+# free.
 _BEAMS_PAGES = 2
 
 
@@ -48,7 +49,7 @@ def pool_pages(
 
 
 def pages_needed(requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING) -> int:
-    """Pages of all requests at once at most, what they share counted once, while so many samples run at a time."""
+    """Most pages of all requests, what they share counted once, while ``most_running`` samples run at a time."""
     prompts = samples = runs = largest = 0
     before = np.empty(0, np.int32)
     # What a prompt shares with any before it in this order, it shares with the last of them.

@@ -111,7 +111,7 @@ class Preemption:
             drop(sequence)
 
     def _swaps(self, tokens: int) -> bool:
-        """Whether the KV of so many tokens is to go to host memory."""
+        """Whether the KV of this number of tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.store.pool.spec.bytes_per_token
         held = {id(one.kv): sum(part.nbytes for part in one.kv) for of in self._held.values() for one in of}
         if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):

@@ -2,7 +2,7 @@
 
 transformers' own experts (``transformers/integrations/moe.py``) are a loop that asks the host which experts have rows,
 or a grouped product for which the host waits too, but in bfloat16 on GPUs of compute capability 9.0 and 10.0.  On
-these it is faster where experts have many rows, and steps of so many leave experts to it.
+these it is faster where experts have many rows, and such steps leave experts to it.
 Here rows stay in their order, and ``expert_product`` finds those of each expert: no sort, no gather, no wait, so that
 CUDA graphs hold the step.  Only the class of the experts' modules changes, as in ``attention_class.py``, and only steps
 that prefixkit runs take this way; router, activation and weights are the model's.

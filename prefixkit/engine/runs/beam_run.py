@@ -71,7 +71,7 @@ class BeamRun:
         return RowSampling(GREEDY, np.uint64(0), 0, _NO_HISTORY, top=self.top)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        """Pages that its next steps may take, so many if it gets as far, if not every beam forks at each of them."""
+        """Pages that its next ``tokens`` steps may take, unless every beam forks at each of them."""
         most = pages_for(min(self.tokens_left, tokens), tree.page_size)
         return self.search.params.num_beams * (most + self.recomputing)
 

@@ -17,7 +17,7 @@ from prefixkit.models.weights.borrowed import borrowed
 from prefixkit.threads import EventCount
 from prefixkit.torch_private import tensors_over
 
-# Kernels load vectors of so many bytes: each weight must begin at a multiple.
+# Kernels load vectors of this number of bytes: each weight must begin at a multiple.
 ALIGN = 16
 # The attribute of a packed weight's storage: a number that the weights which were packed together have in common.
 _PACK = "_prefixkit_pack"

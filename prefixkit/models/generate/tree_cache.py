@@ -144,7 +144,7 @@ class TreeCache(DynamicCache):
 
     @_or_of_fallback
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many tokens of each row, or all there are, written as a negative number; ValueError for others."""
+        """Remove the last ``-tokens_to_remove`` tokens of each row, or all; ValueError for a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"TreeCache.crop: got {tokens_to_remove} for {self.get_seq_length()} tokens; use a negative number, of "
