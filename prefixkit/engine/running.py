@@ -101,7 +101,7 @@ class RunningBatch:
         ended = len(self._alive) - int(self._alive.sum())
         if not self.scheduled.pipelined or ended == len(self._alive) or self._launched >= self.scheduled.most_steps:
             return True
-        return has_waiting and ended > 0 and ended * self.runner.pace.waited_for >= len(self._alive)
+        return has_waiting and self.runner.pace.makes_way(ended, len(self._alive))
 
     # -- launching -----------------------------------------------------------------------------------------------------
 

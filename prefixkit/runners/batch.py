@@ -110,6 +110,10 @@ class Results:
     hidden: Tensor | None = None
 
 
+# To take others in costs the host some 20 us a row: of this number of rows, several steps of a small model.
+LARGE = 512
+
+
 @dataclass(frozen=True)
 class Pace:
     """How far a runner goes before the host changes what it runs.
@@ -117,12 +121,17 @@ class Pace:
     Attributes:
         ahead: Steps that may be under way while the host looks at the tokens of the one before.
         slack: Rows that have ended stay until they are one in ``slack``: compacting costs the host a little.
-        waited_for: Where requests wait for pages, a batch runs on until one sample in ``waited_for`` has ended.
+        waited_for: Where requests wait, a batch runs on until one sample in ``waited_for`` has ended, or of
+            ``LARGE`` and more samples twice that share.
     """
 
     ahead: int = 1
     slack: int = sys.maxsize
     waited_for: int = sys.maxsize
+
+    def makes_way(self, ended: int, rows: int) -> bool:
+        """Whether a batch of ``rows`` samples, of which some have ended, makes way for what waits."""
+        return ended > 0 and ended * self.waited_for >= (2 * rows if rows >= LARGE else rows)
 
 
 STEP_BY_STEP = Pace()

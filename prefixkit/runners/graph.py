@@ -37,9 +37,7 @@ log = logging.getLogger("prefixkit")
 # A plan stays right as leaves grow, but its KV splits become uneven.
 REPLAN_EVERY = 64
 # The host never waits for the step before; compacting, and adding tokens to the tree, cost it about a step.
-# Where others wait, a batch runs on until a quarter has ended: to take others in costs the host some 20 us a row, which
-# is several steps of a small model.
-PACE = Pace(ahead=2, slack=16, waited_for=4)
+PACE = Pace(ahead=2, slack=16, waited_for=8)
 # Steps for which a batch is worth a capture.
 FEWEST_STEPS = 4
 
