@@ -3,7 +3,9 @@
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
     python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,calls,tree] [--out FILE]
 
-Each checkout has a process (``compare_server.py``).  Below 1.00 the new one is faster.  ``--only``: part of a name.
+Each checkout has a process (``compare_server.py``).  CPU times depend on where a process's memory happens to lie, so
+both start anew every ``--fresh`` turns; on a GPU, where preparing takes long, each has one process for all cases.
+Below 1.00 the new one is faster.  ``--only``: part of a name.
 """
 
 import json
@@ -23,6 +25,7 @@ from benchmarks.tree_attention.workloads import DECODE, HEADS
 from benchmarks.whole_calls import OF_SHAPE
 
 NAMES = ("kind", "name")
+ON_GPU = ("attention", "engine", "whole", "calls")  # where there is one
 
 
 class Failed(RuntimeError):
@@ -35,16 +38,21 @@ class Checkout:
     def __init__(self, name: str, folder: Path) -> None:
         if not (folder / "prefixkit" / "__init__.py").exists():
             raise SystemExit(f"--{name} takes a checkout of prefixkit, got {folder}; export one: see --help")
-        self.name = name
+        self.name, self._folder = name, folder.resolve()
+        self.start()
+
+    def start(self) -> None:
+        """In a new process; :meth:`close` ends it."""
         self._pipe, theirs = Pipe()
         command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py"), str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
+        environment = {**os.environ, "PYTHONPATH": str(self._folder)}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def close(self) -> None:
         self._pipe.send(None)
         self._process.wait()
+        self._pipe.close()
 
     def ask(self, what: str, case: Row | None = None) -> Any:
         """``prepare`` a case in place of the last one; its ``time`` in its unit; ``where`` the checkout is."""
@@ -92,13 +100,26 @@ def cases(kind: str, small: bool) -> list[Row]:
     return [{"name": ", ".join(f"{count:,} {what}" for what, count in size.items()), "unit": unit, **size}]
 
 
-def measure(run: Run, case: Row, checkouts: list[Checkout], turns: int) -> None:
+def times_of(case: Row, checkouts: list[Checkout], turns: int, fresh: int) -> dict[str, list[float]]:
+    """Each checkout's time in each turn; both start anew for each ``fresh`` turns but the first of them."""
+    times: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
+    for first in range(0, turns, fresh):
+        for checkout in checkouts:
+            if first:
+                checkout.close()
+                checkout.start()
+            checkout.ask("prepare", case)
+        asked = {checkout.name: partial(checkout.ask, "time") for checkout in checkouts}
+        for name, found in in_turns(asked, min(fresh, turns - first)).items():
+            times[name] += found
+    return times
+
+
+def measure(run: Run, case: Row, checkouts: list[Checkout], turns: int, fresh: int) -> None:
     """A row of a case: both times, their ratio, and the ratios of single turns."""
     row: Row = {name: case[name] for name in (*NAMES, "unit")}
     try:
-        for checkout in checkouts:
-            checkout.ask("prepare", case)
-        times = in_turns({checkout.name: partial(checkout.ask, "time") for checkout in checkouts}, turns)
+        times = times_of(case, checkouts, turns, fresh)
     except Failed as error:
         run.add("cases", row | {"skipped": str(error)}, f"{case['kind']:10s} {case['name']:34s} {error}")
         return
@@ -123,9 +144,9 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 def main(given: list[str] | None = None) -> dict[str, Row]:
     of: Row = {"old": {"type": Path, "required": True}, "new": {"type": Path, "default": ROOT}}
-    on_gpu = ("attention", "engine", "whole") if torch.cuda.is_available() else ()
+    on_gpu = ON_GPU[:3] if torch.cuda.is_available() else ()
     of |= {"cases": [*on_gpu, "sampling", "tree", "admission", "generate", "session", "calls"], "only": ""}
-    options = arguments(__doc__, given, **of, turns=5, small=False, seconds=540.0, resume=True)
+    options = arguments(__doc__, given, **of, turns=5, fresh=4, small=False, seconds=540.0, resume=True)
     run = Run(options)
     there = run.taken_up("cases", NAMES)
     checkouts = [Checkout("old", options.old), Checkout("new", options.new)]
@@ -133,7 +154,8 @@ def main(given: list[str] | None = None) -> dict[str, Row]:
     print(json.dumps(run.result["checkouts"]), flush=True)
     for case in [{"kind": kind, **case} for kind in options.cases for case in cases(kind, options.small)]:
         if options.only in case["name"] and identity(case, NAMES) not in there and run.left > 0:
-            measure(run, case, checkouts, options.turns)
+            stays = case["kind"] in ON_GPU and torch.cuda.is_available()
+            measure(run, case, checkouts, options.turns, options.turns if stays else options.fresh)
     for checkout in checkouts:
         checkout.close()
     found = run.result["summary"] = summary(run.result.get("cases", []))

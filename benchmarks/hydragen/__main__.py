@@ -1,8 +1,8 @@
-"""Every experiment of the Hydragen paper (Juravsky et al. 2024) and FlashInfer's parallel generation, on one GPU.
+"""Decode steps as in the Hydragen paper (Juravsky et al. 2024) and FlashInfer's parallel generation, on one GPU.
 
-python -m benchmarks.hydragen [--only a,b,c,d,n] [--quick] [--seconds N] [--out DIR]    measure; JSON, figures, report
-python -m benchmarks.hydragen --resume RESULTS.json ...                                 what that run had no time for
-python -m benchmarks.hydragen --report RESULTS.json                                     figures and report again; no GPU
+python -m benchmarks.hydragen [--only a,c,d,n] [--quick] [--seconds N] [--out DIR]    measure; JSON and report
+python -m benchmarks.hydragen --resume RESULTS.json ...                               what that run had no time for
+python -m benchmarks.hydragen --report RESULTS.json                                   the report again; no GPU
 
 Results go to DIR/hydragen.json after each row; ``jobs.toml`` lists them; ``--shape tiny`` runs on a CPU.
 """
@@ -17,14 +17,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.hydragen import experiments
-from benchmarks.hydragen.experiments import Rig, differences
+from benchmarks.hydragen.experiments import CASES, Rig, differences, steps
 from benchmarks.hydragen.report import write
 from benchmarks.runner import OUT_OF_TIME, ROOT, Row, Run, arguments, ceilings, free_memory, identity
 from benchmarks.shapes import SHAPES
 
 TABLE, NAMES = tomllib.loads(Path(__file__).with_name("jobs.toml").read_text()), ("experiment", "shape", "name")
-ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "8/1 heads", "CodeLlama-13B")
+ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
@@ -53,7 +52,7 @@ def main(given: list[str] | None = None) -> None:
     def done(row: Row) -> None:
         text = " ".join(row[name] for name in NAMES)
         shown = {name: found.get("step_ms", found.get("skipped")) for name, found in row.get("methods", {}).items()}
-        shown |= {name: row[name] for name in ("skipped", "floor_ms", "step_ms", "ours", "seconds") if name in row}
+        shown |= {name: row[name] for name in ("skipped", "floor_ms", "seconds") if name in row}
         run.add("rows", row, f"{len(run.result['rows']) + 1:3d}/{len(asked)} {text}: {shown}")
 
     run_jobs([row for row in asked if identity(row, NAMES) not in there], rig_of, options.seconds, done)
@@ -64,10 +63,10 @@ def main(given: list[str] | None = None) -> None:
 def jobs(letters: list[str], shapes: list[str]) -> Iterator[Row]:
     """Rows of ``jobs.toml`` without their results."""
     for shape, letter in itertools.product(shapes, letters):
-        for function, name, of in ((function, *one) for function, by in TABLE[letter].items() for one in by.items()):
-            for priority, given in ((int(at), given) for at, rows in of.get(shape, {}).items() for given in rows):
-                row = {"experiment": letter, "shape": shape, "name": name.format(*given), "priority": priority}
-                yield row | {"run": getattr(experiments, function), "given": given}
+        of = TABLE[letter]
+        for priority, given in ((int(at), given) for at, rows in of.get(shape, {}).items() for given in rows):
+            row = {"experiment": letter, "shape": shape, "name": of["name"].format(*given), "priority": priority}
+            yield row | {"run": partial(steps, case=CASES[letter](*given), names=of["methods"])}
 
 
 def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Row], None]) -> None:
@@ -82,7 +81,7 @@ def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done
         jobs = [job for job in jobs if job["shape"] != jobs[0]["shape"]]
         rig = rig_of(of_shape[0]["shape"]) if mine > time.monotonic() else None
         for job in sorted(of_shape, key=lambda job: job["priority"]):
-            began, run = time.monotonic(), partial(job.pop("run"), rig, *job["given"])
+            began, run = time.monotonic(), partial(job.pop("run"), rig)
             row = rig.attempt(run) if rig and mine > began else {"skipped": OUT_OF_TIME}
             done(job | row | {"seconds": round(time.monotonic() - began, 2)})
         rig = run = None

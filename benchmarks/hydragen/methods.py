@@ -73,7 +73,7 @@ class Core:
     def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
         pages = self.tokens_held(case) // PAGE if self.page == PAGE else 2  # by which ops tell layers
         self.heads, self.pool = heads, KVPool(spec, pages, PAGE)
-        self.layers = [(self.pool.k(layer).normal_(), self.pool.v(layer).normal_()) for layer in range(spec.num_layers)]
+        self.layers = [[pages.normal_() for pages in self.pool.pages(at)] for at in range(len(spec.layers))]
         self.chosen: dict[str, str] = {}  # what it decided for the case, for the record
 
     @classmethod
@@ -133,13 +133,13 @@ class Parts(Core):
     def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
         super().__init__(case, spec, heads)
         *shared, (batch, self._own) = case.parts(self.levels, case.new)
-        sizes = [(nodes, spec.kv_heads, tokens, spec.head_dim) for nodes, tokens in shared]
-        sizes.append((batch, self._own, spec.kv_heads, spec.head_dim))
+        (k, _), *_ = spec.layers
+        sizes = [*((n, k.heads, tokens, k.head_dim) for n, tokens in shared), (batch, self._own, k.heads, k.head_dim)]
         like: dict[str, Any] = {"device": spec.device, "dtype": spec.dtype}
         self.kv = {k.data_ptr(): [[torch.randn(of, **like) for _ in "kv"] for of in sizes] for k, _ in self.layers}
         self._shared, self._below = sum(tokens for _, tokens in shared), [batch // nodes for nodes, _ in shared]
         rows = torch.arange(batch + 1, dtype=torch.int32, device=spec.device)
-        self._begin = {each: rows * each for each in (1, heads // spec.kv_heads, self._own)}
+        self._begin = {each: rows * each for each in (1, heads // k.heads, self._own)}
         self._attends = [self._fastest(*kv) for kv in self.kv[self.layers[0][0].data_ptr()][:-1]]
 
     def at(self, step: Step) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import main, summary
+from benchmarks.compare import Checkout, cases, main, summary, times_of
 from benchmarks.runner import OUT_OF_TIME, ROOT, Run, arguments, identity, in_turns, spread
 
 
@@ -47,6 +47,21 @@ def test_a_comparison_times_both_checkouts(tmp_path: Path, capsys: pytest.Captur
     assert [row["kind"] for row in rows] == ["tree"] and found["all"]["cases"] == 1
     for row in rows:
         assert row["old"] > 0 and row["new"] > 0 and row["least"] <= row["ratio"] <= row["most"]
+
+
+def test_a_comparison_starts_processes_anew_every_few_turns(capfd: pytest.CaptureFixture[str]):
+    class Counted(Checkout):
+        def start(self) -> None:
+            super().start()
+            started.append(self.name)
+
+    started: list[str] = []
+    checkouts = [Counted(name, ROOT) for name in ("old", "new")]
+    (case,) = ({"kind": "tree", **case} for case in cases("tree", small=True))
+    times = times_of(case, checkouts, turns=3, fresh=2)
+    for checkout in checkouts:
+        checkout.close()
+    assert started == ["old", "new"] * 2 and {name: len(of) for name, of in times.items()} == {"old": 3, "new": 3}
 
 
 def test_a_summary_of_a_comparison_names_the_worst_case():
