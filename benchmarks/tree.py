@@ -18,7 +18,7 @@ from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.integrity import check_tree
@@ -84,10 +84,10 @@ def measure_admission(run: Run, rng: np.random.Generator, repeats: int) -> None:
         requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(prompts)]
         times: dict[str, list[float]] = {name: [] for name in ("size", "submit", "admit", "retire")}
         for _ in range(repeats):
-            pool = KVPool(KVSpec(1, 1, 1), pages_needed(requests, 16, most_running=count), 16)
+            pool = KVPool(spec_of_alike(1, 1, 1), pages_needed(requests, 16, most_running=count), 16)
             scheduler = Scheduler(KVStore(pool), Call(), EngineSettings())
-            times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
-            with frozen_heap(count):  # as in a call
+            with frozen_heap(requests):  # as in a call
+                times["size"] += wall_seconds(lambda to=requests: pages_needed(to, 16))
                 times["submit"] += wall_seconds(lambda to=scheduler, given=requests: to.submit(given))
                 times["admit"] += wall_seconds(lambda to=scheduler: to.admit(0))
                 times["retire"] += wall_seconds(lambda to=scheduler: [to.retire(one) for one in to.in_flight.copy()])

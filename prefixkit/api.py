@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from prefixkit.engine.request import BeamFields, BeamParams, Sample, TokenEvent
+from prefixkit.engine.frozen_heap import frozen_heap
+from prefixkit.engine.request import BeamFields, BeamParams, Request, Sample, TokenEvent
 from prefixkit.engine.scoring.contexts import continued
 from prefixkit.engine.scoring.score import Score
 from prefixkit.engine.sharing_report import Report
-from prefixkit.models import patched_facts
+from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.sampling.params import SamplingFields, SamplingParams
 from prefixkit.session.assembly import make_engine
 from prefixkit.session.call_results import Result, call_of
@@ -83,11 +84,8 @@ def generate(
     """
     facts = patched_facts(model)
     requests = requests_for(SamplingParams, facts, tokenizer, prompts, params, fields)
-    engine = make_engine(
-        facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk, compiled=compiled
-    )
-    call = call_of(facts, tokenizer, requests, return_samples, on_sample, on_token, on_step)
-    return Result(tuple(engine.run(requests, call)), call.report)
+    pool = {"kv_budget": kv_budget, "page_size": page_size, "prefill_chunk": prefill_chunk, "compiled": compiled}
+    return _run(facts, tokenizer, requests, pool, return_samples, on_sample, on_token, on_step)
 
 
 def beam_search(
@@ -122,9 +120,15 @@ def beam_search(
     """
     facts = patched_facts(model)
     requests = requests_for(BeamParams, facts, tokenizer, prompts, params, fields)
-    engine = make_engine(facts, requests, kv_budget=kv_budget, page_size=page_size, prefill_chunk=prefill_chunk)
-    call = call_of(facts, tokenizer, requests, True, on_sample)
-    return Result(tuple(engine.run(requests, call)), call.report)
+    pool = {"kv_budget": kv_budget, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    return _run(facts, tokenizer, requests, pool, True, on_sample)
+
+
+def _run(facts: ModelFacts, tokenizer: Any, requests: list[Request], pool: dict[str, Any], *listeners: Any) -> Result:
+    """Run requests over a pool of their own; sizing it visits each of them, so the heap is frozen before."""
+    with frozen_heap(requests):
+        engine, call = make_engine(facts, requests, **pool), call_of(facts, tokenizer, requests, *listeners)
+        return Result(tuple(engine.run(requests, call)), call.report)
 
 
 def score(

@@ -54,7 +54,7 @@ class Engine:
         check_fits(requests, self.store.budget())
         loop = self.loop(call)
         try:
-            with frozen_heap(sum(len(request.sample_indices) for request in requests)):
+            with frozen_heap(requests):
                 loop.start(requests)
                 while not loop.scheduler.idle:
                     yield from loop.step()

@@ -59,16 +59,27 @@ class Loop:
         if running.forks:
             self.scheduler.compact_in_time()
         running.read(self._finish)
+        if self.scheduler.had_waiting:
+            self.scheduler.start_ahead(running.scheduled)
         if running.done(self.scheduler.had_waiting):
-            running.commit(self._finish)
-            self._running, self._ended = None, running
-            self.scheduler.drop_ended()
+            self._commit(running)
         seconds = time.perf_counter() - began
         self.scheduler.steps += 1
         if running.decodes:
             self.call.report.seconds_in_decode += seconds
         elif running.steps:
             self.scheduler.preemption.computing.add(running.rows_run, seconds)
+
+    def _commit(self, running: RunningBatch) -> None:
+        """Read what is under way, and let the tree take all tokens, with the first ones of runs started meanwhile."""
+        running.read_all(self._finish)
+        self.scheduler.start_ahead(running.scheduled)
+        running.commit()
+        self._running, self._ended = None, running
+        if (started := self.scheduler.take_started()) is not None:
+            first = RunningBatch(self._tree, self.runner, started, self.call)
+            first.read(self._finish)
+            first.commit()
 
     def _finish(self, run: Run, samples: list[Sample]) -> None:
         """Take a run that has ended out of the tree, count its samples, and hand them out."""

@@ -133,19 +133,15 @@ def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
 
 
 def _sampling(rows: list[Row]) -> Sampling:
-    by_run = {run: run.row_sampling() for run in dict.fromkeys(run for _, run in rows)}
-    each = [by_run[run] for _, run in rows]
-    batch = SamplingBatch(
-        [one.params for one in each],
-        np.array([one.key for one in each], np.uint64),
-        np.array([one.step for one in each], np.int64),
-        [one.history for one in each],
-    )
-    processed = [(i, one.process) for i, one in enumerate(each) if one.process is not None]
+    if not rows:
+        return Sampling(SamplingBatch((), np.empty(0, np.uint64), np.empty(0, np.int64), ()))
+    params, keys, steps, histories, tops, processes = zip(*[run.row_sampling() for _, run in rows], strict=True)
+    batch = SamplingBatch(params, np.array(keys, np.uint64), np.array(steps, np.int64), histories)
+    processed = [(i, process) for i, process in enumerate(processes) if process is not None]
 
     def process(logits: Tensor) -> Tensor:
         for i, processor in processed:
             logits[i] = processor(logits[i])
         return logits
 
-    return Sampling(batch, max((one.top for one in each), default=0), process if processed else None)
+    return Sampling(batch, max(tops), process if processed else None)

@@ -128,7 +128,7 @@ class RunningBatch:
 
     def _count_step(self) -> None:
         """A step was launched."""
-        if not self._counted:  # while the device is at it
+        if not self._counted or self.runner.sees_part:  # while the device is at it
             self._counted, (self._reads, self._alone) = True, self.runner.reads
         grown, rows = self._launched, len(self._rows)
         self._launched += 1
@@ -149,13 +149,13 @@ class RunningBatch:
         if self.scheduled.pipelined:
             self._compact_rows()
 
-    def commit(self, finish: Finish) -> None:
-        """Read what is under way, and append the tokens of the sequences that go on to the tree.
-
-        Of each, the last token is uncomputed again.
-        """
+    def read_all(self, finish: Finish) -> None:
+        """Read what is under way, unless all have ended."""
         while self._alive.any() and self._read < self._launched:
             self._accept(self.runner.read(), finish)
+
+    def commit(self) -> None:
+        """Append the tokens of the sequences that go on to the tree; of each, the last token is uncomputed again."""
         alive = np.flatnonzero(self._alive)
         self._grew[alive] = self._read
         tokens = np.ascontiguousarray(self._tokens[: self._read, alive].T)

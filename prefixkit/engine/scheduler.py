@@ -6,6 +6,7 @@ store later: then the request admitted last is preempted (`prefixkit.engine.pree
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from itertools import count
 
@@ -44,7 +45,8 @@ class Scheduler:
         steps: Steps so far.
         queue: What waits.
         in_flight: Requests whose prompts are in the tree, in the order of admission.
-        runs: What runs, in the order in which it started or came back.
+        runs: What runs, in the order in which it started or came back: the keys.
+        started: The runs among them that :meth:`start_ahead` has started, and their sequences.
         preemption: Takes runs out of the tree and brings them back.
         bytes_copied: KV copied within the pool so far.
         had_waiting: Whether :attr:`has_waiting` when the step under way was scheduled.
@@ -53,7 +55,8 @@ class Scheduler:
     def __init__(self, store: KVStore, call: Call, settings: EngineSettings) -> None:
         self.store, self.call, self.settings, self.policy = store, call, settings, settings.policy
         self.preemption = Preemption(store, self.policy)
-        self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), list[Run]()
+        self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), dict[Run, None]()
+        self.started = list[Row]()
         self.steps = self.bytes_copied = 0
         self.had_waiting = False
         self._orders = count()
@@ -79,11 +82,12 @@ class Scheduler:
     @property
     def slots_left(self) -> int:
         """How many more runs may run."""
-        return max(0, self.settings.most_running - sum(state.running for state in self.in_flight))
+        return max(0, self.settings.most_running - len(self.runs))
 
     def finish(self, run: Run) -> None:
         """Count a run that has ended; after its last one a request is retired."""
         state = run.state
+        del self.runs[run]
         state.finished += 1
         state.running -= 1
         if state.finished == state.wanted:
@@ -109,7 +113,7 @@ class Scheduler:
                 self.store.tree.release(sequence)
         for state in self.in_flight:
             self.store.tree.release(state.sequence)
-        self.runs, self.queue = [], WaitingQueue()
+        self.runs, self.started, self.queue = {}, [], WaitingQueue()
         self.in_flight.clear()
         self._of_prompts.clear()
         self.preemption.free_swap_space()
@@ -171,9 +175,24 @@ class Scheduler:
         self.had_waiting = self.has_waiting
         return scheduled
 
-    def drop_ended(self) -> None:
-        """Drop the runs that have ended with the last step."""
-        self.runs = [run for run in self.runs if not run.done]
+    def start_ahead(self, scheduled: Scheduled) -> None:
+        """Start runs in the slots of ended ones while steps of ``scheduled`` are under way, as far as that is safe.
+
+        Those that run have reserved all pages that they may need, and nothing is evicted or brought back for the new
+        ones: a fork of a prompt takes no page and leaves all nodes as they are.
+        """
+        slots, size, free = self.slots_left, self.store.tree.page_size, self.store.tree.allocator.free
+        if not (slots and self.had_waiting and scheduled.pipelined and scheduled.most_steps == sys.maxsize):
+            return
+        pages = len(self.started) * pages_for(self.policy.longest, size)
+        most = pages + (slots + len(self.in_flight)) * pages_for(self.policy.longest, size)
+        if most <= free and not any(state.preempted or state.request.params.forks for state in self.in_flight):
+            self.started += self._start_runs(pages)
+
+    def take_started(self) -> Scheduled | None:
+        """The first tokens of the runs that were started ahead; None where there are none."""
+        started, self.started = self.started, []
+        return first_tokens(started)
 
     def compact_in_time(self) -> None:
         """Make the tree of runs that fork less deep, every ``COMPACT_EVERY`` steps, with pages to spare."""
@@ -251,8 +270,8 @@ class Scheduler:
             self.preemption.preempt(chosen)
         last.preempted = [*chosen, *last.preempted]
         last.running -= len(chosen)
-        gone = set(chosen)
-        self.runs = [run for run in self.runs if run not in gone]
+        for run in chosen:
+            del self.runs[run]
         self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
@@ -280,7 +299,7 @@ class Scheduler:
                     started.append((run.sequences[0], run))
                 else:
                     return started
-                self.runs.append(run)
+                self.runs[run] = None
                 slots, lookahead, state.running = slots - 1, lookahead + more, state.running + 1
         return started
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,29 +67,28 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         tree: The tree.
         live: The children of each node that are frozen, see :func:`live_children`; None: all are.
     """
-    page_size = tree.page_size
+    page_size, column = tree.page_size, partial(np.array, dtype=np.int32)
     nodes: list[Node] = []
     parent: list[int] = []
-    columns: list[int] = []  # start, length, computed, first slot, pages held, node after node: no tuple for each
-    pages: list[Ints] = []
     stack = (tree.root.children if live is None else live.get(tree.root, []))[::-1]
     while stack:
         node = stack.pop()
-        above, first, length = node.parent, node.first_slot, node.length
+        above = node.parent
         assert above is not None, "only the root has none"
         node.index = len(nodes)
         nodes.append(node)
         parent.append(above.index)
-        held = -(-(first + length) // page_size) + node.reserved
-        columns += node.start, length, node.computed, first, held
-        buffer = node.page_buffer
-        pages.append(buffer if len(buffer) == held else buffer[:held])
+        if not node.branches:
+            continue
         if live is not None:
             stack += live.get(node, [])[::-1]
             continue
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
-    start, lengths, computed, first_slot, num_pages = np.array(columns, np.int32).reshape(-1, 5).T.copy()
+    start, first_slot = column([node.start for node in nodes]), column([node.first_slot for node in nodes])
+    lengths, computed = column([node.length for node in nodes]), column([node.computed for node in nodes])
+    num_pages = -(-(first_slot + lengths) // page_size) + column([node.reserved for node in nodes])
+    pages = [node.page_buffer[:held] for node, held in zip(nodes, num_pages.tolist(), strict=True)]
     sequence_node, sequence_id = _sequence_ends(tree, nodes)
     snapshot = TreeSnapshot(
         version=tree.version,
@@ -144,11 +144,11 @@ def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:
     included = tree.included
     ids = [id for id in tree.root.sequences if id in included]
     indices = [-1] * len(ids)
-    for node in nodes:
-        if node.sequences:
-            ends_here = [id for id in node.sequences if id in included]
-            ids += ends_here
-            indices += [node.index] * len(ends_here)
+    for index, node in enumerate(nodes):
+        for id in node.sequences:
+            if id in included:
+                ids.append(id)
+                indices.append(index)
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 

@@ -139,7 +139,9 @@ class Node:
     @property
     def grows_in_place(self) -> bool:
         """Whether the one sequence that ends here may append any number of tokens to this node."""
-        return self.next_in_page is None and self.appends(0)
+        if self.next_in_page is not None or self.branches or self.cached or self.parent is None:
+            return False
+        return len(self.sequences) == 1
 
     @property
     def needed(self) -> bool:
@@ -219,15 +221,22 @@ class Node:
         self.length += len(tokens)
         self.reserved -= self.num_pages - before
 
-    def append_reserved(self, tokens: Ints, count: int) -> None:
-        """Append ``count`` tokens in slots that are free or reserved; all but the last have KV."""
+    def append_reserved(self, tokens: Ints, count: int) -> int:
+        """Append ``count`` tokens in slots that are free or reserved; all but the last have KV.
+
+        Returns:
+            How many of the reserved pages that has taken.
+        """
         length = self.length
         if length + count > len(self._token_buffer):
             self._token_buffer = _with_capacity(self._token_buffer, length, count)
         self._token_buffer[length : length + count] = tokens
         end = self.first_slot + length
-        self.reserved -= -(-(end + count) // self._page_size) - -(-end // self._page_size)
+        taken = -(-(end + count) // self._page_size) - -(-end // self._page_size)
+        assert taken <= self.reserved and self.grows_in_place, self
+        self.reserved -= taken
         self.length, self.computed = length + count, length + count - 1
+        return taken
 
     def reserve(self, pages: Ints) -> None:
         """Hold ``pages`` for later tokens."""

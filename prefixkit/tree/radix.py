@@ -141,13 +141,10 @@ class PrefixTree(TreeEdits):
             tokens: ``[sequences, count]`` token ids, ``count`` at least 1.
         """
         count = tokens.shape[1]
-        for sequence, own in zip(sequences, tokens, strict=True):
-            node = sequence.node
-            assert sequence.tree is self and node.pages_to_add(count) == 0 and node.grows_in_place, node
-            before = node.reserved
-            node.append_reserved(own, count)
-            self.reserved -= before - node.reserved
-        self.touched.update(sequence.node for sequence in sequences)
+        nodes = [sequence.node for sequence in sequences]
+        for node, own in zip(nodes, tokens, strict=True):
+            self.reserved -= node.append_reserved(own, count)
+        self.touched.update(nodes)
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
         """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
@@ -155,18 +152,14 @@ class PrefixTree(TreeEdits):
         Raises:
             ValueError: a sequence has no leaf of its own that grows in place.
         """
-        changed = list[tuple[Node, int]]()  # and how many more pages it reserves
-        size, more = self.page_size, 0
-        for sequence, count in zip(sequences, tokens, strict=True):
-            node = self._node_of(sequence)
-            if not node.grows_in_place:
-                raise ValueError(
-                    "a sequence that shares its last node or page has no pages of its own; extend it first"
-                )
-            change = -(-max(0, count - -node.end_slot % size) // size) - node.reserved
-            if change:
-                changed.append((node, change))
-                more += change
+        nodes, size = [self._node_of(sequence) for sequence in sequences], self.page_size
+        if not all(node.grows_in_place for node in nodes):
+            raise ValueError("a sequence that shares its last node or page has no pages of its own; extend it first")
+        ends = np.array([node.first_slot + node.length for node in nodes], np.int64)
+        needed = -(-np.maximum(np.fromiter(tokens, np.int64, len(nodes)) - -ends % size, 0) // size)
+        changes = needed - [node.reserved for node in nodes]
+        more, at = int(changes.sum()), np.flatnonzero(changes)
+        changed = [(nodes[i], change) for i, change in zip(at.tolist(), changes[at].tolist(), strict=True)]
         self.allocator.check(more)
         for node, change in changed:
             if change < 0:

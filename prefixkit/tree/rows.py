@@ -15,7 +15,7 @@ from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence
-from prefixkit.tree.tokens import common_prefix
+from prefixkit.tree.tokens import in_front_coding
 
 
 class Rows:
@@ -149,17 +149,13 @@ def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]
 
 
 def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
-    """Tokens of all rows, and how many there are where each shared one counts once: rows in order share most.
+    """Tokens of all rows, and how many there are where each shared one counts once.
 
     ``tokens`` and ``pad`` are as :class:`Rows` takes them.
     """
     rows = [row[skipped:] for row, skipped in zip(tokens, pad.tolist(), strict=True)]
-    before, distinct = np.empty(0, np.int32), 0
-    # Big-endian bytes are ordered as the ids are.
-    for own in sorted(rows, key=lambda row: row.astype(">i4").tobytes()):
-        distinct += len(own) - common_prefix(before, own)
-        before = own
-    return sum(map(len, rows)), distinct
+    total = sum(map(len, rows))
+    return total, total - sum(shared for _, shared in in_front_coding(rows))
 
 
 def pages_of_rows(tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool) -> int:

@@ -1,6 +1,8 @@
-"""Token arrays at the public edge, and where two of them first differ."""
+"""Token arrays at the public edge, and what they begin with in common."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,3 +47,19 @@ def common_prefix(left: Ints, right: Ints) -> int:
             return begin + first
         begin, width = stop, min(2 * width, LAST_WINDOW)
     return end
+
+
+def in_front_coding(sequences: Sequence[Ints]) -> Iterator[tuple[int, int]]:
+    """Sequences in lexicographic order, where one comes before those that it begins with.
+
+    Yields:
+        Its number; and how many tokens it shares with any before it: as many as with the last that had others too.
+    """
+    # Big-endian bytes are in the order of the tokens.
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number].astype(">i4").tobytes() + b"\xff")
+    before = np.empty(0, np.int32)
+    for number in order:
+        tokens = sequences[number]
+        shared = common_prefix(before, tokens)
+        before = before if shared == len(tokens) else tokens
+        yield number, shared

@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 
+import prefixkit
 from prefixkit.engine.call import Call
 from prefixkit.engine.frozen_heap import MANY
 from prefixkit.engine.request import Request
@@ -45,3 +46,19 @@ def test_what_the_program_has_frozen_stays_frozen(thawed: None):
     before = gc.get_freeze_count()
     frozen_during(MANY)
     assert 0 < gc.get_freeze_count() <= before
+
+
+def test_a_whole_call_thaws_the_heap_at_its_end_alone(thawed: None):
+    counts = list[int]()
+    for prompts in ([[5, 6, 7]], [[5, 6, 7], [5, 6, 8]]):
+        prefixkit.generate(
+            patch(tiny_llama()),
+            None,
+            prompts,
+            n=MANY // len(prompts),
+            max_new_tokens=1,
+            stop_token_ids=(),
+            on_sample=lambda sample: counts.append(gc.get_freeze_count()),
+        )
+        assert gc.get_freeze_count() == 0
+    assert min(counts) > 0 and len(counts) == 2 * MANY

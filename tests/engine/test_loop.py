@@ -11,10 +11,11 @@ import numpy as np
 
 import prefixkit
 from prefixkit.engine.call import Call
-from prefixkit.engine.request import Request
+from prefixkit.engine.request import Request, Sample
+from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
-from prefixkit.testing.expected import alone, random_prompts
+from prefixkit.testing.expected import alone, assert_all_given_back, random_prompts
 from prefixkit.testing.fake_model import make_engine as make_fake_engine
 from prefixkit.testing.tiny import tiny_llama
 
@@ -77,3 +78,32 @@ def test_a_call_that_is_dropped_in_its_midst_gives_every_page_back() -> None:
     assert engine.store.tree.pages_held() > 0
     loop.end()
     assert engine.store.tree.pages_held() == 0
+
+
+def test_samples_that_wait_start_while_steps_are_under_way() -> None:
+    params, prompts = SamplingParams(n=24, max_new_tokens=30, seed=1, stop_token_ids=(1, 2)), random_prompts(1)[:2]
+    requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
+    engine, _ = make_fake_engine(pace=Pace(ahead=2, slack=16, waited_for=2), most_running=16)
+    loop, found, ahead = engine.loop(Call()), list[Sample](), 0
+    loop.start(requests)
+    while not loop.scheduler.idle:
+        found += loop.step()
+        assert len(loop.scheduler.runs) <= 16
+        ahead = max(ahead, len(loop.scheduler.started))
+    loop.end()
+    assert ahead > 1
+    assert len(found) == 48
+    for sample in found:
+        assert sample.tokens == alone(prompts[sample.prompt_index], params, sample.index)
+    assert engine.store.tree.pages_held() == 0
+
+
+def test_samples_started_ahead_are_given_back_with_a_call_that_is_dropped() -> None:
+    params = SamplingParams(n=24, max_new_tokens=30, seed=1, stop_token_ids=(1, 2))
+    engine, _ = make_fake_engine(pace=Pace(ahead=2, slack=16, waited_for=2), most_running=16)
+    loop = engine.loop(Call())
+    loop.start([Request(0, random_prompts(1)[0], params)])
+    while not loop.scheduler.started:
+        loop.step()
+    loop.end()
+    assert_all_given_back(engine)

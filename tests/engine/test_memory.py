@@ -9,11 +9,11 @@ import torch
 from prefixkit.engine import memory as sizing
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
-from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree
 
-SPEC = KVSpec(2, 4, 16)
+SPEC = spec_of_alike(2, 4, 16)
 PAGE = 8 * SPEC.bytes_per_token
 CONFIG = types.SimpleNamespace(hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=1000)
 
@@ -50,7 +50,7 @@ def test_a_budget_without_a_page_is_to_be_raised():
 
 
 def test_on_a_gpu_steps_come_first():
-    spec = KVSpec(2, 4, 16, torch.float32, torch.device("cuda"))
+    spec = spec_of_alike(2, 4, 16, torch.float32, torch.device("cuda"))
     assert sizing.pool_pages(requests(n=50), spec, None, 8, 100 * PAGE, workspace=55 * PAGE) == 40
     with pytest.raises(ValueError, match=r"holds no page.*MiB besides.*fewer samples"):
         sizing.pool_pages(requests(), spec, None, 8, 100 * PAGE, workspace=95 * PAGE)

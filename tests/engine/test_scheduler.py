@@ -14,7 +14,7 @@ from prefixkit.engine.scheduler import (
     Scheduler,
 )
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.fake_model import make_engine
@@ -27,7 +27,7 @@ def request(index, tokens, **params):
 
 
 def scheduler_over(num_pages, page_size=4, **policy):
-    store = KVStore(KVPool(KVSpec(1, 1, 1), num_pages, page_size))
+    store = KVStore(KVPool(spec_of_alike(1, 1, 1), num_pages, page_size))
     return Scheduler(store, Call(), EngineSettings(policy=MemoryPolicy(**policy)))
 
 

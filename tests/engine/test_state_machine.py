@@ -32,7 +32,7 @@ from prefixkit.engine.preemption import Rate
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import KVBudgetTooSmall
-from prefixkit.kv.prefixes.file import PrefixFileMismatch
+from prefixkit.kv.prefixes.file import PrefixFileError
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
@@ -375,7 +375,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.attempt(lambda: load_prefixes(self.engine.store, self.path, f"weights {self.model.weights}", VOCAB))
             self.done["loads"] += 1
-        except PrefixFileMismatch:
+        except PrefixFileError:
             assert self.saved_with != self.model.weights
             assert fingerprint(self.engine.store.tree) == before
         else:

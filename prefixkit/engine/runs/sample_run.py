@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prefixkit.sampling.params import LogitsProcessor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SampleRun:
     """A sample that is being generated (see ``StreamingRun``).
 
@@ -110,13 +110,13 @@ class SampleRun:
 
     def row_sampling(self) -> RowSampling:
         process = None if self.processor is None else self.processed
-        return RowSampling(self.params, self.key, len(self.tokens), self.history(), process=process)
+        return RowSampling(self.params, self.key, len(self.tokens), self.history(), 0, process)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        more = min(self.params.max_new_tokens - 1 - len(self.tokens), tokens) + self.recomputing
         node = self.sequences[0].node
-        if node.reserved * tree.page_size >= more and node.grows_in_place:
+        if node.reserved * tree.page_size > tokens and node.grows_in_place:
             return 0
+        more = min(self.params.max_new_tokens - 1 - len(self.tokens), tokens) + self.recomputing
         return tree.pages_to_extend(self.sequences[0], more)
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
@@ -199,5 +199,6 @@ class SampleRun:
             text=self.stop.text(),
             finish_reason=reason,
         )
-        self.tokens, self.logprobs, self.stop = [], [], StopChecker((), (), None)
+        self.tokens, self.logprobs = [], []
+        del self.stop
         return sample
