@@ -137,7 +137,8 @@ def _check(
         raise ValueError(f"logits must have shape [rows, vocab], got {list(logits.shape)}")
     rows = len(logits)
     each = [params] * rows if isinstance(params, SamplingParams) else list(params)
-    for name, size in (("params", len(each)), ("uniforms", len(uniforms))):
+    given = rows if histories is None else len(histories)
+    for name, size in (("params", len(each)), ("uniforms", len(uniforms)), ("histories", given)):
         if size != rows:
             raise ValueError(f"{name} must have one entry for each of the {rows} rows of logits, got {size}")
     if histories is None:
@@ -147,10 +148,7 @@ def _check(
                 f"row {penalised[0]} asks for repetition_penalty={each[penalised[0]].repetition_penalty}, "
                 "which needs the tokens of its sequence; pass histories, or use repetition_penalty=1.0"
             )
-        return each, [None] * rows
-    if len(histories) != rows:
-        raise ValueError(f"histories must have one entry for each of the {rows} rows of logits, got {len(histories)}")
-    return each, histories
+    return each, [None] * rows if histories is None else histories
 
 
 def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:

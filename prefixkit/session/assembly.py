@@ -29,13 +29,8 @@ def make_engine(
 ) -> Engine:
     """An engine over a patched model, with a pool that holds what these requests need, within the budget.
 
-    Args:
-        facts: Of the patched model.
-        kv_budget, page_size, prefill_chunk: See :func:`generate`.
-        requests: What it will be asked.
-        graphs: Decode by CUDA graphs, where the GPU's kernels run the attention.
-        compiled: Layers in these graphs go through torch.compile, which takes seconds, once for each model.
-        scores: Whether the requests stand for texts whose tokens are scored, and nothing is sampled.
+    Its arguments are those of :func:`prefixkit.generate`; ``graphs``: decode by CUDA graphs where our kernels can;
+    ``scores``: the requests stand for texts whose tokens are scored, and nothing is sampled.
     """
     spec = facts.spec
     settings = EngineSettings(prefill_chunk, MOST_RUNNING)

@@ -49,16 +49,14 @@ def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *lis
     """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
 
     Raises:
-        ValueError: a request is longer than a chunk of the model's attention; or see :class:`Call`.
+        ValueError: see :class:`Call`.
     """
     check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
     return Call(detokenizer_of(tokenizer), *listeners)
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:
-    """Refuse sequences that are longer than a chunk of chunked attention; warn where the model was made for fewer."""
-    if (most := facts.longest_text) is not None and longest > most:
-        raise ValueError(f"sequences may reach {longest} tokens, and chunks of attention have {most}; ask for fewer")
+    """Warn of sequences that are longer than what the model was made for."""
     limit = getattr(facts.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

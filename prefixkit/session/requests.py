@@ -18,27 +18,16 @@ from prefixkit.session.call_results import check_length
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 
 Prompts = Prompt | Iterable[Prompt]
-# What becomes of each field of transformers' GenerationConfig.
-GENERATION_FIELDS = {
-    # End-of-sequence tokens where none are given, the others where neither params nor a field for them are.
-    "applied": "eos_token_id stop_strings repetition_penalty length_penalty early_stopping",
-    # Whatever the model's are, the parameters of a call say it.
-    "parameters": "do_sample temperature top_k top_p min_p max_length max_new_tokens num_return_sequences",
-    # Refused, unless logits processors are given: who passes these says what is to be done with logits.
+# Fields of transformers' GenerationConfig that are refused.
+REFUSED_FIELDS = {
+    # Unless logits processors are given: who passes these says what is to be done with logits.
     "logits": "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens epsilon_cutoff eta_cutoff "
     "remove_invalid_values typical_p guidance_scale encoder_repetition_penalty top_h bad_words_ids suppress_tokens "
     "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias watermarking_config "
     "exponential_decay_length_penalty",
-    # Refused: other ways of searching, of ending and of reading the prompt.
+    # Other ways of searching, of ending and of reading the prompt.
     "calls": "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids "
     "max_time token_healing is_assistant assistant_ensemble_weight",
-    # Caches, compiling, drafts that the model verifies, outputs, tokens that are not sampled, and a softmax done twice.
-    "harmless": "use_cache cache_implementation cache_config max_cache_len low_memory prefill_chunk_size "
-    "compile_config disable_compile continuous_batching_config use_mtp num_assistant_tokens "
-    "num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
-    "assistant_early_exit assistant_lookbehind target_lookbehind speculation_type output_attentions "
-    "output_hidden_states output_scores output_logits return_dict_in_generate pad_token_id bos_token_id "
-    "decoder_start_token_id renormalize_logits transformers_version _from_model_config _commit_hash",
 }
 # The number at which a field does nothing, as None and what is empty do; it is 0 for the others.
 _NEUTRAL: dict[str, float | None] = {
@@ -62,10 +51,8 @@ def requests_for(
     them, of one ``kind``; everything is checked.
     """
     encoded = _encoded(facts, tokenizer, prompts)
-    configured = "repetition_penalty stop_strings" if kind is SamplingParams else "length_penalty early_stopping"
-    each = _per_prompt(kind, params, with_configured(facts, params, fields, configured), len(encoded))
-    each = _with_stop_ids(facts, tokenizer, each)
-    _check_params(facts, tokenizer, each)
+    each = params_of_each((kind,), facts, params, fields, len(encoded), "one for all or one per prompt", "prompts")
+    each = _checked(facts, tokenizer, each)
     rows = zip(encoded, each, occurrences(encoded), strict=True)
     return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
 
@@ -193,21 +180,8 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
             raise TypeError(f"requests must be prefixkit.Request, got {type(one).__name__}; see generate() for prompts")
     for index, one in enumerate(asked):
         check_ids(f"prompt {index}", one.tokens, facts.vocab_size)
-    _check_params(facts, tokenizer, [one.params for one in asked])
-    return [replace(one, params=_with_stop_ids(facts, tokenizer, [one.params])[0]) for one in asked]
-
-
-def with_configured(
-    facts: ModelFacts,
-    params: object,
-    fields: SamplingFields | BeamFields,
-    names: str = "repetition_penalty stop_strings",
-) -> dict[str, Any]:
-    """Fields with those ``names`` of the generation config, where neither one nor ``params`` are given."""
-    found = _configured(facts, names.split() if params is None else [])
-    if "stop_strings" in found:
-        found["stop"] = found.pop("stop_strings")
-    return {**found, **fields}
+    each = _checked(facts, tokenizer, [one.params for one in asked])
+    return [replace(one, params=own) for one, own in zip(asked, each, strict=True)]
 
 
 def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
@@ -217,10 +191,14 @@ def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
-def _check_params(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> None:
-    """Raise ValueError where the generation config asks for what would be left out, or stop strings need text."""
-    samples, logits = [own for own in each if isinstance(own, SamplingParams)], GENERATION_FIELDS["logits"].split()
-    names = set(GENERATION_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
+def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[Params]:
+    """Parameters, of which those without stop tokens get the generation config's end of sequence, or the tokenizer's.
+
+    Raises:
+        ValueError: the generation config asks for what would be left out, or stop strings need text.
+    """
+    samples, logits = [own for own in each if isinstance(own, SamplingParams)], REFUSED_FIELDS["logits"].split()
+    names = set(REFUSED_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
     if beams := len(samples) < len(each):
         names |= {"repetition_penalty", "stop_strings"}
     if beams or any(own.logits_processors is None for own in samples):
@@ -238,53 +216,62 @@ def _check_params(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingPara
                 f"stop strings {own.stop_strings!r} are looked for in text, but tokenizer is None; "
                 "pass the model's tokenizer, or use stop_token_ids and stop=()"
             )
+    ids = getattr(facts.generation_config, "eos_token_id", None)
+    ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
+    found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+    return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]
 
 
 def _encoded(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[NDArray[np.int32]]:
     return encode_prompts(tokenizer, prompts, facts.vocab_size)
 
 
-def _per_prompt(
-    kind: type[Params],
+def params_of_each(
+    kinds: tuple[type[Params], ...],
+    facts: ModelFacts,
     params: Params | Sequence[Params] | None,
-    fields: Mapping[str, Any],
+    fields: SamplingFields | BeamFields,
     count: int,
+    how: str,
+    things: str,
 ) -> list[Params]:
-    """The parameters of each prompt: its own or those of all, with ``fields`` in their place, ``n`` and ``seed`` as one
-    value or one per prompt.
+    """Parameters for each of ``count`` things: its own or those of all, with ``fields`` in their place.
+
+    Where ``params`` are none, they are of the first kind, with what the generation config says beside the fields.  The
+    fields ``n`` and ``seed`` are one value, or one for each.  Messages say ``how`` parameters are given.
     """
-    check_names(kind, fields)
-    lists = {name: _values(name, fields[name], count) for name in ("n", "seed") if name in fields}
-    common = {name: value for name, value in fields.items() if name not in lists}
+    changes: dict[str, Any] = {**fields}
     if params is None:
-        params = kind(**{name: values[0] for name, values in lists.items() if values}, **common)
-    own = listed_params((kind,), params, count, "one for all or one per prompt", "prompts")
-    if not fields:
-        return own
-    return [
-        replace(one, **common, **{name: values[index] for name, values in lists.items()})
-        for index, one in enumerate(own)
-    ]
-
-
-def check_names(kind: type[Any], fields: Mapping[str, Any]) -> None:
-    """Raise TypeError where parameters of a kind have no field of one of these names."""
-    names = kind.__dataclass_fields__
-    if unknown := [name for name in fields if name not in names]:
-        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
-
-
-def listed_params(
-    kinds: tuple[type[Params], ...], params: Params | Sequence[Params], count: int, how: str, things: str
-) -> list[Params]:
-    """Parameters for each of ``count`` things: those given for all, or a list of as many; messages say ``how``."""
+        configured = (
+            "repetition_penalty stop_strings" if kinds[0] is SamplingParams else "length_penalty early_stopping"
+        )
+        found = _configured(facts, configured.split())
+        if "stop_strings" in found:
+            found["stop"] = found.pop("stop_strings")
+        changes = found | changes
+        _check_names(kinds[0], changes)
+    lists = {name: _values(name, changes.pop(name), count) for name in ("n", "seed") if name in changes}
+    if params is None:
+        params = kinds[0](**{name: values[0] for name, values in lists.items() if values}, **changes)
     named = " or ".join(kind.__name__ for kind in kinds)
     of = f"{named}, or one of them for all {things}"
     own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
     if len(own) != count or not all(isinstance(one, kinds) for one in own):
-        found = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
-        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({found}) for {count} {things}")
-    return own
+        given = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
+        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({given}) for {count} {things}")
+    if not fields:
+        return own
+    for kind in {type(one) for one in own}:
+        _check_names(kind, [*changes, *lists])
+    each = enumerate(own)
+    return [replace(one, **changes, **{name: values[i] for name, values in lists.items()}) for i, one in each]
+
+
+def _check_names(kind: type[Any], fields: Iterable[str]) -> None:
+    """Raise TypeError where parameters of a kind have no field of one of these names."""
+    names = kind.__dataclass_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:
@@ -297,13 +284,3 @@ def _values(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} must be one integer or one per prompt, got {len(values)} for {count} prompts")
     return list(values)
-
-
-def _with_stop_ids(facts: ModelFacts, tokenizer: Any, each: list[Params]) -> list[Params]:
-    """Parameters that leave them out get the end-of-sequence tokens of the generation config, else the tokenizer's."""
-    if all(own.stop_token_ids is not None for own in each):
-        return each
-    ids = getattr(facts.generation_config, "eos_token_id", None)
-    ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
-    found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
-    return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]

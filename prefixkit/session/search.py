@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,6 @@ class NodeFinished(ValueError):
 
 class ForeignNode(ValueError):
     """A search node was given to another session than its own."""
-
-
-class SearchSession(Protocol):
-    """What nodes need of a session."""
-
-    model: Any
-    tokenizer: Any
-
-    def score(self, prompts: Any, continuations: Any) -> list[Any]: ...
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -86,7 +77,7 @@ class SearchNode:
             tokens follow.
     """
 
-    def __init__(self, session: SearchSession, tokens: Ints, seed: int) -> None:
+    def __init__(self, session: Any, tokens: Ints, seed: int) -> None:
         self.session, self.seed = session, seed
         self.parent: SearchNode | None = None
         self.finish_reason: Literal["stop", "until", "length"] | None = None

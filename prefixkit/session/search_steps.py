@@ -11,7 +11,7 @@ import numpy as np
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, StopFunction, as_stops
-from prefixkit.session.requests import check_names, checked_requests, listed_params, with_configured
+from prefixkit.session.requests import checked_requests, params_of_each
 from prefixkit.session.search import NodeFinished, SearchNode
 
 Params = SamplingParams | BeamParams
@@ -41,7 +41,8 @@ def step_requests(
                 f"{node!r} ended with the stop token {node.tokens[-1]}; extend it, fork its parent, or leave it out; "
                 "a string given as until= ends a step, not the node"
             )
-    each = _params_of_each(facts, params, fields, len(nodes))
+    kinds, how = (SamplingParams, BeamParams), "one for all nodes or one for each"
+    each = params_of_each(kinds, facts, params, fields, len(nodes), how, "nodes")
     stop = () if until is None else as_stops("until", until)
     rows = enumerate(zip(nodes, each, strict=True))
     requests = [Request(index, node.ids(), _of_node(node, own, stop)) for index, (node, own) in rows]
@@ -54,18 +55,6 @@ def append_samples(nodes: list[SearchNode], requests: list[Request], samples: It
     for sample in samples:
         found[sample.prompt_index].append(sample)
     return [grown for row in zip(nodes, requests, found, strict=True) for grown in _grown(*row)]
-
-
-def _params_of_each(
-    facts: ModelFacts, params: Params | Sequence[Params] | None, fields: SamplingFields, count: int
-) -> list[Params]:
-    """The parameters of each node: its own or those of all, with ``fields`` in their place."""
-    changes = with_configured(facts, params, fields)
-    params = SamplingParams() if params is None else params
-    each = listed_params((SamplingParams, BeamParams), params, count, "one for all nodes or one for each", "nodes")
-    for own in each:
-        check_names(type(own), changes)
-    return [replace(own, **changes) for own in each]
 
 
 def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, ...]) -> Params:

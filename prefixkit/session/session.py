@@ -46,15 +46,11 @@ class Session(SessionMemory):
     Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
 
     Args:
-        model: A model that :func:`prefixkit.patch` has patched.
-        tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
-            refused.
+        model, tokenizer, page_size, prefill_chunk: As for :func:`prefixkit.generate`.
         kv_budget: KV that a store of the session's own holds, in bytes or as a size such as ``"40GiB"``; None: the
             session shares a store with the model's own ``generate()`` and with other such sessions, of half of the
             memory that is free.  It is made at once and does not grow; what does not fit at once waits, or is
             preempted.
-        page_size: Tokens per KV page, 1 to 128.
-        prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, run layers through torch.compile, after some seconds of compiling: once for each model,
             whose later sessions use the same, and less where torch finds it in its cache on disk.  The first call that
             samples more than a few tokens compiles them; others, scores and values run through them afterwards.
@@ -234,7 +230,7 @@ class Session(SessionMemory):
         with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
-            with self._engine(facts, [text.prompt for text in marked]) as engine:
+            with self._engine(facts, [text.tokens for text in marked]) as engine:
                 self.report = Report()
                 found = engine.values(marked, head, self.report)
             return found[0] if one else found

@@ -199,10 +199,7 @@ class SessionMemory:
     ) -> Iterator[Engine]:
         """An engine over a KV store that is lent to a call, without KV of other weights than the model has now.
 
-        Args:
-            facts: Of the model.
-            prompts: What is about to use its KV.
-            elsewhere: See :meth:`_lent_store`.
+        ``prompts`` are about to use its KV; ``elsewhere``: see :meth:`_lent_store`.
         """
         if self.store is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")

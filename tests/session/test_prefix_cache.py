@@ -16,7 +16,7 @@ import prefixkit
 from prefixkit import MemoryPolicy, Session
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.prefixes.file import PrefixFileError
-from prefixkit.kv.prefixes.trie import trie_of
+from prefixkit.kv.prefixes.front_coding import front_coded
 from prefixkit.models import kv_spec
 from prefixkit.testing.integrity import check_tree
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
@@ -266,8 +266,8 @@ class TestFiles:
         letters = rng.choice(list("abcdefgh"), (6, 70))
         prompts = ["".join(letters[0, :30]) + "".join(own[: rng.integers(1, 40)]) for own in letters]
         count = session.save(path, prompts)
-        trie, _ = trie_of([np.frombuffer(prompt.encode(), np.uint8).astype(np.int32) for prompt in prompts])
-        pages = sum(pages_for(length, page_size) for length in trie.lengths.tolist())
+        coded, _ = front_coded([np.frombuffer(prompt.encode(), np.uint8).astype(np.int32) for prompt in prompts])
+        pages = sum(pages_for(own, page_size) for own in (coded.lengths - coded.shared).tolist())
         size = kv_spec(model).bytes_per_token * page_size
         with Session(model, ByteTokenizer(), kv_budget=(pages + seed % 2) * size, page_size=page_size) as exact:
             exact.generate([prompts[0][:17] + "x", prompts[2][:33] + "yy", "z" * 9], n=2, max_new_tokens=6)
@@ -281,7 +281,7 @@ class TestFiles:
             pytest.raises(KVBudgetTooSmall, match=f"needs KV for {pages * 4} tokens .* holds {pages * 4 - 4} tokens"),
         ):
             small.load(path)
-        assert count == len(trie.tokens)
+        assert count == len(coded.tokens)
 
     def test_a_search_node_may_end_with_the_padding_token(self, session: Session, tmp_path: Path) -> None:
         """Which it has sampled: no tokenizer has padded it."""

@@ -73,7 +73,7 @@ def score(
     for (index, number), text in zip(pairs, texts, strict=True):
         if pages := budget.pages_lacking(text.tokens):
             own = f"its continuation {number} of {len(text.wanted)} tokens"
-            raise budget.error(f"prompt {index} of {len(text.prompt)} tokens with {own}", pages, "shorten the two")
+            raise budget.error(f"prompt {index} of {len(prompts[index])} tokens with {own}", pages, "shorten the two")
     targets = np.concatenate([tokens for each in continuations for tokens in each]).astype(np.int64)
 
     def outputs(rows: Longs, which: Longs) -> Outputs:
@@ -96,7 +96,7 @@ def score(
         )
     report = run.report
     report.prompts, report.scored = report.prompts + len(prompts), report.scored + len(texts)
-    report.tokens_plain_batch += sum(len(text.prompt) + len(text.more) for text in texts)
+    report.tokens_plain_batch += sum(len(text.tokens) for text in texts)
     parts = iter(zip(np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]), strict=True))
     return [[Score(tokens, *next(parts)) for tokens in each] for each in continuations]
 
@@ -116,10 +116,10 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
         TypeError, ValueError: the head gave no tensor, or none with a row for each token.
     """
-    budget, lengths = run.store.budget(), [len(text.tokens) for text in texts]
-    for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+    budget = run.store.budget()
+    for index, text in enumerate(texts):
         if pages := budget.pages_lacking(text.tokens):
-            raise budget.error(f"prompt {index} of {length} tokens", pages, "shorten it")
+            raise budget.error(f"prompt {index} of {len(text.tokens)} tokens", pages, "shorten it")
     numbers, parts = [], []
     for which, step in run.results(texts, lambda rows, _: Outputs(hidden=rows)):
         assert step.hidden is not None, "asked for"
@@ -127,7 +127,7 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
         parts.append(_applied(head, step.hidden))
     in_order = torch.cat(parts).cpu()[torch.from_numpy(np.argsort(np.concatenate(numbers)))]
     run.report.prompts += len(texts)
-    run.report.tokens_plain_batch += sum(lengths)
+    run.report.tokens_plain_batch += sum(len(text.tokens) for text in texts)
     return list(torch.split(in_order, [len(text.wanted) for text in texts]))
 
 

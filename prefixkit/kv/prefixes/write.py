@@ -1,8 +1,8 @@
 """Prefix files in safetensors, and how they are written: a header, tensors and their checksums.
 
-``parents``, ``lengths`` and ``tokens`` are the trie's; ``k`` and ``v`` are ``[layers, tokens, kv_heads, head_dim]``,
-whose tokens are those of the trie; ``checksums`` ``[blocks, 32]`` are the SHA-256 of K and then V of each ``BLOCK``
-tokens.  The metadata has the facts of the KV, and a checksum of those and of all tensors but K and V.
+``lengths``, ``shared`` and ``tokens`` are the prefixes by front coding; ``kv`` ``[tokens, spec.size]`` is what is
+cached of ``tokens``, as :meth:`KVPool.read` gives it; ``checksums`` ``[blocks, 32]`` are the SHA-256 of each ``BLOCK``
+tokens of that.  The metadata has the facts of the KV, and a checksum of those and of all tensors but ``kv``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.kv.prefixes.trie import PrefixTrie
+from prefixkit.kv.prefixes.front_coding import FrontCoded
 from prefixkit.paths import as_path, replacing
 
-# K and V of the tokens ``[begin, end)`` of a trie, ``[layers, end - begin, kv_heads, head_dim]`` each, on any device.
-ReadKV = Callable[[int, int], tuple[Tensor, Tensor]]
+# KV of the tokens ``[begin, end)``, contiguous ``[end - begin, spec.size]`` on the CPU.
+ReadKV = Callable[[int, int], Tensor]
 
-FORMAT, VERSION = "prefixkit prefixes", 1
+FORMAT, VERSION = "prefixkit prefixes", 2
 BLOCK = 64  # tokens
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-ARRAYS = {"parents": ("I64", np.int64), "lengths": ("I64", np.int64), "tokens": ("I32", np.int32)}
-SHAPE = ("num_layers", "kv_heads", "head_dim")
+ARRAYS = ("lengths", "shared", "tokens", "checksums")
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BYTES = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 def prefixkit_version() -> str:
@@ -44,49 +44,34 @@ def prefixkit_version() -> str:
 
 def metadata_of(spec: KVSpec, fingerprint: str) -> dict[str, str]:
     """What a file says of its KV, but for the checksum."""
-    dtype = str(spec.dtype).removeprefix("torch.")
     facts = {"format": FORMAT, "format_version": VERSION, "prefixkit": prefixkit_version(), "fingerprint": fingerprint}
-    facts |= {"dtype": dtype, "block": BLOCK} | {name: getattr(spec, name) for name in SHAPE}
+    facts |= {"dtype": str(spec.dtype).removeprefix("torch."), "layers": spec.kinds}
     return {name: str(value) for name, value in facts.items()}
 
 
-def header_of(
-    metadata: dict[str, str], entries: dict[str, tuple[str, tuple[int, ...]]]
-) -> tuple[bytes, dict[str, int]]:
-    """The header of a file in safetensors, and where in the file each tensor begins."""
-    sizes = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    begins, begin = {}, 0
-    for name, (dtype, shape) in entries.items():
-        end = begin + sizes[dtype] * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        begins[name], begin = begin, end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    whole = len(text).to_bytes(8, "little") + text
-    return whole, {name: len(whole) + begin for name, begin in begins.items()}
-
-
-def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """``[layers, bytes]`` of a contiguous tensor, the same memory."""
-    rows: NDArray[np.uint8] = tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
-    return rows
-
-
-def digest_of(parts: Sequence[Tensor]) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(bytes_of(part).data)
-    return digest.digest()
+def tensors_of(spec: KVSpec, prefixes: int, tokens: int) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of each tensor of a file."""
+    return {
+        "lengths": ("I64", [prefixes]),
+        "shared": ("I64", [prefixes]),
+        "tokens": ("I32", [tokens]),
+        "kv": (_DTYPES[spec.dtype], [tokens, spec.size]),
+        "checksums": ("U8", [-(-tokens // BLOCK), 32]),
+    }
 
 
 def checksum_of(metadata: dict[str, str], arrays: Sequence[NDArray[Any]]) -> str:
-    """SHA-256 of all metadata but this, and of all arrays but K and V, in the order of the file."""
+    """SHA-256 of all metadata but this, and of ``ARRAYS``."""
     facts = {name: value for name, value in metadata.items() if name != "checksum"}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def bytes_of(kv: Tensor) -> memoryview:
+    """Those of a contiguous tensor, the same memory."""
+    return kv.view(torch.uint8).numpy().data
 
 
 def check_place(path: str | Path) -> Path:
@@ -99,64 +84,47 @@ def check_place(path: str | Path) -> Path:
     return path
 
 
-def write_prefixes(path: str | Path, trie: PrefixTrie, kv: ReadKV, spec: KVSpec, fingerprint: str) -> None:
-    """Write prefixes and their KV to a file, ``BLOCK`` tokens at a time.
-
-    The file is complete before it takes the place of one that was there.
+def write_prefixes(path: str | Path, prefixes: FrontCoded, kv: ReadKV, spec: KVSpec, fingerprint: str) -> None:
+    """Write prefixes and their KV to a file, which is complete before it takes the place of one that was there.
 
     Args:
         path: In a folder that exists.
-        trie: The prefixes.
-        kv: Gives their KV; called for ranges of at most ``BLOCK`` tokens, in order.
+        prefixes, kv: The prefixes, and what gives their KV: called for ranges of at most ``BLOCK`` tokens, in order.
         spec, fingerprint: What the KV is of, but for the device, and of which model (:func:`kv_fingerprint`).
 
     Raises:
-        ValueError: ``kv`` gave tensors of another shape or dtype.
         OSError: the file cannot be written, for lack of space, say.  What was there before is there still.
     """
-    path = check_place(path)
-    blocks = -(-len(trie.tokens) // BLOCK)
-    arrays = {name: getattr(trie, name).astype(f"<i{np.dtype(kind).itemsize}") for name, (_, kind) in ARRAYS.items()}
-    metadata = metadata_of(spec, fingerprint)
-    shape = (spec.num_layers, len(trie.tokens), spec.kv_heads, spec.head_dim)
-    entries = {name: (ARRAYS[name][0], array.shape) for name, array in arrays.items()}
-    entries |= dict.fromkeys("kv", (DTYPES[spec.dtype], shape)) | {"checksums": ("U8", (blocks, 32))}
-    header, places = header_of({**metadata, "checksum": "0" * 64}, entries)
+    path, count = check_place(path), len(prefixes.tokens)
+    arrays = [prefixes.lengths.astype("<i8"), prefixes.shared.astype("<i8"), prefixes.tokens.astype("<i4")]
+    metadata, tensors = metadata_of(spec, fingerprint), tensors_of(spec, len(prefixes.lengths), count)
     try:
         with replacing(path) as file:
-            file.write(header)
-            for name, array in arrays.items():
-                _write(file, places[name], array.tobytes())
-            checksums = _write_kv(file, trie, kv, spec, places)
-            _write(file, places["checksums"], checksums.tobytes())
-            metadata["checksum"] = checksum_of(metadata, [*arrays.values(), checksums])
-            _write(file, 0, header_of(metadata, entries)[0])
+            file.write(_header(metadata | {"checksum": "0" * 64}, tensors))
+            for array in arrays:
+                file.write(array.tobytes())
+            digests = b""
+            for begin in range(0, count, BLOCK):
+                block = bytes_of(kv(begin, min(begin + BLOCK, count)))
+                digests += hashlib.sha256(block).digest()
+                file.write(block)
+            file.write(digests)
+            checksum = checksum_of(metadata, [*arrays, np.frombuffer(digests, np.uint8)])
+            file.seek(0)
+            file.write(_header(metadata | {"checksum": checksum}, tensors))
     except OSError as error:
         error.add_note(f"{path} was not written; what was there before is there still")
         raise
 
 
-def _write(file: BinaryIO, at: int, content: bytes | memoryview) -> None:
-    file.seek(at)
-    file.write(content)
-
-
-def _write_kv(file: BinaryIO, trie: PrefixTrie, kv: ReadKV, spec: KVSpec, places: dict[str, int]) -> NDArray[np.uint8]:
-    """Write all KV; the checksums of its blocks, ``[blocks, 32]``."""
-    count, checksums = len(trie.tokens), []
-    token = spec.kv_heads * spec.head_dim * spec.dtype.itemsize  # bytes
-    for begin in range(0, count, BLOCK):
-        end = min(begin + BLOCK, count)
-        wanted = (spec.num_layers, end - begin, spec.kv_heads, spec.head_dim)
-        parts = []
-        for name, given in zip("kv", kv(begin, end), strict=True):
-            if tuple(given.shape) != wanted or given.dtype != spec.dtype:
-                raise ValueError(
-                    f"write_prefixes: {name} of tokens {begin} to {end} must be {spec.dtype} {list(wanted)}, got "
-                    f"{given.dtype} {list(given.shape)}"
-                )
-            parts.append(given.detach().cpu().contiguous())
-            for layer, tokens in enumerate(bytes_of(parts[-1])):
-                _write(file, places[name] + (layer * count + begin) * token, tokens.data)
-        checksums.append(digest_of(parts))
-    return np.frombuffer(b"".join(checksums), np.uint8)
+def _header(metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]]) -> bytes:
+    """The header of a file in safetensors, whose tensors lie one after another."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, (dtype, shape) in tensors.items():
+        end = begin + _BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

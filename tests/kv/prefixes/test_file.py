@@ -15,18 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.kv.prefixes.file import (
-    NotAPrefixFile,
-    PrefixFileError,
-    PrefixFileMismatch,
-    TornPrefixFile,
-    open_prefixes,
-)
-from prefixkit.kv.prefixes.trie import PrefixTrie, trie_of
-from prefixkit.kv.prefixes.write import BLOCK, checksum_of, digest_of, write_prefixes
+from prefixkit.kv.kv_pool import spec_of_alike
+from prefixkit.kv.prefixes.file import PrefixFileError, open_prefixes
+from prefixkit.kv.prefixes.front_coding import front_coded
+from prefixkit.kv.prefixes.write import ARRAYS, BLOCK, checksum_of, write_prefixes
 
-SPEC = KVSpec(num_layers=3, kv_heads=2, head_dim=4)
+SPEC = spec_of_alike(num_layers=3, kv_heads=2, head_dim=4)
 VOCAB, MODEL = 1000, "fingerprint of a model"
 
 
@@ -35,21 +29,20 @@ class Saved:
 
     def __init__(self, folder, spec=SPEC):
         rng = np.random.default_rng(0)
-        first = rng.integers(0, VOCAB - 1, 170)
-        second = np.concatenate([first[:60], [VOCAB - 1], first[:19]])
+        first = rng.integers(0, VOCAB - 1, 170).astype(np.int32)
+        second = np.concatenate([first[:60], np.array([VOCAB - 1], np.int32), first[:19]])
         self.spec, self.path = spec, folder / "prefixes.safetensors"
-        self.trie, _ = trie_of([first, second, first[:130]])
-        shape = (spec.num_layers, len(self.trie.tokens), spec.kv_heads, spec.head_dim)
-        self.k, self.v = (torch.randn(shape).to(spec.dtype) for _ in range(2))
+        self.prefixes, _ = front_coded([first, second, first[:130]])
+        self.all = torch.randn(190, spec.size).to(spec.dtype)
         self.asked = []
         self.write()
 
     def kv(self, begin, end):
         self.asked.append((begin, end))
-        return self.k[:, begin:end], self.v[:, begin:end]
+        return self.all[begin:end]
 
     def write(self, **changes):
-        given = {"trie": self.trie, "kv": self.kv, "spec": self.spec, "fingerprint": MODEL, **changes}
+        given = {"prefixes": self.prefixes, "kv": self.kv, "spec": self.spec, "fingerprint": MODEL, **changes}
         write_prefixes(self.path, **given)
 
     def open(self, **changes):
@@ -57,8 +50,7 @@ class Saved:
         return open_prefixes(self.path, **given)
 
     def read_all(self):
-        with self.open() as file:
-            return file.read(0, len(file.trie.tokens))
+        return self.open().read(0, 190)
 
     def header(self):
         content = self.path.read_bytes()
@@ -82,7 +74,7 @@ class Saved:
         held = load_file(self.path) | tensors
         with safe_open(self.path, "pt") as file:
             facts = file.metadata() | (metadata or {})
-        arrays = [held[name].numpy() for name in ("parents", "lengths", "tokens", "checksums") if name in held]
+        arrays = [held[name].numpy() for name in ARRAYS]
         save_file(held, self.path, facts | {"checksum": checksum_of(facts, arrays)})
 
 
@@ -97,92 +89,66 @@ def saved(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_round_trip(dtype, tmp_path):
     saved = Saved(tmp_path, replace(SPEC, dtype=dtype))
-    with saved.open() as file:
-        assert file.spec == saved.spec
-        for name in ("parents", "lengths", "tokens", "starts", "offsets"):
-            assert np.array_equal(getattr(file.trie, name), getattr(saved.trie, name))
-        for node in range(len(file.trie)):
-            begin, end = file.trie.span(node)
-            k, v = file.read(begin, end)
-            assert k.dtype == v.dtype == dtype
-            assert torch.equal(k, saved.k[:, begin:end])
-            assert torch.equal(v, saved.v[:, begin:end])
+    file = saved.open()
+    for name in ("lengths", "shared", "tokens"):
+        assert np.array_equal(getattr(file.prefixes, name), getattr(saved.prefixes, name))
+    for tokens, shared, begin in file.prefixes:
+        kv = file.read(begin, begin + len(tokens) - shared)
+        assert kv.dtype == dtype
+        assert torch.equal(kv, saved.all[begin : begin + len(tokens) - shared])
 
 
 def test_any_range_of_tokens(saved):
-    count = len(saved.trie.tokens)
-    with saved.open() as file:
-        for begin, end in [
-            (0, 1),
-            (BLOCK - 1, BLOCK + 1),
-            (BLOCK, 2 * BLOCK),
-            (count - 1, count),
-            (0, count),
-            (7, 150),
-        ]:
-            k, v = file.read(begin, end)
-            assert torch.equal(k, saved.k[:, begin:end])
-            assert torch.equal(v, saved.v[:, begin:end])
+    file = saved.open()
+    for begin, end in [(0, 1), (BLOCK - 1, BLOCK + 1), (BLOCK, 2 * BLOCK), (189, 190), (0, 190), (7, 150)]:
+        assert torch.equal(file.read(begin, end), saved.all[begin:end])
 
 
 def test_safetensors_reads_it_too(saved):
     tensors = load_file(saved.path)
-    assert torch.equal(tensors["k"], saved.k)
-    assert torch.equal(tensors["v"], saved.v)
-    assert tensors["tokens"].tolist() == saved.trie.tokens.tolist()
+    assert torch.equal(tensors["kv"], saved.all)
+    assert tensors["tokens"].tolist() == saved.prefixes.tokens.tolist()
 
 
 def test_kv_is_asked_for_in_blocks_and_in_order(saved):
-    count = len(saved.trie.tokens)
-    assert saved.asked == [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
+    assert saved.asked == [(at, min(at + BLOCK, 190)) for at in range(0, 190, BLOCK)]
 
 
-def test_what_was_read_is_a_copy_and_outlives_the_file(saved):
-    with saved.open() as file:
-        k, _ = file.read(0, 5)
-    k += 1
-    assert torch.equal(saved.read_all()[0], saved.k)
-    with pytest.raises(ValueError, match=r"prefixes.safetensors is closed; open it again"):
-        file.read(0, 5)
-
-
-@pytest.mark.parametrize(("begin", "end"), [(-1, 3), (3, 3), (5, 3), (0, 10**6)])
-def test_ranges_outside_of_the_file(begin, end, saved):
-    with saved.open() as file, pytest.raises(ValueError, match=f"tokens {begin} to {end} asked, of 190"):
-        file.read(begin, end)
+def test_what_was_read_is_a_copy(saved):
+    file = saved.open()
+    kv = file.read(0, 5)
+    kv += 1
+    assert torch.equal(file.read(0, 190), saved.all)
 
 
 def test_a_file_is_mapped_and_kv_is_checked_when_it_is_read(saved):
-    saved.flip(saved.place("k")[0] + BLOCK * SPEC.kv_heads * SPEC.head_dim * 4)
-    with saved.open() as file:
-        with open("/proc/self/maps") as maps:
-            assert str(saved.path) in maps.read()
-        assert torch.equal(file.read(0, BLOCK)[0], saved.k[:, :BLOCK])
-        assert torch.equal(file.read(2 * BLOCK, 190)[1], saved.v[:, 2 * BLOCK :])
-        with pytest.raises(
-            TornPrefixFile, match=r"the KV of tokens 64 to 128 has another checksum.*save its prefixes again"
-        ):
-            file.read(BLOCK - 1, BLOCK + 1)
+    saved.flip(saved.place("kv")[0] + BLOCK * saved.all[0].nbytes)
+    file = saved.open()
+    with open("/proc/self/maps") as maps:
+        assert str(saved.path) in maps.read()
+    assert torch.equal(file.read(0, BLOCK), saved.all[:BLOCK])
+    assert torch.equal(file.read(2 * BLOCK, 190), saved.all[2 * BLOCK :])
+    with pytest.raises(PrefixFileError, match=r"KV of tokens 64 to 128 has another checksum.*save its prefixes again"):
+        file.read(BLOCK - 1, BLOCK + 1)
 
 
-def test_short_nodes_of_one_block_are_checked_together(saved):
-    with saved.open() as file:
+def test_short_ranges_of_one_block_are_checked_together(saved):
+    file = saved.open()
+    file.read(0, 1)
+    saved.flip(saved.place("kv")[0])
+    for at in range(1, BLOCK):
+        assert torch.equal(file.read(at, at + 1), saved.all[at : at + 1]), "it is what was checked"
+    file.read(BLOCK, BLOCK + 1)
+    with pytest.raises(PrefixFileError):
         file.read(0, 1)
-        saved.flip(saved.place("k")[0])
-        for at in range(1, BLOCK):
-            assert torch.equal(file.read(at, at + 1)[0], saved.k[:, at : at + 1]), "it is what was checked"
-        file.read(BLOCK, BLOCK + 1)
-        with pytest.raises(TornPrefixFile):
-            file.read(0, 1)
 
 
 def test_a_file_that_is_replaced_while_it_is_open(saved):
-    with saved.open() as file:
-        before = saved.k.clone()
-        saved.k += 1
-        saved.write()
-        assert torch.equal(file.read(0, 190)[0], before)
-    assert torch.equal(saved.read_all()[0], before + 1)
+    file, before = saved.open(), saved.all.clone()
+    saved.all += 1
+    saved.write()
+    assert torch.equal(file.read(0, 190), before)
+    assert torch.equal(saved.read_all(), before + 1)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -196,27 +162,28 @@ def test_a_file_that_is_replaced_while_it_is_open(saved):
             {"spec": replace(SPEC, dtype=torch.float16)},
             "KV in float32, and the model's is float16; load the model in float32",
         ),
-        ({"spec": replace(SPEC, num_layers=2)}, "num_layers 3, .*the model has num_layers 2, kv_heads 2, head_dim 4"),
-        ({"spec": replace(SPEC, kv_heads=1)}, "kv_heads 2, .*the model has num_layers 3, kv_heads 1, head_dim 4"),
-        ({"spec": replace(SPEC, head_dim=8)}, "head_dim 4, .*the model has num_layers 3, kv_heads 2, head_dim 8"),
+        ({"spec": spec_of_alike(2, 2, 4)}, "3 layers of 2 x 4 and 2 x 4, .*the model has 2 layers of 2 x 4 and 2 x 4"),
+        ({"spec": spec_of_alike(3, 1, 4)}, "3 layers of 2 x 4 .*the model has 3 layers of 1 x 4 and 1 x 4"),
+        ({"spec": spec_of_alike(3, 2, 8)}, "3 layers of 2 x 4 .*the model has 3 layers of 2 x 8 and 2 x 8"),
         ({"vocab_size": VOCAB - 1}, "holds token 999, outside of the model's vocabulary of 999"),
     ],
     ids=["fingerprint", "dtype", "layers", "heads", "head_dim", "vocabulary"],
 )
 def test_a_file_of_another_model(changes, message, saved):
-    with pytest.raises(PrefixFileMismatch, match=message):
+    with pytest.raises(PrefixFileError, match=message):
         saved.open(**changes)
 
 
 def test_the_device_is_no_part_of_the_layout(saved):
-    with saved.open(spec=replace(SPEC, device=torch.device("meta"))) as file:
-        assert file.read(0, 1)[0].device.type == "cpu"
+    file = saved.open(spec=replace(SPEC, device=torch.device("meta")))
+    assert file.read(0, 1).device.type == "cpu"
 
 
-def test_a_file_of_a_newer_version(saved):
-    saved.rewrite({"format_version": "2", "prefixkit": "9.0"})
+@pytest.mark.parametrize("version", ["1", "3", "", "one"])
+def test_a_file_of_another_version(version, saved):
+    saved.rewrite({"format_version": version, "prefixkit": "9.0"})
     with pytest.raises(
-        PrefixFileMismatch, match=r"format version 2, written by prefixkit 9.0; .*reads up to 1: update it"
+        PrefixFileError, match=rf"format version {version}, written by prefixkit 9.0; .*reads 2: load it with that"
     ):
         saved.open()
 
@@ -224,13 +191,13 @@ def test_a_file_of_a_newer_version(saved):
 @pytest.mark.parametrize("content", [b"", b"{}", os.urandom(1000), (2).to_bytes(8, "little") + b"{}"])
 def test_files_of_other_formats(content, saved):
     saved.path.write_bytes(content)
-    with pytest.raises(NotAPrefixFile, match=r"no prefix file.*pass one that"):
+    with pytest.raises(PrefixFileError, match=r"no prefix file.*pass one that"):
         saved.open()
 
 
 def test_other_files_in_safetensors(saved):
-    save_file({"k": saved.k}, saved.path)
-    with pytest.raises(NotAPrefixFile, match="in safetensors, but no prefix file"):
+    save_file({"kv": saved.all}, saved.path)
+    with pytest.raises(PrefixFileError, match="in safetensors, but no prefix file"):
         saved.open()
 
 
@@ -244,22 +211,21 @@ def test_every_byte_of_the_header_and_of_the_arrays(saved):
     """A flipped bit anywhere but in K and V is found when the file is opened."""
     end, _ = saved.header()
     places = [*range(end)]
-    for name in ("parents", "lengths", "tokens", "checksums"):
+    for name in ARRAYS:
         places += range(*saved.place(name))
     for at in places:
         saved.flip(at)
         with pytest.raises(PrefixFileError):
             saved.open()
         saved.flip(at)
-    assert torch.equal(saved.read_all()[0], saved.k)
+    assert torch.equal(saved.read_all(), saved.all)
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_bytes_of_kv(name, saved):
-    begin, end = saved.place(name)
+def test_bytes_of_kv(saved):
+    begin, end = saved.place("kv")
     for at in [begin, *range(begin + 5, end, 997), end - 1]:
         saved.flip(at)
-        with pytest.raises(TornPrefixFile, match="has another checksum"):
+        with pytest.raises(PrefixFileError, match="has another checksum"):
             saved.read_all()
         saved.flip(at)
 
@@ -272,56 +238,52 @@ def test_a_file_that_was_cut_off_or_goes_on(saved):
             saved.open()
     for content in (whole[:end], whole[: end + 1], whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
         saved.path.write_bytes(content)
-        with pytest.raises(TornPrefixFile, match="cut off or changed; delete it and save its prefixes again"):
+        with pytest.raises(PrefixFileError, match="cut off or changed; delete it and save its prefixes again"):
             saved.open()
 
 
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ({"parents": torch.tensor([0, 0, 0, 0])}, "node 0 has parent 0"),
-        ({"parents": torch.tensor([-1, 0, 10**9, 0])}, "node 2 has parent 1000000000"),
-        ({"parents": torch.tensor([-1, 0])}, "got 2 and 4"),
-        ({"parents": torch.tensor([[-1, 0, 1, 0]])}, "one-dimensional"),
-        ({"lengths": torch.tensor([60, 71, 40, 20])}, "the nodes have 191 tokens, but there are 190"),
-        ({"lengths": torch.tensor([60, 2**62, 40, 20])}, "node 1 has"),
-        ({"tokens": torch.full((190,), -1, dtype=torch.int32)}, "token -1 at 0"),
-        ({"tokens": torch.zeros(190, dtype=torch.int32)}, "the same first token"),
-        ({"tokens": torch.zeros(190, dtype=torch.int64)}, "tokens are I64, not I32"),
-        ({"tokens": torch.zeros(10**6, dtype=torch.int32)}, "its k is"),
-        ({"tokens": torch.zeros(0, dtype=torch.int32)}, "its k is"),
-        ({"k": torch.zeros(3, 190, 2, 5)}, "its k is"),
-        ({"v": torch.zeros(3, 190, 2, 4, dtype=torch.float16)}, "its v is"),
-        ({"k": torch.zeros(0)}, "its k is"),
-        ({"checksums": torch.zeros(2, 32, dtype=torch.uint8)}, "190 tokens have no"),
-        ({"more": torch.zeros(1)}, "its parts are not those of a prefix file: more"),
+        ({"lengths": torch.tensor([170, 81])}, "its prefixes do not"),
+        ({"lengths": torch.tensor([170, 2**62])}, "its prefixes do not"),
+        ({"shared": torch.tensor([1, 61])}, "its prefixes do not"),
+        ({"shared": torch.tensor([-1, 60])}, "its prefixes do not"),
+        ({"lengths": torch.tensor([10, 240]), "shared": torch.tensor([0, 60])}, "its prefixes do not"),
+        ({"lengths": torch.tensor([190, 60])}, "its prefixes do not"),
+        ({"lengths": torch.tensor([190])}, r"its tensors are .*'shared': \('I64', \[2\]\)"),
+        ({"lengths": torch.tensor([[170, 80]])}, "its tensors are"),
+        ({"tokens": torch.zeros(190, dtype=torch.int64)}, "its tensors are"),
+        ({"tokens": torch.zeros(10**6, dtype=torch.int32)}, "its tensors are"),
+        ({"tokens": torch.zeros(0, dtype=torch.int32)}, "its tensors are"),
+        ({"kv": torch.zeros(190, 2, 3, 2, 5)}, "its tensors are"),
+        ({"kv": torch.zeros(190, 2, 3, 2, 4, dtype=torch.float16)}, "its tensors are"),
+        ({"kv": torch.zeros(0)}, "its tensors are"),
+        ({"checksums": torch.zeros(2, 32, dtype=torch.uint8)}, "its tensors are"),
+        ({"more": torch.zeros(1)}, "its tensors are"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_tensors_made_by_hand(tensors, reason, saved):
     saved.rewrite(**tensors)
-    with pytest.raises(TornPrefixFile, match=reason):
+    with pytest.raises(PrefixFileError, match=reason):
         saved.open()
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [{"num_layers": "x"}, {"num_layers": "-3"}, {"num_layers": "9" * 5000}, {"block": "1"}, {"dtype": "int8"}]
-    + [{"format_version": version} for version in ("", "one", "0", "-1", "1.5")],
-    ids=lambda facts: str(facts)[:30],
-)
+@pytest.mark.parametrize("facts", [{"layers": "x"}, {"layers": ""}, {"dtype": "int8"}])
 def test_metadata_made_by_hand(facts, saved):
     saved.rewrite(facts)
-    with pytest.raises(TornPrefixFile):
+    with pytest.raises(PrefixFileError, match="and the model"):
         saved.open()
 
 
 def test_a_vocabulary_is_checked_in_files_made_by_hand(saved):
-    tokens = torch.from_numpy(saved.trie.tokens.copy())
-    tokens[5] = 2**31 - 1
-    saved.rewrite(tokens=tokens)
-    with pytest.raises(PrefixFileMismatch, match="holds token 2147483647"):
-        saved.open()
+    for token in (-1, 2**31 - 1):
+        tokens = torch.from_numpy(saved.prefixes.tokens.copy())
+        tokens[5] = token
+        saved.rewrite(tokens=tokens)
+        with pytest.raises(PrefixFileError, match=f"holds token {token}"):
+            saved.open()
 
 
 # -- what fails while a file is written --------------------------------------------------------------------------------
@@ -341,7 +303,7 @@ def no_file_beyond(size):
 @pytest.mark.parametrize("share", [0, 0.3, 0.99])
 def test_a_disk_that_is_full(share, saved):
     before = saved.path.read_bytes()
-    saved.k += 1
+    saved.all += 1
     with no_file_beyond(int(share * len(before))), pytest.raises(OSError) as raised:
         saved.write()
     assert raised.value.errno == errno.EFBIG
@@ -365,26 +327,6 @@ def test_an_interruption_leaves_the_file_of_before(error, saved):
     assert os.listdir(saved.path.parent) == [saved.path.name]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda k: k[:, 1:], r"k of tokens 0 to 64 must be torch.float32 \[3, 64, 2, 4\], got .* \[3, 63, 2, 4\]"),
-        (lambda k: k.half(), r"must be torch.float32 .*, got torch.float16"),
-        (lambda k: k.transpose(0, 1), r"got torch.float32 \[64, 3, 2, 4\]"),
-    ],
-)
-def test_kv_of_another_form(change, message, saved):
-    before = saved.path.read_bytes()
-
-    def changed(begin, end):
-        k, v = saved.kv(begin, end)
-        return change(k), v
-
-    with pytest.raises(ValueError, match=message):
-        saved.write(kv=changed)
-    assert saved.path.read_bytes() == before
-
-
 def test_a_folder_that_is_not_there(saved):
     saved.path = saved.path.parent / "missing" / "file"
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing; make it first"):
@@ -394,24 +336,14 @@ def test_a_folder_that_is_not_there(saved):
 def test_a_link_leads_to_the_new_file(saved, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(saved.path)
-    saved.k += 1
-    write_prefixes(link, saved.trie, saved.kv, SPEC, MODEL)
+    saved.all += 1
+    write_prefixes(link, saved.prefixes, saved.kv, SPEC, MODEL)
     assert link.is_symlink()
-    assert torch.equal(saved.read_all()[0], saved.k)
-
-
-def test_kv_that_is_a_view_of_pages(saved):
-    """As a pool gives it: not contiguous, and of inference mode."""
-    with torch.inference_mode():
-        pages = saved.k.transpose(1, 2).contiguous().transpose(1, 2)
-    saved.write(kv=lambda begin, end: (pages[:, begin:end], saved.v[:, begin:end]))
-    assert torch.equal(saved.read_all()[0], saved.k)
+    assert torch.equal(saved.read_all(), saved.all)
 
 
 def test_a_single_token(tmp_path):
-    trie = PrefixTrie(np.array([-1]), np.array([1]), np.array([7]))
-    k, v = torch.ones(3, 1, 2, 4), torch.zeros(3, 1, 2, 4)
-    write_prefixes(tmp_path / "one", trie, lambda begin, end: (k, v), SPEC, MODEL)
-    with open_prefixes(tmp_path / "one", SPEC, MODEL, VOCAB) as file:
-        assert torch.equal(file.read(0, 1)[0], k)
-        assert digest_of(file.read(0, 1)) == digest_of([k, v])
+    prefixes, _ = front_coded([np.array([7], np.int32)])
+    kv = torch.ones(1, 48)
+    write_prefixes(tmp_path / "one", prefixes, lambda begin, end: kv, SPEC, MODEL)
+    assert torch.equal(open_prefixes(tmp_path / "one", SPEC, MODEL, VOCAB).read(0, 1), kv)
