@@ -7,7 +7,8 @@ page blocks it covers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,24 @@ from numpy.typing import NDArray
 from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
-from prefixkit.tree.arrays import Ints, Longs, ranges
+from prefixkit.attention.visible import ALL, Visible
+from prefixkit.tree.arrays import Ints, Longs, indptr_of, ranges
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
 OPEN = 2**31 - 1
+
+
+class MaskKind(IntEnum):
+    """What the queries of a BSR row see of its KV list, its segments laid end to end."""
+
+    ALL = 0  # every token
+    OWN = 1  # tokens at the query's own position or before: the list ends with the queries' node
+    LIMIT = 2  # as many of the first tokens as the row's limit for the query says
+
+
+def no_ints() -> Ints:
+    """An empty array."""
+    return np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,28 +42,43 @@ class BSR:
 
     Attributes:
         q_begin, q_end: ``[rows]`` the contiguous query rows of each BSR row.
-        causal: ``[rows]`` True where a query sees only keys at its own position or before, else it sees them all.
+        kind: ``[rows]`` the :class:`MaskKind` of each.
         indptr: ``[rows + 1]`` bounds of each BSR row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`.
+        limit: ``[query rows of LIMIT rows]`` tokens that each query sees, row after row.
     """
 
     q_begin: Ints
     q_end: Ints
-    causal: NDArray[np.bool_]
+    kind: Ints
     indptr: Ints
     node: Ints
     begin: Ints
     end: Ints
+    limit: Ints = field(default_factory=no_ints)
+
+    @property
+    def causal(self) -> NDArray[np.bool_]:
+        """``[rows]`` True for rows of kind OWN."""
+        own: NDArray[np.bool_] = self.kind == MaskKind.OWN
+        return own
 
 
-def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray[np.bool_] | None = None) -> BSR:
+def decompose(
+    tree: StepTree,
+    shape: HeadShape,
+    cost: CostModel,
+    shared: NDArray[np.bool_] | None = None,
+    visible: Visible = ALL,
+) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.
 
     Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
     its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
 
     ``shape`` and ``cost`` decide which nodes are shared, unless ``shared [nodes]`` says so, for measurements and tests.
-    :meth:`StepTree.check` has what the tree must satisfy.
+    :meth:`StepTree.check` has what the tree must satisfy.  A BSR row reads nothing before the first position that one
+    of its queries sees by ``visible``; those of its queries that see less must be masked.
 
     Returns:
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
@@ -56,7 +86,7 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
     tree.check()
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
-        shared = decide_sharing(tree, shape, cost)
+        shared = decide_sharing(tree, shape, cost, visible)
     shared = shared & (below > 0)
     joining = ~shared & (below > 0) & (snapshot.length > 0)
     kinds = np.flatnonzero(np.stack((shared, tree.own_rows > 0), axis=1))
@@ -66,15 +96,48 @@ def decompose(tree: StepTree, shape: HeadShape, cost: CostModel, shared: NDArray
     segments[indptr[1:] - 1] = node
     end = length[segments]
     end[indptr[1:][causal] - 1] = OPEN
-    return BSR(
+    rows = BSR(
         q_begin=tree.first_row[np.where(causal, node, node + 1)],
         q_end=tree.first_row[np.where(causal, node + 1, snapshot.subtree_end[node])],
-        causal=causal,
+        kind=(kinds & 1).astype(np.int32),
         indptr=indptr.astype(np.int32),
         node=segments.astype(np.int32),
         begin=np.zeros(len(segments), dtype=np.int32),
         end=end,
     )
+    return _trimmed(rows, tree, visible) if visible.limits else rows
+
+
+def _trimmed(rows: BSR, tree: StepTree, visible: Visible) -> BSR:
+    """The rows without what lies before their visible ranges; a shared-prefix row that nobody sees is left out."""
+    start, length = tree.snapshot.start, tree.snapshot.length
+    row = np.repeat(np.arange(len(rows.causal)), np.diff(rows.indptr))
+    first = visible.begin(lowest_positions(tree.positions, rows.q_begin, rows.q_end))
+    begin = np.clip(first[row] - start[rows.node], 0, length[rows.node]).astype(np.int32)
+    seen = begin < length[rows.node]
+    last = rows.indptr[1:] - 1
+    # A row is of the node that comes last: that segment stays, whatever the node's length, while the row does.
+    stays = np.logical_or.reduceat(seen, rows.indptr[:-1]) | rows.causal
+    seen[last] = stays
+    count = np.bincount(row[seen], minlength=len(stays))[stays]
+    return replace(
+        rows,
+        q_begin=rows.q_begin[stays],
+        q_end=rows.q_end[stays],
+        kind=rows.kind[stays],
+        indptr=indptr_of(count),
+        node=rows.node[seen],
+        begin=begin[seen],
+        end=rows.end[seen],
+    )
+
+
+def lowest_positions(positions: NDArray[np.int64], q_begin: Ints, q_end: Ints) -> NDArray[np.int64]:
+    """``[rows]`` the lowest of ``positions`` among the query rows ``[q_begin, q_end)``, none of which is empty."""
+    bounds = np.stack((q_begin, q_end), axis=1).reshape(-1)
+    padded = np.append(positions, positions[-1])  # reduceat wants every bound to be an index
+    lowest: NDArray[np.int64] = np.minimum.reduceat(padded, bounds)[::2]
+    return lowest
 
 
 def _inherited(

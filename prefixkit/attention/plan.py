@@ -7,11 +7,13 @@ each BSR row whole; for our kernels ``attention.gpu.gpu_plan`` splits them to fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import BSR
+from prefixkit.attention.bsr import BSR, MaskKind, no_ints
 from prefixkit.tree.arrays import Ints, Longs
 
 
@@ -29,6 +31,9 @@ class Plan:
         merge_indptr: ``[query rows + 1]`` bounds of each query row's partial rows; empty where an item writes the
             output.
         merge_indices: Partial rows in the order of merging, root first.
+        limit_begin: ``[items]`` of items of kind LIMIT, tile items first, where ``limits`` has their first query's; -1
+            of others.  Empty where there are none, as in plans for our kernels.
+        limits: Tokens of its item's KV list that each query of such an item sees.
     """
 
     counts: Ints
@@ -37,6 +42,8 @@ class Plan:
     segments: Ints
     merge_indptr: Ints
     merge_indices: Ints
+    limit_begin: Ints = field(default_factory=no_ints)
+    limits: Ints = field(default_factory=no_ints)
 
     def arrays(self) -> tuple[Ints, ...]:
         """The six arrays that the kernel takes, in their order."""
@@ -52,7 +59,11 @@ class Plan:
         node, low, high = self.segments.T
         before = np.concatenate(([0], np.cumsum(np.minimum(high, length[node]) - low)))
         begin, count = self.items[:, 3:5].T
-        return int((before[begin + count // 2] - before[begin]).sum())
+        tokens = before[begin + count // 2] - before[begin]
+        for item in np.flatnonzero(self.limit_begin >= 0):
+            first, (q_begin, q_end) = self.limit_begin[item], self.items[item, :2]
+            tokens[item] = min(tokens[item], self.limits[first : first + q_end - q_begin].max())
+        return int(tokens.sum())
 
 
 def make_plan(formats: Sequence[BSR], length: Ints, num_rows: int) -> Plan:
@@ -67,7 +78,10 @@ def make_plan(formats: Sequence[BSR], length: Ints, num_rows: int) -> Plan:
     items = np.zeros((len(rows.q_begin), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = rows.q_begin, rows.q_end
     items[:, 3], items[:, 4] = rows.seg_begin, 2 * rows.seg_count + rows.causal
-    return finish_plan(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
+    plan = finish_plan(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
+    if not len(rows.limits):
+        return plan
+    return replace(plan, limit_begin=rows.limit_begin.astype(np.int32), limits=rows.limits)
 
 
 def finish_plan(
@@ -84,7 +98,12 @@ def finish_plan(
 
 @dataclass(frozen=True, eq=False)
 class BsrRows:
-    """All BSR rows of all formats, ancestors first, and a table of their segments with the tokens before each."""
+    """All BSR rows of all formats, ancestors first, and a table of their segments with the tokens before each.
+
+    Attributes:
+        causal: ``[rows]`` 1 for rows of kind OWN, else 0.
+        limit_begin: ``[rows]`` where ``limits`` begins for rows of kind LIMIT, -1 for others.
+    """
 
     q_begin: Longs
     q_end: Longs
@@ -93,25 +112,50 @@ class BsrRows:
     seg_count: Longs
     segments: Longs
     before: Longs
+    limit_begin: Longs
+    limits: Ints
 
 
 def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
-    """The BSR rows of all formats, where node ``n`` has ``length[n]`` tokens."""
+    """The BSR rows of all formats, where node ``n`` has ``length[n]`` tokens.
+
+    Raises:
+        ValueError: a format has not one limit for each query of its rows of kind LIMIT.
+    """
     none = np.zeros(0, dtype=np.int64)
-    q_begin, q_end, causal, node, begin, end = (
+    q_begin, q_end, kind, node, begin, end = (
         np.concatenate([none, *(getattr(bsr, name) for bsr in formats)])
-        for name in ("q_begin", "q_end", "causal", "node", "begin", "end")
+        for name in ("q_begin", "q_end", "kind", "node", "begin", "end")
     )
     seg_count = np.concatenate([none, *(np.diff(bsr.indptr) for bsr in formats)])
     seg_begin = np.cumsum(seg_count) - seg_count
     before = np.concatenate(([0], np.cumsum(np.minimum(end, length[node]) - begin)))
-    # In the order of their own nodes, which come last; a query's partial states then merge root first.
-    key = 2 * node[seg_begin + seg_count - 1] + causal
+    causal, limited = (kind == MaskKind.OWN).astype(np.int64), kind == MaskKind.LIMIT
+    # In the order of their own nodes, which come last, and of paths' first nodes; a query's partial states then merge
+    # root first.
+    owner, limit_begin, limits = seg_begin + seg_count - 1, np.full(len(kind), -1), no_ints()
+    if limited.any():
+        limit_begin, limits = _limits_of(formats, np.where(limited, q_end - q_begin, 0), limited)
+        owner = np.where(limited, seg_begin, owner)
+    key = 4 * node[owner] + 2 * causal + limited
     if np.any(key[1:] < key[:-1]):
         order = np.argsort(key, kind="stable")
         q_begin, q_end, causal = q_begin[order], q_end[order], causal[order]
-        seg_begin, seg_count = seg_begin[order], seg_count[order]
-    return BsrRows(q_begin, q_end, causal, seg_begin, seg_count, np.stack((node, begin, end), axis=1), before)
+        seg_begin, seg_count, limit_begin = seg_begin[order], seg_count[order], limit_begin[order]
+    segments = np.stack((node, begin, end), axis=1)
+    return BsrRows(q_begin, q_end, causal, seg_begin, seg_count, segments, before, limit_begin, limits)
+
+
+def _limits_of(formats: Sequence[BSR], queries: Longs, limited: NDArray[np.bool_]) -> tuple[Longs, Ints]:
+    """Where the limits of each row begin, -1 where it has none, and all limits; ``queries`` of a row have one each."""
+    limits = np.concatenate([no_ints(), *(bsr.limit for bsr in formats)])
+    rows = np.cumsum([0, *(len(bsr.kind) for bsr in formats)])
+    for bsr, (first, last) in zip(formats, pairwise(rows.tolist()), strict=True):
+        if len(bsr.limit) != (wanted := int(queries[first:last].sum())):
+            raise ValueError(f"BSR: limit must have one entry for each of {wanted} query rows, got {len(bsr.limit)}")
+    if len(limits) and limits.min() < 0:
+        raise ValueError(f"BSR: limits must be numbers of tokens of at least 0, got {limits.min()}")
+    return np.where(limited, np.cumsum(queries) - queries, -1), limits.astype(np.int32)
 
 
 def _number_partials(items: Longs, num_rows: int) -> tuple[Longs, Ints, Ints, int]:

@@ -16,11 +16,14 @@ from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints
 
 Array = NDArray[np.signedinteger]
 # Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.
 StepArrays = Callable[[], Sequence[Array]]
+# As leaves grow, what a plan reads falls out of sight: up to so many tokens of each BSR row, one KV tile.
+MOST_UNSEEN = 64
 
 
 @dataclass(eq=False)
@@ -34,6 +37,7 @@ class StepPlan:
         count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts
             them from the plan on the host.
         owners: What the backend needs for as long as the tensors are used.
+        visible: Which tokens queries see.
     """
 
     tensors: list[Tensor]
@@ -41,11 +45,17 @@ class StepPlan:
     specify: Callable[[], Plan]
     count_reads: Callable[[Ints], int] | None = None
     owners: object = None
+    visible: Visible = ALL
 
     @cached_property
     def plan(self) -> Plan:
         """The plan on the host; where a GPU made it, the first access makes the same plan in numpy."""
         return self.specify()
+
+    def kv_tokens(self, tree: StepTree) -> tuple[int, int]:
+        """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared."""
+        positions = tree.positions
+        return self.kv_tokens_read(tree.length), int((positions + 1 - self.visible.begin(positions)).sum())
 
     def kv_tokens_read(self, length: Ints) -> int:
         """Token KVs that attention reads in one layer, when node ``n`` holds ``length[n]`` tokens."""
@@ -61,13 +71,15 @@ class Planner(ABC):
     Attributes:
         shape: The attention heads.
         cost: Decides what is shared.
+        visible: What queries see; nothing before it is read.
         plans_made: How many plans were made, for tests and reports.
     """
 
-    def __init__(self, shape: HeadShape, cost: CostModel) -> None:
-        self.shape, self.cost = shape, cost
+    def __init__(self, shape: HeadShape, cost: CostModel, visible: Visible = ALL) -> None:
+        self.shape, self.cost, self.visible = shape, cost, visible
         self.plans_made = 0
         self._key: tuple[object, ...] | None = None
+        self._begin: NDArray[np.int64] | None = None  # where the last plan's queries began to see, if not at 0
         self._last: StepPlan | None = None
 
     def plan(
@@ -80,17 +92,26 @@ class Planner(ABC):
         """
         snapshot, queries = tree.snapshot, tree.queries
         key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
-        if self._last is not None and key == self._key:
+        if self._last is not None and key == self._key and self._still_fits(tree):
             self._last, tensors = self._renew(self._last, tree, device, step_arrays)
-            return self._last, tensors
-        self._last, tensors = self._make(tree, device, step_arrays)
-        self._key = key
-        self.plans_made += 1
+        else:
+            self._last, tensors = self._make(tree, device, step_arrays)
+            self._key = key
+            self._begin = self.visible.begin(tree.positions) if self.visible.limits else None
+            self.plans_made += 1
+        self._last.visible = self.visible
         return self._last, tensors
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
         """The block-sparse rows that plans are made of."""
-        return (decompose(tree, self.shape, self.cost),)
+        return (decompose(tree, self.shape, self.cost, visible=self.visible),)
+
+    def _still_fits(self, tree: StepTree) -> bool:
+        """Whether the last plan reads all that the queries see now, and little more."""
+        if self._begin is None:
+            return True
+        moved = self.visible.begin(tree.positions) - self._begin
+        return bool(moved.min() >= 0 and moved.max() <= MOST_UNSEEN)
 
     @abstractmethod
     def specify(self, tree: StepTree) -> Plan:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints, Longs
 
 # Query heads (queries x GQA group) of a decode item at most, and of the largest tile by default.
@@ -51,12 +52,25 @@ CPU_COST = CostModel(item=30.0, kv_byte=6.5e-5, partial_byte=3e-4)
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The attention heads of one layer, as far as cost and tiles depend on them."""
+    """The attention heads of one layer, as far as cost and tiles depend on them.
+
+    Attributes:
+        heads, kv_heads: Query heads and KV heads.
+        head_dim: Elements of a head of Q and K.
+        itemsize: Bytes of an element of K and V.
+        v_dim: Elements of a head of V and of the output; None: ``head_dim``.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     itemsize: int
+    v_dim: int | None = None
+
+    @property
+    def plan_heads(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, ``head_dim`` and ``itemsize``: heads of one size, as ``plan_tree`` takes them."""
+        return self.heads, self.kv_heads, self.head_dim, self.itemsize
 
     @property
     def gqa_group(self) -> int:
@@ -64,17 +78,22 @@ class HeadShape:
         return self.heads // self.kv_heads
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a head of V and of the output."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of one token's K and V."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of one query's partial state: float32 output and log-sum-exp of all heads."""
-        return 4 * self.heads * (self.head_dim + 1)
+        return 4 * self.heads * (self.value_dim + 1)
 
 
-def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
+def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible = ALL) -> NDArray[np.bool_]:
     """Decide for each node whether its KV is read once for all queries below it, or once for each row that needs it.
 
     A shared node costs one more item, its tiles, and one more partial state for each query below; any other is read
@@ -83,10 +102,12 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
     shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
     above fewer consumers, never more.
 
+    Of a node only what some query sees by ``visible`` counts, and its consumers are those that see some of it.
+
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    candidate, most, price = _candidates(tree, shape, cost)
+    candidate, most, length, price = _candidates(tree, shape, cost, visible)
     snapshot = tree.snapshot
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
     nodes = np.flatnonzero(candidate)
@@ -95,7 +116,7 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
     marked = mark(snapshot.subtree_end, candidate)
     rank, nearest = marked.above[nodes], marked.nearest(nodes)
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
-    rows = most[nodes], snapshot.length[nodes], price[nodes], above
+    rows = most[nodes], length[nodes], price[nodes], above
     few = len(nodes) <= 24 * (int(rank.max()) + 1)
     by_token = cost.kv_byte * shape.kv_bytes
     shared[nodes] = _share_one_by_one(*rows, by_token) if few else _share_by_level(*rows, by_token, rank)
@@ -104,26 +125,52 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
 
 def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
     """``[nodes]`` False where :func:`decide_sharing` cannot share a node, whatever it decides for those below."""
-    return _candidates(tree, shape, cost)[0]
+    return _candidates(tree, shape, cost, ALL)[0]
 
 
 def _candidates(
-    tree: StepTree, shape: HeadShape, cost: CostModel
-) -> tuple[NDArray[np.bool_], Longs, NDArray[np.float64]]:
-    """Which nodes would gain if nothing below were shared; their consumers then, and the price of sharing them."""
+    tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible
+) -> tuple[NDArray[np.bool_], Longs, Ints | Longs, NDArray[np.float64]]:
+    """Which nodes would gain if nothing below were shared; their consumers then, the tokens that each of these but one
+    would not read, and the price of sharing them.
+    """
     snapshot, below = tree.snapshot, tree.below
     tiles = -(-below // max(1, cost.tile_heads // shape.gqa_group)) * np.float64(cost.tile_item * shape.kv_heads)
     tiles = np.where(below * shape.gqa_group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
     price: NDArray[np.float64] = cost.item + tiles + below * (cost.partial_byte * shape.partial_bytes)
-    owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
+    length: Ints | Longs = snapshot.length
+    if visible.limits:
+        most, length = _seeing(tree, visible)
+    else:
+        owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
+        most = owners[snapshot.subtree_end] - owners[1:]
     # Where that many consumers gain nothing, fewer will not either.
-    most = owners[snapshot.subtree_end] - owners[1:]
-    gain = (most - 1) * snapshot.length * (cost.kv_byte * shape.kv_bytes)
-    return (below > 0) & (gain > price), most, price
+    gain = (most - 1) * length * (cost.kv_byte * shape.kv_bytes)
+    return (below > 0) & (gain > price), most, length, price
+
+
+def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
+    """``[nodes]`` how many own-node rows below see some of each node, and the mean tokens that each but one would not
+    read if it were shared: what they see, less what the one that sees most of it sees.
+    """
+    snapshot, queries = tree.snapshot, tree.queries
+    begin = visible.begin(snapshot.start[queries.node].astype(np.int64) + queries.begin)
+    end = snapshot.start.astype(np.int64) + snapshot.length
+    most, total, widest = np.zeros((3, snapshot.num_nodes), dtype=np.int64)
+    node = snapshot.parent[queries.node]
+    # From node to node towards the roots, until nothing is in sight.
+    while len(at := np.flatnonzero((node >= 0) & (end[node] > begin))):
+        node, begin = node[at], begin[at]
+        tokens = np.minimum(end[node] - begin, snapshot.length[node])
+        np.add.at(most, node, 1)
+        np.add.at(total, node, tokens)
+        np.maximum.at(widest, node, tokens)
+        node = snapshot.parent[node]
+    return most, (total - widest) // np.maximum(most - 1, 1)
 
 
 def _share_by_level(
-    most: Longs, length: Ints, price: NDArray[np.float64], above: Longs, by_token: float, rank: Longs
+    most: Longs, length: Ints | Longs, price: NDArray[np.float64], above: Longs, by_token: float, rank: Longs
 ) -> NDArray[np.bool_]:
     """The decision for candidates, from the deepest level up: for trees with many nodes in each level.
 
@@ -142,7 +189,7 @@ def _share_by_level(
 
 
 def _share_one_by_one(
-    most: Longs, length: Ints, price: NDArray[np.float64], above: Longs, by_token: float
+    most: Longs, length: Ints | Longs, price: NDArray[np.float64], above: Longs, by_token: float
 ) -> NDArray[np.bool_]:
     """The same, node by node: for few nodes, and for deep trees."""
     columns = most.tolist(), length.tolist(), price.tolist(), above.tolist()

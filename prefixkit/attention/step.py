@@ -25,9 +25,9 @@ class Step:
         slots: ``[T]`` int64 pool slots that receive their K and V; -1 writes nothing: that of a token that is computed
             already, and runs again for its logits.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending.
-        length: ``[nodes]`` tokens of each node that are visible in this step, on the host.
-        kv_tokens_unshared: What the queries would read in one layer if no sequence shared.
-        planned: The plan.
+        length: ``[nodes]`` tokens of each node that exist in this step, on the host.
+        plans: A plan for each kind of layers.
+        layer_counts: How many layers are of each of these kinds.
     """
 
     tokens: Tensor
@@ -35,8 +35,8 @@ class Step:
     slots: Tensor
     logit_rows: Tensor
     length: Ints
-    kv_tokens_unshared: int
-    planned: StepPlan
+    plans: tuple[StepPlan, ...]
+    layer_counts: tuple[int, ...] = (1,)
 
     @property
     def num_rows(self) -> int:
@@ -44,29 +44,34 @@ class Step:
 
     @property
     def plan(self) -> list[Tensor]:
-        """The plan as ``tree_attention`` takes it."""
-        return self.planned.tensors
+        """The first kind's plan as ``tree_attention`` takes it."""
+        return self.plans[0].tensors
 
     @property
-    def kv_tokens_read(self) -> int:
-        """Token KVs that attention reads in one layer; computed when asked for, so best while a GPU runs the step."""
-        return self.planned.kv_tokens_read(self.length)
+    def kv_tokens(self) -> tuple[int, int]:
+        """Token KVs that attention reads in a layer, and would read if no sequence shared: the mean over all layers.
+
+        Computed when asked for, so best while a GPU runs the step.
+        """
+        return mean_reads(self.plans, self.layer_counts, self.plans[0].tree)
 
 
 def build_step(
     tree: StepTree,
     tokens: NDArray[np.integer],
     logit_rows: NDArray[np.integer],
-    planner: Planner,
+    planners: Planner | Sequence[Planner],
     device: torch.device | str = "cpu",
+    layer_counts: tuple[int, ...] = (1,),
 ) -> Step:
     """Assemble the step that computes the queries of ``tree``.
 
     Args:
         tree: The tree, with slots for the queries' KV already taken, and which tokens run.
         tokens, logit_rows: See :class:`Step`.
-        planner: Holds heads, costs and the last plan.
+        planners: Of each kind of layers: holds heads, costs and the last plan.
         device: Where the tensors go.
+        layer_counts: How many layers are of each kind.
 
     Raises:
         ValueError: the queries leave out KV that they need, or ``tokens`` does not match them.
@@ -81,13 +86,26 @@ def build_step(
         slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
         return [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
 
-    planned, (ids, positions, slots, wanted) = planner.plan(tree, torch.device(device), gather)
+    first, *others = [planners] if isinstance(planners, Planner) else planners
+    target = torch.device(device)
+    planned, (ids, positions, slots, wanted) = first.plan(tree, target, gather)
     return Step(
         tokens=ids,
         positions=positions,
         slots=slots,
         logit_rows=wanted,
         length=tree.length,
-        kv_tokens_unshared=int((tree.positions + 1).sum()),
-        planned=planned,
+        plans=(planned, *(planner.plan(tree, target)[0] for planner in others)),
+        layer_counts=layer_counts,
     )
+
+
+def mean_reads(plans: Sequence[StepPlan], layer_counts: Sequence[int], tree: StepTree) -> tuple[int, int]:
+    """Token KVs read in a layer of a step, and read if no sequence shared: means over kinds of layers.
+
+    Args:
+        plans, layer_counts: A plan for each kind, and how many layers are of it.
+        tree: Of the plans' structure, as its leaves have grown.
+    """
+    read, unshared = np.average([plan.kv_tokens(tree) for plan in plans], axis=0, weights=layer_counts)
+    return round(float(read)), round(float(unshared))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.function_digest import fingerprint
+from prefixkit.attention.visible import Visible
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -56,12 +57,13 @@ class Variant:
         mask_mod: Hides keys, or None.
         window: A query at position ``p`` sees keys at positions in ``(p - window, p]`` only, so that no KV outside is
             read; ``mask_mod`` must hide it.  None for no limit.
+        chunk: It sees keys from the multiple of ``chunk`` at or before ``p`` on; the same goes for the others.
         has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
         bodies: ``score_mod`` and ``mask_mod`` in C++, in their order; None if there is no such text, and plain torch
             has to serve on a GPU too.
 
     Raises:
-        ValueError: ``window`` below 1 or without a ``mask_mod``.
+        ValueError: ``window`` or ``chunk`` below 1, or without a ``mask_mod``.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Variant:
     window: int | None = None
     has_sinks: bool = False
     bodies: tuple[Body, ...] | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -79,6 +82,16 @@ class Variant:
                 f"Variant {self.name!r}: window must be at least 1 and come with the mask_mod that hides all outside, "
                 f"got window={self.window} and mask_mod={self.mask_mod}; see sliding_window(size)"
             )
+        if self.chunk is not None and (self.chunk < 1 or self.mask_mod is None):
+            raise ValueError(
+                f"Variant {self.name!r}: chunk must be at least 1 and come with the mask_mod that hides all before it, "
+                f"got chunk={self.chunk} and mask_mod={self.mask_mod}; see chunked(size)"
+            )
+
+    @property
+    def visible(self) -> Visible:
+        """The range of keys outside which nothing is read."""
+        return Visible(self.window, self.chunk)
 
 
 CAUSAL = Variant("causal", bodies=())
@@ -94,7 +107,7 @@ def register(variant: Variant) -> str:
     """Make a variant known to the ops, whose schemas know strings but no Python functions, for good.
 
     Returns:
-        Its key: the name, and a digest of its functions with all they capture, of its window, sinks and bodies.
+        Its key: the name, and a digest of its functions with all they capture, of its window, chunk, sinks and bodies.
         Registering it again, or another variant made with the same parameters, returns the same key, in this process
         or another.
 
@@ -104,7 +117,8 @@ def register(variant: Variant) -> str:
     key = variant.name
     if not _is_causal(variant):
         bodies = None if variant.bodies is None else tuple((b.score, b.mask, b.parameters) for b in variant.bodies)
-        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, variant.window, variant.has_sinks, bodies)
+        sight = variant.window, variant.chunk
+        key += "#" + fingerprint(variant.score_mod, variant.mask_mod, *sight, variant.has_sinks, bodies)
     _REGISTRY.setdefault(key, variant)
     return key
 
@@ -122,16 +136,37 @@ def lookup(key: str) -> Variant:
 
 def sliding_window(size: int) -> Variant:
     """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"sliding_window: size must be an integer of at least 1 token, got {size!r}")
+    _check_size("sliding_window", size)
 
     def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
         return q_position - kv_position < size
 
-    whole = torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32, device="cpu")
-    bits = whole.view(torch.float32)  # as parameters are
-    body = Body(None, "q_position - kv_position < __float_as_int(p[0])", bits)
+    body = Body(None, "q_position - kv_position < __float_as_int(p[0])", _bits(size))
     return Variant(f"sliding_window({size})", mask_mod=mask_mod, window=size, bodies=(body,))
+
+
+def chunked(size: int) -> Variant:
+    """Each query sees its own chunk of ``size`` tokens only, up to itself; chunks begin at multiples of ``size``.
+
+    ValueError unless ``size`` is 1 or more.
+    """
+    _check_size("chunked", size)
+
+    def mask_mod(q_position: Tensor, kv_position: Tensor, head: Tensor) -> Tensor:
+        return q_position // size == kv_position // size
+
+    body = Body(None, "q_position / __float_as_int(p[0]) == kv_position / __float_as_int(p[0])", _bits(size))
+    return Variant(f"chunked({size})", mask_mod=mask_mod, bodies=(body,), chunk=size)
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}: size must be an integer of at least 1 token, got {size!r}")
+
+
+def _bits(size: int) -> Tensor:
+    """A number of tokens as a parameter, which are float32."""
+    return torch.tensor([min(size, 2**31 - 1)], dtype=torch.int32, device="cpu").view(torch.float32)
 
 
 def soft_cap(cap: float) -> Variant:
@@ -201,6 +236,8 @@ def compose(*variants: Variant) -> Variant:
         window=min((part.window for part in parts if part.window is not None), default=None),
         has_sinks=any(part.has_sinks for part in parts),
         bodies=tuple(chain(*bodies)) if len(bodies) == len(parts) else None,
+        # Chunks of several sizes hide more than the smallest does; what is read may be more than what is seen.
+        chunk=min((part.chunk for part in parts if part.chunk is not None), default=None),
     )
 
 

@@ -31,6 +31,7 @@ def _torch() -> Backend:
         plain_sampling.sample,
         plan_tree.plan_tree,
         plain_experts.expert_product,
+        expanded_attention=run_program.expanded_attention,
     )
 
 
@@ -48,8 +49,8 @@ def _cuda() -> Backend:
         *ops,
         plan_launch.plan_tree,
         expert_product,
-        device_planner.graph_planning,
-        most_pairs,
+        graph_planning=device_planner.graph_planning,
+        expert_pairs=most_pairs,
     )
 
 

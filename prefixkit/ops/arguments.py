@@ -48,15 +48,15 @@ def expect(
 
 
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
-    """K and V of one layer: alike, ``[pages, page_size, kv_heads, head_dim]``, with a head's elements adjacent."""
+    """K and V of one layer: alike but for ``head_dim``, with a head's elements adjacent."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, FLOATS)
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over head_dim, got strides {list(pages.stride())}")
-    shape, like = k_pages.shape, " like k_pages"
-    expect(
-        op, "v_pages", v_pages, f"{list(shape)}{like}", v_pages.shape == shape, (k_pages.dtype,), k_pages.device, like
-    )
+    like = " like k_pages"
+    shape = f"[{', '.join(map(str, k_pages.shape[:3]))}, v_dim]{like}"
+    fits = v_pages.shape[:3] == k_pages.shape[:3]
+    expect(op, "v_pages", v_pages, shape, fits, (k_pages.dtype,), k_pages.device, like)
 
 
 def check_slots(op: str, name: str, slots: Tensor, device: torch.device) -> None:
@@ -70,8 +70,9 @@ def check_append(
     """Arguments of ``kv_append``."""
     check_pages(op, k_pages, v_pages)
     check_slots(op, "slots", slots, k_pages.device)
-    tokens, (_, _, kv_heads, head_dim) = slots.shape[0], k_pages.shape
-    for name, tensor in (("key", key), ("value", value)):
+    tokens = slots.shape[0]
+    for name, tensor, pages in (("key", key, k_pages), ("value", value, v_pages)):
+        kv_heads, head_dim = pages.shape[2:]
         expected = f"[{tokens}, {kv_heads}, {head_dim}] (slots, then kv_heads and head_dim of the pages)"
         _expect_like(k_pages, op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim))
 
@@ -112,10 +113,33 @@ def check_attention(
     check_pages(op, k_pages, v_pages)
     kv_heads, head_dim = k_pages.shape[2:]
     fits = q.ndim == 3 and q.shape[2] == head_dim
-    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of the pages)", fits)
+    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of k_pages)", fits)
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
-    check_positions(q, q_positions)
+    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def check_expanded(
+    q: Tensor, cached: Sequence[Tensor], q_positions: Tensor, variant: Variant, sinks: Tensor | None
+) -> None:
+    """Arguments of ``expanded_attention``: pages of any heads and sizes, of one pool."""
+    op = "expanded_attention"
+    if not cached:
+        raise BadShape(f"{op}: cached must hold the pages of one tensor at least, got none")
+    first = cached[0]
+    for index, pages in enumerate(cached):
+        name, fits = f"cached[{index}]", pages.ndim == 4 and pages.shape[:2] == first.shape[:2]
+        expect(op, name, pages, "[pages, page_size, heads, dim] (pages, page_size of cached[0])", fits, FLOATS)
+        expect(op, name, pages, "", dtypes=(first.dtype,), device=first.device, like=" like cached[0]")
+        if pages.stride(3) != 1:
+            raise BadShape(f"{op}: {name} must have stride 1 over dim, got strides {list(pages.stride())}")
+    _expect_like(first, op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
+    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None) -> None:
+    """Positions, and sinks where the variant has them."""
+    check_positions(q, q_positions, op)
     if (sinks is not None) != variant.has_sinks:
         has, given = ("has sinks", "none are given") if variant.has_sinks else ("has no sinks", "some are given")
         raise BadShape(f"{op}: variant {variant.name!r} {has}, but {given}; see attention_sinks()")
@@ -124,9 +148,8 @@ def check_attention(
         expect(op, "sinks", sinks, f"[{q.shape[1]}] (heads of q), contiguous", fits, (q.dtype,), q.device, " like q")
 
 
-def check_positions(q: Tensor, q_positions: Tensor) -> None:
-    """``q_positions`` of ``tree_attention``: one for each row of q."""
-    op = "tree_attention"
+def check_positions(q: Tensor, q_positions: Tensor, op: str = "tree_attention") -> None:
+    """``q_positions``: one for each row of q."""
     check_slots(op, "q_positions", q_positions, q.device)
     expect(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
 

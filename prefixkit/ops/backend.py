@@ -24,6 +24,7 @@ from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.threads import once
 
 log = logging.getLogger("prefixkit")
@@ -81,7 +82,13 @@ class GraphPlanner(Protocol):
 
 
 class GraphPlanning(Protocol):
-    """How decode steps in graphs are planned, for the heads of one planner."""
+    """How decode steps in graphs are planned, for the heads of one planner.
+
+    Attributes:
+        visible: What queries see.
+    """
+
+    visible: Visible
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
@@ -93,14 +100,24 @@ class GraphPlanning(Protocol):
         """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
 
 
+class PlannerFor(Protocol):
+    """Makes the planner for some heads on a device in a dtype, whose queries see a range of keys."""
+
+    def __call__(
+        self, shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL
+    ) -> Planner: ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the ops.
 
     Attributes:
         name: ``torch`` or ``cuda``.
-        planner_for: The planner for some heads on a device in a dtype; makes what ``tree_attention`` takes as ``plan``.
+        planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
+            ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree, expert_product: The ops.
+        expanded_attention: Attention over K and V that a function makes of what is cached; None where there is none.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
         expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
@@ -108,7 +125,7 @@ class Backend:
     """
 
     name: str
-    planner_for: Callable[[HeadShape, torch.device, torch.dtype], Planner]
+    planner_for: PlannerFor
     kv_append: Callable[..., None]
     rotary_append: Callable[..., Tensor]
     linear_pair: Callable[..., Tensor]
@@ -117,6 +134,7 @@ class Backend:
     sample: Callable[..., None]
     plan_tree: Callable[..., None]
     expert_product: Callable[..., Tensor]
+    expanded_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
     expert_pairs: Callable[[torch.device, torch.dtype], float] | None = None
 
@@ -192,6 +210,11 @@ def backend_for(device: torch.device) -> Backend:
     # A CPU tensor among tensors on a GPU: the op's own check names it.
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _on_gpu(torch.device(device.type, index))
+
+
+def plain_torch() -> Backend:
+    """Plain torch, on any device: for what no kernel computes."""
+    return _registration("torch")[0]()
 
 
 def choose_again() -> None:

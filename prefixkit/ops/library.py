@@ -38,8 +38,8 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
     nothing either, and with ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
 
     Args:
-        key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype.
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, written in place.
+        key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype, each with the ``head_dim`` of its pages.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, written in place; heads may differ in size.
         slots: ``[T]`` int64, distinct but for -1.
 
     Raises:
@@ -55,7 +55,7 @@ def rotary_append(
 
     Args:
         q: ``[T, heads, head_dim]``.
-        key, value: ``[T, kv_heads, head_dim]``.
+        key, value: ``[T, kv_heads, head_dim]``; heads of ``value`` have the size of v_pages'.
         cos, sin: ``[T, head_dim]`` of each row's position, in the dtype of all else.
         k_pages, v_pages, slots: As ``kv_append`` takes them.
 
@@ -104,7 +104,8 @@ def tree_attention(
 
     Args:
         q: ``[T, heads, head_dim]`` in the pages' dtype.
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device; heads
+            of v_pages may have another size, ``v_dim``, which no kernel of ours serves.
         q_positions: ``[T]`` int64.
         plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
             that a captured graph reads, on plain torch a handle.
@@ -113,14 +114,14 @@ def tree_attention(
         sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
 
     Returns:
-        ``out [T, heads, head_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
+        ``out [T, heads, v_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
         nothing are 0, and -inf or their sink.
 
     Raises:
         UnknownVariant: no variant is registered under this key.
     """
     arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def advance(

@@ -22,7 +22,7 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
@@ -71,7 +71,7 @@ class FakeModel:
 
     def __init__(self, pool: KVPool) -> None:
         # Keys are tokens, in float32, and values are hashes of prefixes: one head of one element.
-        self.pages = [pool.k(0).fill_(-1.0), pool.v(0).fill_(-1.0)]
+        self.pages = [pool.pages(0)[0].fill_(-1.0), pool.pages(0)[1].fill_(-1.0)]
         self.page_size = pool.page_size
         self.computed: Counter[tuple[int, ...]] = Counter()
         self.rows_per_step: list[int] = []
@@ -121,7 +121,7 @@ def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
     if len(step.plan) > 1:
         counts, tile_items, decode_items, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
         return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, nodes
-    plan, tree = step.planned.plan, step.planned.tree.snapshot
+    plan, tree = step.plans[0].plan, step.plans[0].tree.snapshot
     return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)
 
 
@@ -129,7 +129,7 @@ def make_engine(
     num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options: Any
 ) -> tuple[ReportingEngine, FakeModel]:
     """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
-    pool = KVPool(KVSpec(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)
+    pool = KVPool(spec_of_alike(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)
     model = FakeModel(pool)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))
     runner = EagerRunner(model, planner, "cpu", pace)

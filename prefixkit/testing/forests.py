@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Case:
     @property
     def shape(self) -> HeadShape:
         kv_heads, head_dim = self.k_pages.shape[2:]
-        return HeadShape(self.q.shape[1], kv_heads, head_dim, self.q.element_size())
+        return HeadShape(self.q.shape[1], kv_heads, head_dim, self.q.element_size(), self.v_pages.shape[3])
 
     @property
     def row_node(self) -> Ints:
@@ -164,24 +164,27 @@ def fill(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     spread: float = 1.0,
+    v_dim: int | None = None,
 ) -> Case:
     """Random queries and sinks, and random KV for every token of the tree, written through ``kv_append``.
 
-    ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and so how sharp the softmax is.
+    ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and so how sharp the softmax is; ``v_dim``
+    is the size of V's heads, by default the same.
     """
     num_heads, kv_heads, head_dim = heads
+    v_dim = head_dim if v_dim is None else v_dim
     k_pages, v_pages = (
-        torch.full((num_pages, snapshot.page_size, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in "kv"
+        torch.full((num_pages, snapshot.page_size, kv_heads, dim), torch.nan, dtype=dtype) for dim in (head_dim, v_dim)
     )
     node = np.repeat(np.arange(snapshot.num_nodes), snapshot.length)
     offset = np.concatenate([np.arange(length) for length in snapshot.length])
     slots = torch.from_numpy(snapshot.slots(node, offset))
     key, value, q = (
-        torch.from_numpy(rng.standard_normal((rows, of, head_dim), dtype=np.float32)).mul_(by).to(dtype)
-        for rows, of, by in (
-            (len(slots), kv_heads, 1.0),
-            (len(slots), kv_heads, 1.0),
-            (queries.num_rows, num_heads, spread),
+        torch.from_numpy(rng.standard_normal((rows, of, dim), dtype=np.float32)).mul_(by).to(dtype)
+        for rows, of, dim, by in (
+            (len(slots), kv_heads, head_dim, 1.0),
+            (len(slots), kv_heads, v_dim, 1.0),
+            (queries.num_rows, num_heads, head_dim, spread),
         )
     )
     torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
@@ -190,9 +193,12 @@ def fill(
 
 
 def random_case(
-    rng: np.random.Generator, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
+    rng: np.random.Generator,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int, int] | None = None,
+    v_dim: int | None = None,
 ) -> Case:
-    """A small forest of any kind."""
+    """A small forest of any kind; ``heads`` and ``v_dim`` as :func:`fill` takes them."""
     if heads is None:
         kv_heads = int(rng.choice([1, 2, 3]))
         heads = kv_heads * int(rng.choice([1, 2, 3, 4])), kv_heads, int(rng.choice([32, 64, 80]))
@@ -201,7 +207,7 @@ def random_case(
     lengths[rng.integers(nodes)] += 1
     snapshot, num_pages = make_snapshot(rng, random_parents(rng, nodes), lengths.tolist(), int(rng.choice(PAGE_SIZES)))
     queries = random_queries(rng, snapshot)
-    return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])))
+    return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])), v_dim)
 
 
 def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None) -> Plan:
@@ -274,7 +280,7 @@ def gpu_program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tun
 
 def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu: bool) -> Program:
     shape = case.shape
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.itemsize, costs)
+    heads = Heads(*astuple(shape), tuning=costs)
     tree = StepTree(case.snapshot, case.queries)
     return compile_program(plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu)
 

@@ -79,7 +79,7 @@ def narrowed(rows: BSR, group: int) -> BSR:
     """The same rows cut to so few queries that every item is a decode item; groups are at most ``DECODE_ROWS``."""
     step, queries = DECODE_ROWS // group, rows.q_end - rows.q_begin
     count = -(-queries // step)
-    row = np.repeat(np.arange(len(rows.causal)), count)
+    row = np.repeat(np.arange(len(rows.kind)), count)
     begin = (rows.q_begin[row] + step * ranges(np.zeros_like(count), count)).astype(np.int32)
     segments = np.diff(rows.indptr)[row]
     which = ranges(rows.indptr[:-1][row], segments)
@@ -87,7 +87,7 @@ def narrowed(rows: BSR, group: int) -> BSR:
         rows,
         q_begin=begin,
         q_end=np.minimum(begin + step, rows.q_end[row]),
-        causal=rows.causal[row],
+        kind=rows.kind[row],
         indptr=np.concatenate(([0], np.cumsum(segments))).astype(np.int32),
         node=rows.node[which],
         begin=rows.begin[which],

@@ -6,6 +6,7 @@ positions up to ``p``.  Query head ``h`` reads KV head ``h // (heads // kv_heads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,8 @@ from einops import einsum, repeat
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.attention.bsr import BSR, MaskKind
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import CAUSAL, Variant
 from prefixkit.backends.torch.merge import State
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -37,13 +40,13 @@ def reference_attention(
         query_node: ``[rows]`` the node that each query sits in.
         query_position: ``[rows]`` its position in the sequence.
         q: ``[rows, heads, head_dim]`` any float dtype.
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype; heads of V may have another size.
         scale: Factor on ``q . k``.
         variant: What else happens to the scores.
         sinks: ``[heads]`` logits that join the softmax's denominator, for a variant that has sinks.
 
     Returns:
-        The state in float64: ``out [rows, heads, head_dim]``, ``lse [rows, heads]``.
+        The state in float64: ``out [rows, heads, v_dim]``, ``lse [rows, heads]``.
     """
     starts = np.flatnonzero(np.diff(query_node, prepend=-1))
     runs = [slice(*bounds) for bounds in pairwise([*starts.tolist(), len(query_node)])]
@@ -53,8 +56,8 @@ def reference_attention(
         )
         for run in runs
     ]
-    rows, heads, head_dim = q.shape
-    out = torch.cat([state.out for state in states]) if states else q.new_zeros(0, heads, head_dim).double()
+    heads, v_dim = q.shape[1], v_pages.shape[3]
+    out = torch.cat([state.out for state in states]) if states else q.new_zeros(0, heads, v_dim).double()
     lse = torch.cat([state.lse for state in states]) if states else q.new_zeros(0, heads).double()
     return State(out, lse)
 
@@ -71,6 +74,48 @@ def visible_tokens(snapshot: TreeSnapshot, node: int, position: int) -> tuple[ND
     return snapshot.slots(nodes, offsets), snapshot.start[nodes].astype(np.int64) + offsets
 
 
+def formats_attention(
+    tree: StepTree,
+    formats: Sequence[BSR],
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant = CAUSAL,
+    sinks: Tensor | None = None,
+) -> State:
+    """Attention by the meaning of block-sparse rows, query by query.
+
+    Arguments but ``tree`` and ``formats``, and the result, are as :func:`reference_attention` has them.
+    """
+    lists: list[list[tuple[int, int]]] = [[] for _ in range(tree.queries.num_rows)]
+    for bsr in formats:
+        limits = iter(bsr.limit.tolist())
+        for row in range(len(bsr.kind)):
+            tokens = [
+                (int(node), offset)
+                for node, begin, end in zip(
+                    *(x[bsr.indptr[row] : bsr.indptr[row + 1]] for x in (bsr.node, bsr.begin, bsr.end)), strict=True
+                )
+                for offset in range(begin, min(end, int(tree.length[node])))
+            ]
+            for query in range(bsr.q_begin[row], bsr.q_end[row]):
+                seen = tokens
+                if bsr.kind[row] == MaskKind.OWN:
+                    seen = [(n, at) for n, at in tokens if tree.snapshot.start[n] + at <= tree.positions[query]]
+                elif bsr.kind[row] == MaskKind.LIMIT:
+                    seen = tokens[: next(limits)]
+                lists[query] += seen
+    states = []
+    for query, seen in enumerate(lists):
+        node, offset = np.array(seen, dtype=np.int64).reshape(-1, 2).T
+        slots, kv_positions = tree.snapshot.slots(node, offset), tree.snapshot.start[node] + offset
+        where = torch.from_numpy(slots), torch.from_numpy(kv_positions.astype(np.int64))
+        one, position = slice(query, query + 1), tree.positions[query : query + 1]
+        states.append(_over(*where, position, q[one], k_pages, v_pages, scale, variant, sinks, causal=False))
+    return State(*map(torch.cat, zip(*states, strict=True)))
+
+
 def _one_node(
     snapshot: TreeSnapshot,
     node: int,
@@ -84,6 +129,23 @@ def _one_node(
 ) -> State:
     """``q [rows, heads, head_dim]`` of one node against all the keys that the last of them sees."""
     slots, kv_positions = map(torch.from_numpy, visible_tokens(snapshot, node, int(positions.max())))
+    return _over(slots, kv_positions, positions, q, k_pages, v_pages, scale, variant, sinks, causal=True)
+
+
+def _over(
+    slots: Tensor,
+    kv_positions: Tensor,
+    positions: NDArray[np.integer],
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None,
+    *,
+    causal: bool,
+) -> State:
+    """``q [rows, heads, head_dim]`` against the keys in ``slots``; ``causal`` hides those after a query."""
     heads, page_size = q.shape[1], k_pages.shape[1]
     group = heads // k_pages.shape[2]
     k, v = (
@@ -98,7 +160,7 @@ def _one_node(
     )
     if variant.score_mod is not None:
         score = variant.score_mod(score, *where)
-    visible = where[1] <= where[0]
+    visible = (where[1] <= where[0]) | (not causal)
     if variant.mask_mod is not None:
         visible = visible & variant.mask_mod(*where)
     score = score.masked_fill(~visible, -torch.inf)

@@ -56,4 +56,5 @@ def _pack(rows):
     segments = np.array([segment for row in rows for segment in row[3]], dtype=np.int32)
     q_begin, q_end, causal = (np.array(column) for column in list(zip(*rows, strict=True))[:3])
     indptr = np.cumsum([0, *(len(row[3]) for row in rows)])
-    return BSR(q_begin.astype(np.int32), q_end.astype(np.int32), causal, indptr.astype(np.int32), *segments.T)
+    kind = causal.astype(np.int32)
+    return BSR(q_begin.astype(np.int32), q_end.astype(np.int32), kind, indptr.astype(np.int32), *segments.T)

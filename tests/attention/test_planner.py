@@ -61,11 +61,11 @@ def test_a_plan_is_kept_while_leaves_grow_and_remade_when_the_tree_changes(plann
     grow(tree, forks)
     second = decode(planner, tree, 1, 2)
     assert planner.plans_made == 1
-    assert second.planned.plan is first.planned.plan
+    assert second.plans[0].plan is first.plans[0].plan
     assert [step.length.tolist() for step in (first, second)] == [[5, 1, 1], [5, 2, 2]]
     assert in_torch(second).tree.length.tolist() == [5, 2, 2]
     assert in_torch(second).tree.positions.tolist() == [6, 6]
-    assert second.kv_tokens_read == first.kv_tokens_read + 2
+    assert second.kv_tokens[0] == first.kv_tokens[0] + 2
     tree.release(forks[0])
     decode(planner, tree, 1)
     assert planner.plans_made == 2
@@ -106,9 +106,9 @@ def test_trees_of_equal_version_have_plans_of_their_own(planner: Planner) -> Non
     assert planner.plans_made == 2
     for tree, step in zip(trees, (first, second), strict=True):
         alone = planner.specify(tree)
-        assert all(np.array_equal(a, b) for a, b in zip(step.planned.plan.arrays(), alone.arrays(), strict=True))
-    assert first.kv_tokens_read == 4, "no leaf reads the other"
-    assert second.kv_tokens_read >= 3 + 1
+        assert all(np.array_equal(a, b) for a, b in zip(step.plans[0].plan.arrays(), alone.arrays(), strict=True))
+    assert first.kv_tokens[0] == 4, "no leaf reads the other"
+    assert second.kv_tokens[0] >= 3 + 1
 
 
 def test_a_tree_made_where_another_was_is_not_taken_for_it(planner: Planner) -> None:
@@ -140,7 +140,7 @@ def test_queries_that_cannot_be_leave_the_last_plan_as_it_was(planner: Planner) 
     first = decode(planner, tree, 1, 2)
     with pytest.raises(ValueError, match=r"must name nodes 0\.\.2"):
         build_step(StepTree(tree.snapshot(), runs((7, 0, 1))), np.array([20]), np.array([0]), planner)
-    assert decode(planner, tree, 1, 2).planned.plan is first.planned.plan
+    assert decode(planner, tree, 1, 2).plans[0].plan is first.plans[0].plan
     assert planner.plans_made == 1
 
 
@@ -166,7 +166,7 @@ def test_a_renewed_plan_does_not_keep_earlier_ones_alive(planner: Planner) -> No
     bounds, plans = [], []
     for _ in range(6):
         step = decode(planner, tree, 1, 2)
-        bounds.append(bound(step)), plans.append(weakref.ref(step.planned))
+        bounds.append(bound(step)), plans.append(weakref.ref(step.plans[0]))
         grow(tree, forks)
     gc.collect()
     assert planner.plans_made == 1
@@ -179,7 +179,7 @@ def test_a_renewed_plan_does_not_keep_earlier_ones_alive(planner: Planner) -> No
 def test_the_planner_lets_go_of_a_plan_when_it_makes_the_next(planner: Planner) -> None:
     tree, forks = grown_tree()
     first = decode(planner, tree, 1, 2)
-    held, alive = bound(first), weakref.ref(first.planned)
+    held, alive = bound(first), weakref.ref(first.plans[0])
     del first
     tree.release(forks[0])
     decode(planner, tree, 1)

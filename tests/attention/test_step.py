@@ -20,8 +20,8 @@ def test_a_decode_step_names_tokens_positions_and_slots(make):
     assert step.logit_rows.tolist() == [0, 1]
     assert step.num_rows == 2
     assert step.length.tolist() == [5, 1, 1]
-    assert step.kv_tokens_unshared == 12
-    assert step.plan is step.planned.tensors
+    assert step.kv_tokens[1] == 12
+    assert step.plan is step.plans[0].tensors
     kinds = [(tensor.dtype, tensor.ndim) for tensor in step.plan]
     of_kernels = [(torch.int32, ndim) for ndim in (1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1)]
     assert kinds == (of_kernels if len(step.plan) > 1 else [(torch.int64, 1)]), "of one backend alone"

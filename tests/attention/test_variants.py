@@ -15,6 +15,7 @@ from prefixkit.attention.variants import (
     Variant,
     alibi,
     attention_sinks,
+    chunked,
     compose,
     lookup,
     register,
@@ -44,6 +45,17 @@ def test_sliding_window_shows_the_last_tokens(where: tuple[Tensor, Tensor, Tenso
         shown = [kv for kv in range(LENGTH) if variant.mask_mod(*where)[row, kv] and kv <= q]
         assert shown == [kv for kv in (q - 2, q - 1, q) if kv < LENGTH]
     assert variant.window == 3
+
+
+def test_chunked_shows_the_tokens_of_a_chunk(where: tuple[Tensor, Tensor, Tensor]) -> None:
+    variant = chunked(3)
+    assert variant.mask_mod is not None and variant.chunk == 3
+    for row, q in enumerate(range(4, 4 + ROWS)):
+        shown = [kv for kv in range(LENGTH) if variant.mask_mod(*where)[row, kv] and kv <= q]
+        assert shown == [kv for kv in range(q // 3 * 3, q + 1) if kv < LENGTH]
+    (body,) = variant.bodies or ()
+    assert body.mask == "q_position / __float_as_int(p[0]) == kv_position / __float_as_int(p[0])"
+    assert body.parameters.view(torch.int32).tolist() == [3]
 
 
 def test_soft_cap_bounds_scores(where: tuple[Tensor, Tensor, Tensor], score: Tensor) -> None:
@@ -95,6 +107,9 @@ def test_compose_of_nothing_is_causal() -> None:
         (lambda: sliding_window(0), "sliding_window: size"),
         (lambda: sliding_window(2.0), "sliding_window: size"),
         (lambda: sliding_window(True), "sliding_window: size"),
+        (lambda: chunked(0), "chunked: size"),
+        (lambda: chunked(2.0), "chunked: size"),
+        (lambda: Variant("mine", chunk=3), "mask_mod that hides"),
         (lambda: soft_cap(0.0), "soft_cap: cap"),
         (lambda: soft_cap(float("nan")), "soft_cap: cap"),
         (lambda: soft_cap(float("inf")), "soft_cap: cap"),
@@ -116,6 +131,7 @@ def test_registering_twice_gives_one_key() -> None:
     for make in (
         lambda: CAUSAL,
         lambda: sliding_window(7),
+        lambda: chunked(7),
         lambda: soft_cap(50),
         lambda: alibi(slopes),
         attention_sinks,
@@ -134,6 +150,8 @@ def test_different_parameters_give_different_keys() -> None:
         CAUSAL,
         sliding_window(7),
         sliding_window(8),
+        chunked(7),
+        chunked(8),
         soft_cap(7.0),
         soft_cap(8.0),
         soft_cap(7.0000001),  # the same name, for people

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def arguments(
     work = [torch.full(part, -12345, dtype=torch.int32) for part in capacity.shapes()]
     need = scratch_ints(NODES, len(work[1]), len(work[2]), len(work[4]) - 1)
     nodes, scratch = torch.tensor([count], dtype=torch.int32), torch.zeros(need, dtype=torch.int32)
-    return [nodes, *tree, *work, scratch, astuple(shape), num_sms, cost.numbers]
+    return [nodes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -28,6 +28,10 @@ from prefixkit.tree.arrays import Ints, Longs
 ORDER_LEVELS = 128
 
 
+class NoKernelForMask(NotImplementedError):
+    """No kernel takes rows of this mask kind; plan them with ``make_plan``, for plain torch."""
+
+
 def make_gpu_plan(
     formats: Sequence[BSR], length: Ints, num_rows: int, shape: HeadShape, num_sms: int, cost: GpuCost
 ) -> Plan:
@@ -35,8 +39,15 @@ def make_gpu_plan(
 
     Each item runs once for each KV head.  ``cost`` has how many query heads the largest tile holds; the kernel splits a
     larger GQA group into slices.
+
+    Raises:
+        NoKernelForMask: a row is of kind LIMIT.
     """
     rows = gather_rows(formats, length)
+    if limited := int((rows.limit_begin >= 0).sum()):
+        raise NoKernelForMask(
+            f"{limited} BSR rows are of kind LIMIT, which no kernel takes; plan them with make_plan, for plain torch"
+        )
     gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads
     tiles = _tile(rows, gqa_group, tile_rows)
     entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group

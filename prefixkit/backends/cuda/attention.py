@@ -189,6 +189,11 @@ def _prepare(
             f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; plan "
             f"the step with the backend's planner_for, which leaves it to plain torch"
         )
+    if v_pages.shape != k_pages.shape:
+        raise UnsupportedHeads(
+            f"tree_attention: the kernels take K and V of one head size, got {head_dim} and {v_pages.shape[3]}; plan "
+            "the step with the backend's planner_for for these heads, which leaves them to plain torch"
+        )
     page, slot, head, _ = k_pages.stride()
     if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
         raise BadShape(

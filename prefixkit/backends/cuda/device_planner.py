@@ -22,6 +22,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
@@ -50,7 +51,7 @@ class CudaPlanner(Planner):
         gpu: What the paths of the GPU cost.
         num_sms: Blocks to plan for, one or two per multiprocessor.
         launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy
-            makes those that need too much memory in any case.
+            makes those that need too much memory in any case, and those whose queries do not see all.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class CudaPlanner(Planner):
         gpu: GpuCost,
         num_sms: int,
         launch: Callable[[PlanCapacity, Tensor], list[Tensor]] | None = None,
+        visible: Visible = ALL,
     ) -> None:
-        super().__init__(shape, gpu.sharing)
+        super().__init__(shape, gpu.sharing, visible)
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
 
     def specify(self, tree: StepTree) -> Plan:
-        rows = tree.queries.num_rows
-        return make_gpu_plan(self.formats(tree), tree.length, rows, self.shape, self.num_sms, self.gpu)
+        return self._plan_of(tree, self.formats(tree))
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
@@ -83,12 +84,14 @@ class CudaPlanner(Planner):
         tree.check()
         snapshot, arrays = tree.snapshot, _node_arrays(tree)
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
-        if self.launch is not None and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
+        by_gpu = self.launch is not None and not self.visible.limits
+        if by_gpu and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
             planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
+            assert self.launch is not None, "it makes them"
             made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
         else:
-            if self.launch is not None:
+            if by_gpu:
                 log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
             work = [_lengthened(array) for array in plan.arrays()]
@@ -103,9 +106,13 @@ class CudaPlanner(Planner):
         return over_tree(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
-        """The plan on the host and a count of what it reads, each made once, when it is first needed."""
+        """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
         rows = cache(lambda: decompose(tree, self.shape, self.cost))
-        return cache(lambda: self.specify(tree)), lambda length: count_reads(rows(), length, self.shape, self.cost)
+        plan = cache(lambda: self._plan_of(tree, [rows()]))
+        return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)
+
+    def _plan_of(self, tree: StepTree, formats: Sequence[BSR]) -> Plan:
+        return make_gpu_plan(formats, tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu)
 
 
 def _node_arrays(tree: StepTree) -> list[Ints]:
@@ -150,20 +157,27 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
     return int((np.where(queries * shape.gqa_group <= DECODE_ROWS, 1, tiles) * tokens).sum())
 
 
-def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Planner:
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:
     """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
+    if shape.value_dim != shape.head_dim:
+        say_plain_torch(f"K of head size {shape.head_dim} with V of {shape.value_dim} has no kernel")
+        return TorchPlanner(shape, H200.sharing, visible)
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     kernel = kernel_for(arch, shape.head_dim, shape.gqa_group)
     if kernel is None or dtype == torch.float32:
         say_plain_torch(NO_FLOAT32 if kernel else f"head size {shape.head_dim} has no kernel")
-        return TorchPlanner(shape, H200.sharing)
+        return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     if shape.gqa_group > kernel.tile_rows:
         log.debug("numpy plans: the GPU's planner knows no GQA groups above a tile's %d rows", kernel.tile_rows)
-        return CudaPlanner(shape, gpu, blocks)
-    return CudaPlanner(shape, gpu, blocks, lambda capacity, tree: plan_on_gpu(shape, gpu, blocks, capacity, tree))
+        return CudaPlanner(shape, gpu, blocks, visible=visible)
+
+    def launch(capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
+        return plan_on_gpu(shape, gpu, blocks, capacity, tree)
+
+    return CudaPlanner(shape, gpu, blocks, launch, visible)
 
 
 def graph_planning(planner: Planner) -> CudaPlanner | None:

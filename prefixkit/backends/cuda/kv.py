@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
-from prefixkit.backends.torch.plain_kv import rotate
+from prefixkit.backends.torch.plain_kv import append_on_gpu, rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
@@ -48,6 +48,8 @@ class Append:
         prepared = self._appends.get(signature)
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
+            if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
+                return append_on_gpu("kv_append", key, value, k_pages, v_pages, slots)
             if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
                 return self.kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
             prepared = self._appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))
@@ -65,9 +67,11 @@ class Append:
         known = self._rotations.get(signature)
         if known is None:
             check_rotary(*tensors)
-            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if aligned else None,))
+            alike = k_pages.shape == v_pages.shape
+            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if aligned and alike else None,))
             if known[0] is None:
-                log.info("rotary_append on %s runs as torch and kv_append: not all of it lies at 16 bytes", q.device)
+                why = "not all of it lies at 16 bytes" if alike else "K and V differ in head size"
+                log.info("rotary_append on %s runs as torch and kv_append: %s", q.device, why)
         if (prepared := known[0]) is None:
             self.kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
             return rotate(q, cos, sin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import cache, lru_cache
 from typing import Any
 
@@ -81,7 +80,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     )
     # Freed on return: its next user comes later on this stream.
     scratch = _scratch(nodes, work, tree.device)
-    torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, astuple(shape), num_sms, gpu.numbers)
+    torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers)
     return work
 
 
@@ -126,7 +125,7 @@ class GraphPlanner:
         self.work: list[Tensor] = self._plan.tensors
         self._scratch = _scratch(max(nodes, 1), self.work, target)
         tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own_rows
-        self._arguments = *tree, *self.work, self._scratch, astuple(shape), self.num_sms, gpu.numbers
+        self._arguments = *tree, *self.work, self._scratch, shape.plan_heads, self.num_sms, gpu.numbers
 
     def upload(self, tree: StepTree) -> None:
         """Upload a tree and its queries: one copy on the current stream, for which the host does not wait.

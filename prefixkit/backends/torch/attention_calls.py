@@ -15,9 +15,9 @@ from torch import Tensor
 
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.merge import Index, index_of
-from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles
+from prefixkit.backends.torch.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.tree.arrays import ranges
+from prefixkit.tree.arrays import Ints, ranges
 
 Positions = tuple[Tensor, Tensor]
 
@@ -64,6 +64,7 @@ def batches(tiles: Tiles, heads: Heads, scored: bool) -> Iterator[Array]:
         (single_run & (tokens > heads.longest_copy))
         | (rows * tokens * heads.score_us > 10 * tuning.call_us)
         | (tiles.mask == MASKED)
+        | (tiles.mask == LIMITED)
         | ((tiles.mask == TRIANGLE) & (tokens != rows))
     )
     for tile in np.flatnonzero(alone):
@@ -113,13 +114,22 @@ def _round_up(sizes: Array) -> Array:
 
 
 def make_call(
-    tiles: Tiles, batch: Array, q_positions: Array, heads: Heads, variant: Variant, *, flash: bool, views: bool
+    tiles: Tiles,
+    batch: Array,
+    q_positions: Array,
+    limits: Ints,
+    heads: Heads,
+    variant: Variant,
+    *,
+    flash: bool,
+    views: bool,
 ) -> Call | None:
     """The call for some tiles with masks of one kind, or None if the variant hides all their keys.
 
     Args:
         tiles, batch: The tiles, and the numbers of those that the call holds.
         q_positions: ``[T]`` position of each query row.
+        limits: The plan's.
         heads, variant: What is computed.
         flash: torch's flash attention computes it; else scores are computed in plain torch.
         views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
@@ -133,6 +143,10 @@ def make_call(
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         positions = torch.from_numpy(q_positions[row])[:, None, :, None], torch.from_numpy(kv_position)[:, None, None]
     by_tile = visible = _visible(mask, tokens, most, positions)
+    if mask == LIMITED:
+        (tile,) = batch.tolist()
+        seen = limits[tiles.limit_begin[tile] :][:most] - tiles.before[tile]
+        by_tile = visible = torch.from_numpy(np.arange(longest) < seen[:, None])[None, None]
     if positions is not None and variant.mask_mod is not None:
         visible = _narrowed(by_tile, variant.mask_mod(*positions, heads.numbers()), (len(batch), -1, most, longest))
     if visible is not None and not bool(visible.any()):

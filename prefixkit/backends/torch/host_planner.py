@@ -16,6 +16,7 @@ from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import lookup
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.layer_program import Program, compile_program
 from prefixkit.backends.torch.tuning import Heads
@@ -26,27 +27,44 @@ class NoSuchPlan(ValueError):
 
 
 class BoundPlan:
-    """A plan bound to the lengths and positions of one step, with the programs that layers have used."""
+    """A plan bound to the lengths and positions of one step, with the programs that layers have used.
 
-    def __init__(self, plan: Plan, tree: StepTree) -> None:
-        self.plan, self.tree = plan, tree
+    Attributes:
+        shape: The heads that it was planned for, if known.
+    """
+
+    def __init__(self, plan: Plan, tree: StepTree, shape: HeadShape | None = None) -> None:
+        self.plan, self.tree, self.shape = plan, tree, shape
         self._programs: dict[tuple[object, ...], Program] = {}
 
     def program(
-        self, pool_shape: Sequence[int], heads: int, dtype: torch.dtype, device: torch.device, key: str
+        self,
+        pool_shape: Sequence[int],
+        heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        key: str,
+        v_dim: int | None = None,
+        *,
+        expanded: bool = False,
     ) -> Program:
-        """The program for pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
+        """The program for K in pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
+
+        ``v_dim``: the size of V's heads, where it is another; ``expanded``: as :func:`compile_program` takes it.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
         """
         on_cpu = device.type == "cpu"
         costs = tuning.CPU if on_cpu else tuning.GPU
-        signature = (*pool_shape, heads, dtype, device, key, costs)
+        v_dim = pool_shape[3] if v_dim is None else v_dim
+        signature = (*pool_shape, heads, dtype, device, key, v_dim, expanded, costs)
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
-            layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, costs)
-            program = compile_program(self.plan, self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu)
+            layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, v_dim, tuning=costs)
+            program = compile_program(
+                self.plan, self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu, expanded=expanded
+            )
             self._programs[signature] = program if on_cpu else program.to(device)
         return self._programs[signature]
 
@@ -76,22 +94,22 @@ class TorchPlanner(Planner):
         return make_plan(self.formats(tree), tree.length, tree.queries.num_rows)
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
-        return bind(self.specify(tree), tree), upload(step_arrays(), device)
+        return bind(self.specify(tree), tree, self.shape), upload(step_arrays(), device)
 
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        return bind(last.plan, tree), upload(step_arrays(), device)
+        return bind(last.plan, tree, self.shape), upload(step_arrays(), device)
 
 
-def bind(plan: Plan, tree: StepTree) -> StepPlan:
-    """A plan on the host, ready for the torch backend's op."""
+def bind(plan: Plan, tree: StepTree, shape: HeadShape | None = None) -> StepPlan:
+    """A plan on the host, ready for the torch backend's op; ``shape``: the heads that it was made for."""
     # An op takes no Python object, but a handle: a tensor that names this plan for as long as the step is referenced.
-    bound, number = BoundPlan(plan, tree), next(_numbers)
+    bound, number = BoundPlan(plan, tree, shape), next(_numbers)
     _alive[number] = bound
     return StepPlan([torch.tensor([number], device="cpu")], tree, lambda: plan, owners=bound)
 
 
-def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> TorchPlanner:
+def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> TorchPlanner:
     """The planner for a CPU, or for plain torch on a GPU."""
-    return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing)
+    return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing, visible)

@@ -28,7 +28,7 @@ class State(NamedTuple):
     """Attention of some queries over some keys.
 
     Attributes:
-        out: ``[rows, heads, head_dim]`` float32 mean of the values, weighted by the softmax.
+        out: ``[rows, heads, v_dim]`` float32 mean of the values, weighted by the softmax.
         lse: ``[rows, heads]`` float32 natural logarithm of the softmax's denominator, of the scaled and modified
             scores.
     """
@@ -109,18 +109,26 @@ def _level(call: Array, index: Array, offset: Array) -> Level:
     return Level(len(index), -1, index_of(offset[call] + index))
 
 
-def run_merge(merge: Merge, states: Sequence[State], q: Tensor, may_be_empty: bool, sinks: Tensor | None) -> State:
+def run_merge(
+    merge: Merge,
+    states: Sequence[State],
+    shape: tuple[int, int, int],
+    device: torch.device,
+    may_be_empty: bool,
+    sinks: Tensor | None,
+) -> State:
     """Merge as planned.
 
     Args:
         merge: The plan.
         states: The calls' states.
-        q: ``[rows, heads, head_dim]`` as the result is to be.
+        shape: ``(rows, heads, v_dim)`` of the result.
+        device: Where it is.
         may_be_empty: Whether a partial can have ``lse = -inf``.
         sinks: ``[heads]`` float32 logits that join every row's denominator, heads as in the states; or None.
     """
     if not merge.levels:
-        return _with_empty_rows(None, q, sinks)
+        return _with_empty_rows(None, shape, device, sinks)
     if merge.joined:
         joined = State(*map(torch.cat, zip(*(states[call] for call in merge.joined), strict=True)))
         states = [*states, joined]  # the last one, which is -1
@@ -128,8 +136,8 @@ def run_merge(merge: Merge, states: Sequence[State], q: Tensor, may_be_empty: bo
     merged = parts[0] if len(parts) == 1 and sinks is None else _merge_parts(parts, may_be_empty, sinks)
     if merge.sorted_index is None:
         return merged
-    if len(merged.lse) < len(q):
-        merged = _with_empty_rows(merged, q, sinks)
+    if len(merged.lse) < shape[0]:
+        merged = _with_empty_rows(merged, shape, device, sinks)
     return State(*(tensor.index_select(0, merge.sorted_index) for tensor in merged))
 
 
@@ -162,10 +170,12 @@ def _merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | Non
     return State(out, lse)
 
 
-def _with_empty_rows(state: State | None, q: Tensor, sinks: Tensor | None) -> State:
-    """The state with empty rows appended, as many as ``q`` has more."""
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+def _with_empty_rows(
+    state: State | None, shape: tuple[int, int, int], device: torch.device, sinks: Tensor | None
+) -> State:
+    """The state with empty rows appended, as many as the result has more."""
+    out = torch.zeros(shape, dtype=torch.float32, device=device)
+    lse = torch.full(shape[:2], -math.inf, dtype=torch.float32, device=device)
     if sinks is not None:
         lse[:] = sinks
     if state is not None:

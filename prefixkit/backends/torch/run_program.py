@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefixkit.attention.variants import ScoreMod, Variant, lookup
-from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.attention_calls import Call, Positions
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import State, pick, run_merge
+from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, expand_keys, gather, read_keys
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape, capturing, check_attention
+from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded
 from prefixkit.ops.backend import NotCapturable
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
@@ -35,19 +34,76 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``), or is one."""
     check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
+    bound, v_dim = _bound("tree_attention", plan, q), v_pages.shape[3]
+    program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant, v_dim)
+    return run_program(program, q, k_pages, v_pages, scale, lookup(variant), sinks)
+
+
+def expanded_attention(
+    q: Tensor,
+    cached: Sequence[Tensor],
+    expand: Expand,
+    q_positions: Tensor,
+    plan: Sequence[Tensor] | BoundPlan,
+    scale: float,
+    variant: str,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over K and V that are computed from what the pool holds, such as latents.
+
+    ``expand`` is called for each kernel call, on the tokens that it reads: so a shared node is expanded once a step,
+    and no more than one call's K and V are in memory.
+
+    Args:
+        q: ``[T, heads, k_dim]`` in the pages' dtype.
+        cached: ``[pages, page_size, heads_i, dim_i]`` each, pages as the pool holds them.
+        expand: K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of n tokens whose cached tensors are
+            ``[1, heads_i, n, dim_i]``.
+        q_positions, scale, variant, sinks: As ``tree_attention`` takes them.
+        plan: ``Step.plan`` of a planner for plain torch, which was made for the heads of K and V that ``expand``
+            returns.
+
+    Returns:
+        As ``tree_attention``: ``out [T, heads, v_dim]`` and ``lse [T, heads]``.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: the arguments, or what ``expand`` returns, do not fit each other or the plan.
+        NoSuchPlan, UnknownVariant, NotCapturable: as ``tree_attention``.
+    """
+    op, modifier = "expanded_attention", lookup(variant)
+    check_expanded(q, cached, q_positions, modifier, sinks)
+    bound = _bound(op, plan, q)
+    shape = bound.shape
+    if shape is None or q.shape[1:] != (shape.heads, shape.head_dim):
+        planned = "no heads" if shape is None else f"{shape.heads} heads of {shape.head_dim}"
+        raise BadShape(f"{op}: q has {q.shape[1]} heads of {q.shape[2]}, but the plan was made for {planned}")
+    pool = (*cached[0].shape[:2], shape.kv_heads, shape.head_dim)
+    program = bound.program(pool, shape.heads, q.dtype, q.device, variant, shape.value_dim, expanded=True)
+    if program.on_cpu:
+        for index, pages in enumerate(cached):
+            check_layout(op, f"cached[{index}]", pages)
+
+    def read(call: Call) -> tuple[Tensor, Tensor]:
+        return expand_keys(call, cached, expand, program.heads, on_cpu=program.on_cpu)
+
+    with torch.no_grad():
+        return _finish(program, q, read, scale, modifier, sinks)
+
+
+def _bound(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
+    """The plan of these queries."""
     if capturing(q):
         raise NotCapturable(
-            "tree_attention: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
+            f"{op}: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
             "capture; run eagerly, or use the CUDA kernels (`prefixkit env` says why they are not in use)"
         )
     if not plan:
-        raise BadShape("tree_attention: plan must be the tensors of Step.plan, got none")
+        raise BadShape(f"{op}: plan must be the tensors of Step.plan, got none")
     bound = plan if isinstance(plan, BoundPlan) else find_plan(plan[-1])
     rows = bound.tree.queries.num_rows
     if rows != q.shape[0]:
-        raise BadShape(f"tree_attention: the plan is for {rows} queries, but q has {q.shape[0]} rows")
-    program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant)
-    return run_program(program, q, k_pages, v_pages, scale, lookup(variant), sinks)
+        raise BadShape(f"{op}: the plan is for {rows} queries, but q has {q.shape[0]} rows")
+    return bound
 
 
 def run_program(
@@ -61,33 +117,28 @@ def run_program(
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention`` by a program that was made for it; arguments as the op's, checked."""
     if program.on_cpu:
-        _check_layout(k_pages, v_pages)
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            check_layout("tree_attention", name, pages)
+
+    def read(call: Call) -> tuple[Tensor, Tensor]:
+        if program.on_cpu:
+            return read_keys(call, k_pages, 0), read_keys(call, v_pages, 1)
+        return gather(call, k_pages), gather(call, v_pages)
+
     with torch.no_grad():
-        sinks = None if sinks is None else sinks.to(torch.float32)
-        state = _run(program, q.to(torch.float32) if program.on_cpu else q, k_pages, v_pages, scale, variant, sinks)
-        return state.out.to(q.dtype), state.lse
+        return _finish(program, q, read, scale, variant, sinks)
 
 
-def _check_layout(k_pages: Tensor, v_pages: Tensor) -> None:
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _, page_size, kv_heads, head_dim = pages.shape
-        per_page, per_token, per_head, _ = pages.stride()
-        if per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim):
-            raise BadShape(
-                f"tree_attention: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
-                f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
-            )
+def _finish(
+    program: Program, q: Tensor, read: Read, scale: float, variant: Variant, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The program's result in q's dtype; what it computes on a CPU is float32."""
+    sinks = None if sinks is None else sinks.to(torch.float32)
+    state = _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks)
+    return state.out.to(q.dtype), state.lse
 
 
-def _run(
-    program: Program,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scale: float,
-    variant: Variant,
-    sinks: Tensor | None,
-) -> State:
+def _run(program: Program, q: Tensor, read: Read, scale: float, variant: Variant, sinks: Tensor | None) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads = program.heads
     q = grouped = q.contiguous()
@@ -97,10 +148,7 @@ def _run(
     states = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
-        if program.on_cpu:
-            k, v = _keys(call, k_pages, heads, 0), _keys(call, v_pages, heads, 1)
-        else:
-            k, v = _gathered(call, k_pages, heads), _gathered(call, v_pages, heads)
+        k, v = read(call)
         count = call.batch * call.rows
         rows = pick(grouped if call.grouped else q, call.row, count)
         if call.positions is not None:
@@ -108,7 +156,7 @@ def _run(
         else:
             out, lse = _kernel(call, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
-        out = out.transpose(1, 2).reshape(count, heads.heads, heads.head_dim)
+        out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)
         lse = lse.transpose(1, 2).reshape(count, heads.heads)
         if call.empty is not None:
             lse.masked_fill_(call.empty, -torch.inf)  # the kernel says 0 for a row that sees nothing
@@ -116,7 +164,8 @@ def _run(
         states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
     if sinks is not None and program.grouped:
         sinks = sinks.view(heads.kv_heads, heads.gqa_group).T.reshape(-1)
-    state = run_merge(program.merge, states, q, program.may_be_empty, sinks)
+    shape = len(q), heads.heads, heads.value_dim
+    state = run_merge(program.merge, states, shape, q.device, program.may_be_empty, sinks)
     state = _in_query_order(state, heads) if program.grouped else state
     return State(state.out.contiguous(), state.lse.contiguous())
 
@@ -125,59 +174,9 @@ def _in_query_order(state: State, heads: Heads) -> State:
     """Heads from the order ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``, contiguous."""
     if heads.gqa_group == 1:
         return state
-    out = state.out.view(-1, heads.gqa_group, heads.kv_heads, heads.head_dim).transpose(1, 2)
+    out = state.out.view(-1, heads.gqa_group, heads.kv_heads, heads.value_dim).transpose(1, 2)
     lse = state.lse.view(-1, heads.gqa_group, heads.kv_heads).transpose(1, 2)
     return State(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
-
-
-class Scratch(threading.local):
-    """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling
-    them.
-
-    There are six at most, for keys and for values in three dtypes, each of up to ``Tuning.call_elements`` elements,
-    so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def matrix(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """``[rows, width]`` for keys (``use`` 0) or values (1), with anything in it."""
-        elements = rows * width
-        buffer = self.buffers.get((use, dtype))
-        if buffer is None or buffer.shape[0] < elements:
-            with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-                buffer = torch.empty(elements, dtype=dtype, device="cpu")
-            if elements <= tuning.CPU.call_elements:
-                self.buffers[use, dtype] = buffer
-        return buffer.as_strided((rows, width), (width, 1))
-
-
-_scratch = Scratch()
-
-
-def _keys(call: Call, pages: Tensor, heads: Heads, use: int) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` float32 keys or values: a view of token-major pages if possible."""
-    tokens, width = call.batch * call.length, heads.kv_elements
-    slots = pages.as_strided((pages.shape[0] * pages.shape[1], width), (pages.stride(1), 1))
-    if isinstance(call.slot, int):
-        keys = slots.narrow(0, call.slot, tokens)
-    else:
-        keys = _scratch.matrix(use, tokens, width, slots.dtype)
-        torch.index_select(slots, 0, call.slot, out=keys)
-    if keys.dtype != torch.float32:
-        keys = _scratch.matrix(use, tokens, width, torch.float32).copy_(keys)
-    step = keys.stride(0)
-    shape = (call.batch, heads.kv_heads, call.length, heads.head_dim)
-    return keys.as_strided(shape, (call.length * step, heads.head_dim, step, 1))
-
-
-def _gathered(call: Call, pages: Tensor, heads: Heads) -> Tensor:
-    """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
-    assert isinstance(call.slot, Tensor), "only a program for a CPU reads keys where they lie"
-    size = pages.shape[1]
-    keys = pages[call.slot // size, call.slot % size]
-    return keys.reshape(call.batch, call.length, heads.kv_heads, heads.head_dim).transpose(1, 2)
 
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> tuple[Tensor, Tensor]:
@@ -188,8 +187,11 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: fl
     q = q.as_strided(
         (call.batch, together, rows, heads.head_dim), (rows * step, heads.head_dim, step, 1), q.storage_offset()
     )
+    if heads.value_dim != heads.head_dim:  # the kernel takes one size: zeros change no product
+        widest = max(heads.head_dim, heads.value_dim)
+        q, k, v = (nn.functional.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     out, lse = _flash(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=scale)
-    return out, lse
+    return out[..., : heads.value_dim], lse
 
 
 def _scored(
@@ -207,7 +209,7 @@ def _scored(
     batch, rows, gqa_group, kv_heads = call.batch, call.rows, heads.gqa_group, heads.kv_heads
     q = q.view(batch, rows, kv_heads, gqa_group, heads.head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, gqa_group * rows, heads.head_dim)
-    k, v = (states.reshape(batch * kv_heads, call.length, heads.head_dim) for states in (k, v))
+    k, v = (states.reshape(batch * kv_heads, call.length, states.shape[3]) for states in (k, v))
     score = _product(q, k.transpose(1, 2)).mul_(scale).view(batch, heads.heads, rows, call.length)
     if score_mod is not None:
         assert numbers is not None, "made for it"
@@ -219,7 +221,7 @@ def _scored(
     weight = torch.exp(score - top)
     total = weight.sum(dim=-1, keepdim=True)
     out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
-    out = out.view(batch, heads.heads, rows, heads.head_dim) / total.masked_fill(total == 0, 1.0)
+    out = out.view(batch, heads.heads, rows, heads.value_dim) / total.masked_fill(total == 0, 1.0)
     return out, (top + total.log()).squeeze(-1)
 
 

@@ -20,14 +20,19 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
-from prefixkit.tree.arrays import ranges
+from prefixkit.attention.visible import Visible
+from prefixkit.tree.arrays import Ints, ranges
 
 Array = NDArray[np.int64]
+
+# Query rows of a tile of an item of kind LIMIT: few enough that their limits lie close together.
+LIMITED_ROWS = 128
 
 # A tile's mask.
 FULL = 0  # every row sees every key
 TRIANGLE = 1  # row i sees keys 0..i
 MASKED = 2  # a row sees the keys whose position is not beyond its own
+LIMITED = 3  # a row sees as many keys as its limit exceeds the keys before the tile's in its item's KV list
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +42,11 @@ class Tiles:
     Attributes:
         item: ``[tiles]`` the work item that each is a part of.
         row, rows: ``[tiles]`` first query row and number of rows.
-        mask: ``[tiles]`` FULL, TRIANGLE or MASKED.
+        mask: ``[tiles]`` FULL, TRIANGLE, MASKED or LIMITED.
         indptr: ``[tiles + 1]`` bounds of each tile's runs.
         slot, count, position: ``[runs]`` first slot, tokens, position of the first token.
+        limit_begin, before: ``[tiles]`` of LIMITED tiles, where the plan's limits have that of the first row, and the
+            keys of the item's KV list before the tile's; else 0.
     """
 
     item: Array
@@ -50,6 +57,8 @@ class Tiles:
     slot: Array
     count: Array
     position: Array
+    limit_begin: Array
+    before: Array
 
     def __len__(self) -> int:
         return len(self.item)
@@ -61,18 +70,19 @@ class Tiles:
         return tokens
 
 
-def make_tiles(plan: Plan, tree: StepTree, window: int | None, most_rows: int | None) -> Tiles:
+def make_tiles(plan: Plan, tree: StepTree, visible: Visible, most_rows: int | None) -> Tiles:
     """Split a plan's items into tiles.
 
     Args:
         plan: The work items.
         tree: The tree that they are for.
-        window: No query sees keys at ``position - window`` or before; None for no limit.
+        visible: What lies before it is in no tile.
         most_rows: Rows of a tile at most, so that each sees few keys it must mask; None leaves them together.
     """
     items = plan.items.astype(np.int64)
-    item, row, rows = _split_rows(items, most_rows)
-    slices = _slices(plan, tree, items[item], row, rows, window)
+    item, row, rows = _split_rows(items, most_rows, plan.limit_begin)
+    limits = _limits(plan, items, item, row, rows) if len(plan.limit_begin) else None
+    slices = _slices(plan, tree, items[item], row, rows, visible, limits)
     block, mask, node, low, high, skipped = slices[:, np.argsort(slices[0] * 4 + slices[1], kind="stable")]
     opens = _changes(block, mask, np.where(mask == TRIANGLE, np.arange(len(mask)), -1))
     first = np.flatnonzero(opens)
@@ -87,7 +97,38 @@ def make_tiles(plan: Plan, tree: StepTree, window: int | None, most_rows: int | 
         slot=slot,
         count=count,
         position=position,
+        **_limit_columns(mask[first] == LIMITED, block, limits),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Limits:
+    """``[blocks]`` of items of kind LIMIT: where the block's limits begin in the plan's, the lowest and the highest."""
+
+    limited: NDArray[np.bool_]
+    begin: Array
+    least: Array
+    most: Array
+
+
+def _limits(plan: Plan, items: Array, item: Array, row: Array, rows: Array) -> _Limits:
+    """The limits of blocks of rows of a plan that has some."""
+    mine = plan.limit_begin[item] >= 0
+    begin = np.where(mine, plan.limit_begin[item] + row - items[item, 0], 0)
+    bounds = np.stack((begin, begin + np.where(mine, rows, 1)), axis=1).reshape(-1)
+    padded = np.append(plan.limits, 0)  # reduceat wants every bound to be an index
+    least, most = (extreme.reduceat(padded, bounds)[::2].astype(np.int64) for extreme in (np.minimum, np.maximum))
+    return _Limits(mine, begin, least, most)
+
+
+def _limit_columns(limited: NDArray[np.bool_], block: Array, limits: _Limits | None) -> dict[str, Array]:
+    """``Tiles.limit_begin`` and ``Tiles.before``."""
+    if limits is None:
+        return dict.fromkeys(("limit_begin", "before"), np.zeros(len(block), dtype=np.int64))
+    return {
+        "limit_begin": np.where(limited, limits.begin[block], 0),
+        "before": np.where(limited, limits.least[block], 0),
+    }
 
 
 def _changes(*keys: Array) -> NDArray[np.bool_]:
@@ -97,18 +138,25 @@ def _changes(*keys: Array) -> NDArray[np.bool_]:
     return changes
 
 
-def _split_rows(items: Array, most: int | None) -> tuple[Array, Array, Array]:
+def _split_rows(items: Array, most: int | None, limit_begin: Ints) -> tuple[Array, Array, Array]:
     """Item, first row and number of rows of blocks of query rows."""
     item = np.flatnonzero(items[:, 1] > items[:, 0])
     begin, end = items[item, :2].T
-    if most is None:
+    if most is None and not len(limit_begin):
         return item, begin, end - begin
-    blocks = -(-(end - begin) // most)
-    row = np.repeat(begin, blocks) + most * ranges(np.zeros_like(blocks), blocks)
-    return np.repeat(item, blocks), row, np.minimum(np.repeat(end, blocks) - row, most)
+    size = end - begin
+    if len(limit_begin):
+        size = np.where(limit_begin[item] >= 0, LIMITED_ROWS, size)
+    size = np.minimum(size, most) if most is not None else size
+    blocks = -(-(end - begin) // size)
+    each = np.repeat(size, blocks)
+    row = np.repeat(begin, blocks) + each * ranges(np.zeros_like(blocks), blocks)
+    return np.repeat(item, blocks), row, np.minimum(np.repeat(end, blocks) - row, each)
 
 
-def _slices(plan: Plan, tree: StepTree, items: Array, row: Array, rows: Array, window: int | None) -> Array:
+def _slices(
+    plan: Plan, tree: StepTree, items: Array, row: Array, rows: Array, visible: Visible, limits: _Limits | None
+) -> Array:
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
     node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
     """
@@ -117,20 +165,39 @@ def _slices(plan: Plan, tree: StepTree, items: Array, row: Array, rows: Array, w
     node, begin, end = plan.segments[ranges(items[:, 3], count)].astype(np.int64).T
     start = tree.snapshot.start[node]
     low, high = start + begin, start + np.minimum(end, tree.length[node])
-    q_low, q_high, adjacent = (value[block] for value in _spans(tree.positions, row, rows))
-    if window is not None:
-        low = np.maximum(low, q_low - window + 1)
+    lowest, highest, in_sequence = _spans(tree.positions, row, rows)
+    q_low, q_high, adjacent = lowest[block], highest[block], in_sequence[block]
+    if visible.limits:
+        trimmed = np.maximum(low, visible.begin(q_low))
+        # Limits count from the beginning of the list, so theirs stays whole.
+        low = trimmed if limits is None else np.where(limits.limited[block], low, trimmed)
     causal = (items[:, 4] & 1).astype(bool)[block]
     high = np.where(causal, np.minimum(high, q_high + 1), high)
     # The triangle starts at q_low; but where that leaves it a single key, every query sees the key.
     split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))
     split = np.maximum(low, np.where(causal, split, high))
+    by_position, skipped = np.where(adjacent, TRIANGLE, MASKED), np.where(adjacent, split - q_low, 0)
+    if limits is not None:
+        limited = limits.limited[block]
+        in_all, in_some = _cut(low, high, count, limits.least[block], limits.most[block])
+        split, high = np.where(limited, in_all, split), np.where(limited, in_some, high)
+        by_position, skipped = np.where(limited, LIMITED, by_position), np.where(limited, 0, skipped)
     full, rest = low < split, split < high
     none = np.zeros_like(low)
-    by_position, skipped = np.where(adjacent, TRIANGLE, MASKED), np.where(adjacent, split - q_low, 0)
     before = np.stack((block, none, node, low, split, none))[:, full]
     after = np.stack((block, by_position, node, split, high, skipped))[:, rest]
     return np.concatenate((before, after), axis=1)
+
+
+def _cut(low: Array, high: Array, count: Array, least: Array, most: Array) -> tuple[Array, Array]:
+    """Where each segment's keys end that all rows of a block see, and those that some see: the first ``least`` keys of
+    the block's list, and the first ``most``.
+    """
+    size = np.maximum(high - low, 0)
+    total = np.concatenate(([0], np.cumsum(size)))
+    first = np.repeat(total[np.cumsum(count) - count], count)
+    before = total[:-1] - first
+    return low + np.clip(least - before, 0, size), low + np.clip(most - before, 0, size)
 
 
 def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
@@ -164,17 +231,17 @@ def _runs(tree: StepTree, node: Array, low: Array, high: Array, tile: Array) -> 
 
 
 def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
-    """Make tiles with a FULL mask easy on memory.
+    """Make tiles with a FULL or LIMITED mask easy on memory.
 
-    The keys of several runs have to be gathered into one matrix; runs of at least ``shortest`` tokens become tiles of
-    their own, which need no copy.  And no such tile stays longer than ``longest[tile]`` tokens.
+    The keys of several runs have to be gathered into one matrix; under a FULL mask runs of at least ``shortest`` tokens
+    become tiles of their own, which need no copy.  And no such tile stays longer than ``longest[tile]`` tokens.
     """
-    full = tiles.mask == FULL
-    whole = (tiles.tokens <= longest) & ((np.diff(tiles.indptr) == 1) | (tiles.tokens < shortest))
-    if np.all(whole | ~full):
+    full, limited = tiles.mask == FULL, tiles.mask == LIMITED
+    detached = full & (np.diff(tiles.indptr) > 1) & (tiles.tokens >= shortest)
+    if not np.any(detached | ((tiles.tokens > longest) & (full | limited))):
         return tiles
     tile = np.repeat(np.arange(len(tiles)), np.diff(tiles.indptr))
-    limit = np.where(full, longest, np.iinfo(np.int64).max)[tile]
+    limit = np.where(full | limited, longest, np.iinfo(np.int64).max)[tile]
     alone = full[tile] & (tiles.count >= shortest)
     # The short runs of a tile lie end to end, a long run lies by itself; both are split at multiples of the limit.
     before = np.cumsum(np.where(alone, 0, tiles.count)) - np.where(alone, 0, tiles.count)
@@ -199,4 +266,6 @@ def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
         slot=(tiles.slot[run] + shift)[order],
         count=(high - low)[order],
         position=(tiles.position[run] + shift)[order],
+        limit_begin=tiles.limit_begin[parent],
+        before=tiles.before[parent] + np.where(limited[parent], (part * limit[run])[order][first], 0),
     )

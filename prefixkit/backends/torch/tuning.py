@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,12 +59,12 @@ GPU = Tuning(
 class Heads(HeadShape):
     """The heads of a layer, and what work on them costs where it runs."""
 
-    tuning: Tuning
+    tuning: Tuning = field(kw_only=True)
 
     @property
     def kv_elements(self) -> int:
-        """Elements of one token's K."""
-        return self.kv_heads * self.head_dim
+        """Elements of one token's K or V, whichever has more."""
+        return self.kv_heads * max(self.head_dim, self.value_dim)
 
     @property
     def longest_copy(self) -> int:
@@ -74,7 +74,7 @@ class Heads(HeadShape):
     @property
     def score_us(self) -> float:
         """Arithmetic of one query with one key, over all heads."""
-        return 2 * self.heads * self.head_dim * self.tuning.multiply_us
+        return self.heads * (self.head_dim + self.value_dim) * self.tuning.multiply_us
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
         """``[heads, 1, 1]`` int64, for variants."""

@@ -20,9 +20,10 @@ from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, register, sliding_window
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION
+from prefixkit.backends.cuda.variant_header import on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
 from tests.attention.reference import reference_attention, visible_tokens
@@ -101,14 +102,18 @@ def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread)
     return Case(snapshot, queries, q.bfloat16(), k, v, dim**-0.5)
 
 
-def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tuple[Tensor, Tensor]:
+def attend(
+    kernel, case: Case, stages: int, blocks: int, padding: int = 0, variant: Variant = CAUSAL
+) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has."""
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
-    formats = [narrowed(decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL), case.shape.gqa_group)]
+    rows_of = decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL, visible=variant.visible)
+    formats = [narrowed(rows_of, case.shape.gqa_group)]
+    parameters = on_device(register(variant), heads, torch.device("cpu"))
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
@@ -125,7 +130,7 @@ def attend(kernel, case: Case, stages: int, blocks: int, padding: int = 0) -> tu
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
-        *(0, 0 if case.sinks is None else case.sinks.data_ptr(), 0),
+        *(parameters.data_ptr(), 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
@@ -176,6 +181,21 @@ def test_sinks_join_the_rows_that_an_item_finishes(tmp_path):
     exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, attention_sinks(), case.sinks)
     torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("variant", [sliding_window(9), chunked(12), chunked(40)], ids=lambda variant: variant.name)
+def test_plans_of_visible_ranges(tmp_path, variant):
+    """Segments that begin inside nodes, and shared nodes that some queries do not see."""
+    run = built(tmp_path, 64, variant)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        snapshot, pages = make_snapshot(rng, [-1, 0, 0, 2, 2, 0], rng.integers(1, 60, 6).tolist(), 16)
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+        torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -79,15 +79,15 @@ def test_a_step_that_is_planned_for_plain_torch_runs_there_whatever_its_layers_a
 def test_what_is_known_at_a_call_alone_runs_in_plain_torch_by_a_plan_made_then(dtype, caplog):
     """A variant without a CUDA body, or pages of another dtype than the planner's."""
     step, key, attend = step_of(cuda_planner()), halved(), TreeAttention()
-    assert step.planned.owners is None, "nothing of plain torch is made with the step"
+    assert step.plans[0].owners is None, "nothing of plain torch is made with the step"
     plain = step_of(cpu_planner())
     expected = torch.ops.prefixkit.tree_attention(*arguments(plain, key, dtype))
     first, second = (attend(*arguments(step, key, dtype)) for _ in range(2))  # two layers
     torch.testing.assert_close(first, expected, rtol=2e-2, atol=2e-2)
     assert all(map(torch.equal, first, second))
-    made = step.planned.owners
+    made = step.plans[0].owners
     attend(*arguments(step, key, dtype))
-    assert made is not None and step.planned.owners is made, "once for the step"
+    assert made is not None and step.plans[0].owners is made, "once for the step"
     why = "float32 has no kernel" if dtype == torch.float32 else "variant 'halved' is Python only"
     assert len(said(caplog)) == 1 and why in said(caplog)[0]
 

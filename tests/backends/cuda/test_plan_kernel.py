@@ -142,17 +142,17 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
                 ours, theirs = (
                     build_step(StepTree(snapshot, queries), tokens, tokens[:1], p, device) for p in (there, host)
                 )
-                assert ours.planned.count_reads is not None, "counted without the plan on the host"
-                assert theirs.planned.count_reads is None
+                assert ours.plans[0].count_reads is not None, "counted without the plan on the host"
+                assert theirs.plans[0].count_reads is None
                 for name in ("tokens", "positions", "slots", "logit_rows"):
                     assert torch.equal(getattr(ours, name), getattr(theirs, name))
                 nodes = slice(WORK_TENSORS, WORK_TENSORS + TREE_TENSORS)
                 assert all(torch.equal(a, b) for a, b in zip(ours.plan[nodes], theirs.plan[nodes], strict=True))
                 arrays = [tensor.numpy() for tensor in ours.plan[:WORK_TENSORS]]
-                assert_same(arrays, theirs.planned.plan, (seed, version))
-                assert ours.kv_tokens_read == theirs.kv_tokens_read
+                assert_same(arrays, theirs.plans[0].plan, (seed, version))
+                assert ours.kv_tokens[0] == theirs.kv_tokens[0]
                 leaf = snapshot.subtree_end == np.arange(snapshot.num_nodes) + 1
                 longer = ours.length + 7 * leaf
-                assert ours.planned.kv_tokens_read(longer) == theirs.planned.kv_tokens_read(longer)
-                assert_same(ours.planned.plan.arrays(), theirs.planned.plan, (seed, version))
+                assert ours.plans[0].kv_tokens_read(longer) == theirs.plans[0].kv_tokens_read(longer)
+                assert_same(ours.plans[0].plan.arrays(), theirs.plans[0].plan, (seed, version))
         assert there.plans_made == host.plans_made == 4

@@ -19,11 +19,12 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.attention_calls import batches
 from prefixkit.backends.torch.host_planner import bind, find_plan
 from prefixkit.backends.torch.layer_program import Program
-from prefixkit.backends.torch.run_program import Scratch
+from prefixkit.backends.torch.read_keys import Scratch
 from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.testing.forests import (
@@ -103,7 +104,7 @@ def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
     cost = (SHARE_ALL, SHARE_NONE, CPU_COST)[seed % 3]
     plan = random_split_plan(rng, case, cost) if seed % 5 == 0 else plan_of(case, cost)
     tree = step_tree(case)
-    tiles = make_tiles(plan, tree, None, None if seed % 2 else int(rng.integers(1, 9)))
+    tiles = make_tiles(plan, tree, ALL, None if seed % 2 else int(rng.integers(1, 9)))
     assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
     longest = rng.integers(1, 30, len(tiles))
     detached = split_keys(tiles, int(rng.integers(1, 12)), longest)
@@ -114,7 +115,7 @@ def test_a_window_drops_keys_that_no_query_of_the_tile_sees() -> None:
     case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
     plan = plan_of(case, SHARE_NONE)
     for most_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
-        assert make_tiles(plan, step_tree(case), 10, most_rows).tokens.sum() == keys
+        assert make_tiles(plan, step_tree(case), Visible(window=10), most_rows).tokens.sum() == keys
 
 
 def test_a_causal_item_may_span_positions_with_gaps() -> None:
@@ -130,7 +131,7 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
         merge_indices=np.zeros(0, dtype=np.int32),
     )
     tree = step_tree(case)
-    tiles = make_tiles(plan, tree, None, None)
+    tiles = make_tiles(plan, tree, ALL, None)
     assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
     assert MASKED in tiles.mask
     out, _ = attend(case, plan)
@@ -149,8 +150,8 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
 def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
-    tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), None, None)
-    heads = Heads(6, 2, 32, 4, replace(tuning.CPU, batch_elements=1 << 12))
+    tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), ALL, None)
+    heads = Heads(6, 2, 32, 4, tuning=replace(tuning.CPU, batch_elements=1 << 12))
     made = list(batches(tiles, heads, scored=False))
     assert sorted(np.concatenate(made).tolist()) == list(range(len(tiles)))
     for batch in made:

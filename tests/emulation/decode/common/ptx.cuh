@@ -15,6 +15,7 @@ static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float __int_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
+static inline int __float_as_int(float x) { return emulation::as<int>(x); }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned) { return a >> 16 | (b & 0xffff0000u); }
 static inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
 static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }

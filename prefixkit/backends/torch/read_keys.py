@@ -1,0 +1,116 @@
+"""K and V of a call, from the pool's pages: where they lie, gathered, or expanded from what the pages hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from prefixkit.backends.torch import tuning
+from prefixkit.backends.torch.attention_calls import Call
+from prefixkit.backends.torch.tuning import Heads
+from prefixkit.ops.arguments import BadShape
+
+# K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of tokens whose cached tensors are ``[1, heads, n,
+# dim]`` each: a module's own code.
+Expand = Callable[..., tuple[Tensor, Tensor]]
+# K and V ``[batch, kv_heads, length, ...]`` of a call; good until the next call's are read.
+Read = Callable[[Call], tuple[Tensor, Tensor]]
+
+
+def check_layout(op: str, name: str, pages: Tensor) -> None:
+    """Raise BadShape unless pages are as :func:`read_keys` reads them."""
+    _, page_size, kv_heads, head_dim = pages.shape
+    per_page, per_token, per_head, _ = pages.stride()
+    if per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim):
+        raise BadShape(
+            f"{op}: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
+            f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
+        )
+
+
+class Scratch(threading.local):
+    """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling
+    them.
+
+    There are six at most, for keys and for values in three dtypes, each of up to ``Tuning.call_elements`` elements,
+    so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def matrix(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """``[rows, width]`` for keys (``use`` 0) or values (1), with anything in it."""
+        elements = rows * width
+        buffer = self.buffers.get((use, dtype))
+        if buffer is None or buffer.shape[0] < elements:
+            with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+                buffer = torch.empty(elements, dtype=dtype, device="cpu")
+            if elements <= tuning.CPU.call_elements:
+                self.buffers[use, dtype] = buffer
+        return buffer.as_strided((rows, width), (width, 1))
+
+
+_scratch = Scratch()
+
+
+def read_keys(call: Call, pages: Tensor, use: int) -> Tensor:
+    """``[batch, kv_heads, length, head_dim]`` float32 keys or values: a view of token-major pages if possible."""
+    kv_heads, head_dim = pages.shape[2:]
+    tokens, width = call.batch * call.length, kv_heads * head_dim
+    slots = _slots(pages)
+    if isinstance(call.slot, int):
+        keys = slots.narrow(0, call.slot, tokens)
+    else:
+        keys = _scratch.matrix(use, tokens, width, slots.dtype)
+        torch.index_select(slots, 0, call.slot, out=keys)
+    if keys.dtype != torch.float32:
+        keys = _scratch.matrix(use, tokens, width, torch.float32).copy_(keys)
+    step = keys.stride(0)
+    shape = (call.batch, kv_heads, call.length, head_dim)
+    return keys.as_strided(shape, (call.length * step, head_dim, step, 1))
+
+
+def _slots(pages: Tensor) -> Tensor:
+    """``[slots, kv_heads * head_dim]`` a view of token-major pages."""
+    num_pages, page_size, kv_heads, head_dim = pages.shape
+    return pages.as_strided((num_pages * page_size, kv_heads * head_dim), (pages.stride(1), 1))
+
+
+def gather(call: Call, pages: Tensor) -> Tensor:
+    """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
+    assert isinstance(call.slot, Tensor), "only a program for a CPU reads keys where they lie"
+    size, (kv_heads, head_dim) = pages.shape[1], pages.shape[2:]
+    keys = pages[call.slot // size, call.slot % size]
+    return keys.reshape(call.batch, call.length, kv_heads, head_dim).transpose(1, 2)
+
+
+def expand_keys(
+    call: Call, cached: Sequence[Tensor], expand: Expand, heads: Heads, *, on_cpu: bool
+) -> tuple[Tensor, Tensor]:
+    """K and V ``[batch, kv_heads, length, ...]`` of a call, expanded from what the pages hold; float32 on a CPU."""
+    tokens = call.batch * call.length
+    made = expand(*(_cached_tokens(call, pages, tokens) for pages in cached))
+    states = []
+    for name, each, dim in zip("kv", made, (heads.head_dim, heads.value_dim), strict=True):
+        if each.shape != (1, heads.kv_heads, tokens, dim):
+            raise BadShape(
+                f"expanded_attention: expand must return {name} [1, {heads.kv_heads}, {tokens}, {dim}] for {tokens} "
+                f"tokens, as the plan's heads are, got {list(each.shape)}"
+            )
+        each = each[0] if each.stride(3) == 1 else each[0].contiguous()
+        each = torch.unflatten(each, 1, (call.batch, call.length)).transpose(0, 1)
+        states.append(each.float() if on_cpu else each)
+    return states[0], states[1]
+
+
+def _cached_tokens(call: Call, pages: Tensor, tokens: int) -> Tensor:
+    """``[1, heads, tokens, dim]`` what the pages hold of a call's tokens."""
+    if isinstance(call.slot, int):
+        rows = torch.unflatten(_slots(pages).narrow(0, call.slot, tokens), 1, pages.shape[2:])
+    else:
+        rows = pages[call.slot // pages.shape[1], call.slot % pages.shape[1]]
+    return rows.transpose(0, 1)[None]
