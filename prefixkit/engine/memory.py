@@ -72,7 +72,8 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     samples = min(MOST_RUNNING, rows)
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-    heads = int(config.num_attention_heads) * spec.head_dim
+    widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
+    heads = int(config.num_attention_heads) * widest
     size = spec.dtype.itemsize
     # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)

@@ -1,9 +1,11 @@
-"""The page tensors that hold keys and values."""
+"""The page tensors that hold what layers cache: keys and values, or latents."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -12,43 +14,72 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.gpu.staging import upload
+from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.arguments import FLOATS
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The KV of one token of a model.
+    """What is cached of one token of a model.
 
     Attributes:
-        num_layers: Attention layers.
-        kv_heads: KV heads of a layer; those of this process under tensor parallelism.
-        head_dim: Elements of one head.
+        layers: Of each layer that caches something, its tensors: K and V, or a latent and rotary keys.
         dtype: float32, bfloat16 or float16.
         device: Where the pages live.
 
     Raises:
-        ValueError: a count below 1, or another dtype.
+        ValueError: no layers, or another dtype.
     """
 
-    num_layers: int
-    kv_heads: int
-    head_dim: int
+    layers: tuple[tuple[CachedTensor, ...], ...]
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"KVSpec: {name} must be at least 1, got {getattr(self, name)}")
+        if not self.layers or not all(self.layers):
+            raise ValueError(f"KVSpec: layers must each cache a tensor, and be at least one, got {self.layers}")
         if self.dtype not in FLOATS:
             raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, FLOATS))}, got {self.dtype}")
         object.__setattr__(self, "device", torch.device(self.device))
 
+    @cached_property
+    def tensors(self) -> dict[tuple[CachedTensor, ...], list[int]]:
+        """The layers of each kind of tensors, by number."""
+        found: dict[tuple[CachedTensor, ...], list[int]] = {}
+        for index, cached in enumerate(self.layers):
+            found.setdefault(cached, []).append(index)
+        return found
+
+    @property
+    def size(self) -> int:
+        """Elements that are cached of one token in all layers."""
+        return sum(tensor.size for cached in self.layers for tensor in cached)
+
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        """What is cached of one token in all layers."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def kinds(self) -> str:
+        """How many layers cache tensors of which sizes, in words."""
+        found = (f"{len(at)} layers of {' and '.join(map(str, cached))}" for cached, at in self.tensors.items())
+        return ", ".join(found)
+
+    def __str__(self) -> str:
+        return f"{self.kinds}, {self.dtype} on {self.device}"
+
+
+def spec_of_alike(
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> KVSpec:
+    """K and V of equal size in layers that are all alike; ValueError as :class:`KVSpec`, or for a size below 1."""
+    return KVSpec(((CachedTensor(kv_heads, head_dim),) * 2,) * num_layers, dtype, torch.device(device))
 
 
 class KVPoolTooLarge(ValueError):
@@ -56,14 +87,15 @@ class KVPoolTooLarge(ValueError):
 
 
 class KVPool:
-    """Pages of keys and values for all layers, addressed by slot: ``slot = page * page_size + offset``.
+    """Pages of what all layers cache, addressed by slot: ``slot = page * page_size + offset``.
 
-    Keys are one tensor and values another.  Memory is reserved at once but never touched before it is written, so the
-    operating system gives out pages as tokens come.  On the CPU a token's heads are adjacent and tokens follow each
-    other, so that consecutive slots are one matrix; on a GPU each page keeps head after head.
+    Layers that cache tensors of the same sizes share one tensor for each of these, and all layers number their pages
+    alike.  Memory is reserved at once but never touched before it is written, so the operating system gives out pages
+    as tokens come.  On the CPU a token's heads are adjacent and tokens follow each other, so that consecutive slots are
+    one matrix; on a GPU each page keeps head after head.
 
     Attributes:
-        spec: The KV of one token.
+        spec: What is cached of one token.
         num_pages, page_size: The geometry; ``page_size`` in tokens.
 
     Raises:
@@ -80,28 +112,31 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = page_size
         try:
-            self._layers = self._pages(), self._pages()
+            made = [[self._pages(tensor, len(at)) for tensor in cached] for cached, at in spec.tensors.items()]
         except RuntimeError as error:  # torch's OutOfMemoryError is one too
             free = free_memory(spec.device) / 2**30
             raise KVPoolTooLarge(
                 f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.device} cannot "
                 f"give ({free:.1f} GiB are free); lower kv_budget"
             ) from error
-        self._k: tuple[Tensor, ...] = tuple(self._layers[0])
-        self._v: tuple[Tensor, ...] = tuple(self._layers[1])
+        self._tensors = [tensor for of_kind in made for tensor in of_kind]
+        self._layers = dict[int, tuple[Tensor, ...]]()
+        for of_kind, at in zip(made, spec.tensors.values(), strict=True):
+            self._layers |= zip(at, zip(*of_kind, strict=True), strict=True)
 
-    def _pages(self) -> Tensor:
-        spec = self.spec
-        inner = (self.page_size, spec.kv_heads) if spec.device.type == "cpu" else (spec.kv_heads, self.page_size)
-        shape = (spec.num_layers, self.num_pages, *inner, spec.head_dim)
+    def _pages(self, tensor: CachedTensor, layers: int) -> Tensor:
+        """``[layers, num_pages, page_size, heads, head_dim]``."""
+        on_cpu = self.spec.device.type == "cpu"
+        inner = (self.page_size, tensor.heads) if on_cpu else (tensor.heads, self.page_size)
+        shape = (layers, self.num_pages, *inner, tensor.head_dim)
         with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-            pages = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-        return pages if spec.device.type == "cpu" else pages.transpose(2, 3)
+            pages = torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
+        return pages if on_cpu else pages.transpose(2, 3)
 
     def grown(self, num_pages: int) -> KVPool:
         """A pool of more pages, of which the first hold what this one's hold."""
         larger = KVPool(self.spec, num_pages, self.page_size)
-        for mine, its in zip(self._layers, larger._layers, strict=True):
+        for mine, its in zip(self._tensors, larger._tensors, strict=True):
             its[:, : self.num_pages] = mine
         return larger
 
@@ -110,16 +145,14 @@ class KVPool:
         """Bytes that all pages take when full."""
         return self.num_pages * self.page_size * self.spec.bytes_per_token
 
-    def k(self, layer: int) -> Tensor:
-        """``[pages, page_size, kv_heads, head_dim]`` the keys of a layer: the pool itself, not a copy."""
-        return self._k[self._check(layer)]
-
-    def v(self, layer: int) -> Tensor:
-        """``[pages, page_size, kv_heads, head_dim]`` the values of a layer: the pool itself, not a copy."""
-        return self._v[self._check(layer)]
+    def pages(self, layer: int) -> tuple[Tensor, ...]:
+        """``[pages, page_size, heads, head_dim]`` each tensor of a layer: the pool itself, not a copy."""
+        if layer not in self._layers:
+            raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{len(self._layers) - 1}")
+        return self._layers[layer]
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
-        """Copy the KV of slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
+        """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
 
         A target may be a source of those before it, not of those behind it.  The sources are slots of ``source_pool``,
         of the same page size; None: of this one.
@@ -128,38 +161,46 @@ class KVPool:
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
             pages, offsets = self._pages_and_offsets(pairs)
-            for its, mine in zip((self if source_pool is None else source_pool)._layers, self._layers, strict=True):
+            for its, mine in zip((self if source_pool is None else source_pool)._tensors, self._tensors, strict=True):
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def host_parts(self, tokens: int) -> list[Tensor]:
-        """Host memory for the KV of ``tokens`` tokens: tensors ``[tokens, 2, layers, kv_heads, head_dim]`` of 32 MiB.
+        """Host memory for what is cached of ``tokens`` tokens: tensors ``[tokens, spec.size]`` of 32 MiB.
 
         That of a GPU's pool is pinned, which takes longer than copying to it; torch reuses freed memory for the next
         part of that size, so that it is pinned once.
         """
         spec = self.spec
-        inner = (2, spec.num_layers, spec.kv_heads, spec.head_dim)
         counts = [min(self._at_once, tokens - begin) for begin in range(0, tokens, self._at_once)]
         with torch.inference_mode(False):
             return [
-                torch.empty((count, *inner), dtype=spec.dtype, pin_memory=spec.device.type == "cuda")
+                torch.empty((count, spec.size), dtype=spec.dtype, pin_memory=spec.device.type == "cuda")
                 for count in counts
             ]
 
+    def split(self, part: Tensor) -> list[Tensor]:
+        """Views ``[tokens, layers, heads, head_dim]`` of a part: of each tensor that layers share, in turn."""
+        sizes = [tensor.shape[0] * tensor.shape[3] * tensor.shape[4] for tensor in self._tensors]
+        views = zip(torch.split(part, sizes, 1), self._tensors, strict=True)
+        return [torch.unflatten(view, 1, (tensor.shape[0], *tensor.shape[3:])) for view, tensor in views]
+
     def read(self, slots: NDArray[np.int64], into: list[Tensor] | None = None) -> list[Tensor]:
-        """A copy of the keys and values of slots in host memory, in :meth:`host_parts`, which are the result."""
-        parts, on_gpu = self.host_parts(len(slots)) if into is None else into, self.spec.device.type == "cuda"
+        """A copy of what is cached in slots in host memory, in :meth:`host_parts`, which are the result."""
+        parts, device = self.host_parts(len(slots)) if into is None else into, self.spec.device
         for index, part in enumerate(parts):
             pages, offsets = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
-            kv = torch.stack([layers[:, pages, offsets] for layers in self._layers])
             # A link copies contiguous memory: the order of dimensions changes on the device.
-            part.copy_(kv.movedim(2, 0).contiguous(), non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.current_stream(self.spec.device).synchronize()
+            there = part if device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype, device=device)
+            for tensor, view in zip(self._tensors, self.split(there), strict=True):
+                view.copy_(tensor[:, pages, offsets].movedim(1, 0))
+            if there is not part:
+                part.copy_(there, non_blocking=device.type == "cuda")
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         return parts
 
-    def write(self, slots: NDArray[np.int64], parts: list[Tensor], tokens: NDArray[np.int64]) -> None:
-        """Set the keys and values of ``slots[i]`` to those of token ``tokens[i]`` of parts as :meth:`read` gives them.
+    def write(self, slots: NDArray[np.int64], parts: Sequence[Tensor], tokens: NDArray[np.int64]) -> None:
+        """Set what is cached in ``slots[i]`` to that of token ``tokens[i]`` of parts as :meth:`read` gives them.
 
         All parts but the last have as many tokens.
         """
@@ -176,8 +217,8 @@ class KVPool:
                 source = kv[int(rows[0]) : int(rows[-1]) + 1] if contiguous else kv[torch.from_numpy(rows)]
                 uploaded = source.to(self.spec.device, non_blocking=contiguous)
                 pages, offsets = self._pages_and_offsets(slots[begin:end])
-                for layers, each in zip(self._layers, uploaded.unbind(1), strict=True):
-                    layers[:, pages, offsets] = each.transpose(0, 1)
+                for tensor, each in zip(self._tensors, self.split(uploaded), strict=True):
+                    tensor[:, pages, offsets] = each.transpose(0, 1)
 
     @property
     def _at_once(self) -> int:
@@ -187,11 +228,6 @@ class KVPool:
     def _pages_and_offsets(self, slots: NDArray[np.int64]) -> list[Tensor]:
         """Pages and offsets of slots, on the device."""
         return upload([*np.divmod(slots, self.page_size)], self.spec.device)
-
-    def _check(self, layer: int) -> int:
-        if not 0 <= layer < self.spec.num_layers:
-            raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{self.spec.num_layers - 1}")
-        return layer
 
 
 def free_memory(device: torch.device) -> int:

@@ -59,11 +59,7 @@ def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> in
 
 
 def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int) -> int:
-    """Pages of a store that outlives its calls: what the budget holds; without one, half of the memory that is free.
-
-    Args:
-        kv_budget: KV to hold, see :func:`parse_size`.
-        free: Bytes that a store may take, at most.
+    """Pages of a store that outlives its calls: what the budget holds; without one, half of the ``free`` bytes.
 
     Raises:
         ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no

@@ -171,12 +171,9 @@ class ModelStores:
             return True
 
     def borrow(self, kind: StoreKind, borrower: object, pages: int, prompts: Sequence[Ints] = ()) -> KVStore:
-        """Lend a store of a kind that has ``pages`` pages: the one that knows most of the prompts, or a new one.
+        """Lend a store of a kind with ``pages`` pages beside pinned ones: that which knows most prompts, or a new one.
 
-        Args:
-            borrower: Who calls :meth:`return_`; where it goes without that, the store has a new tree.
-            pages: Pages beside those of pinned prefixes.
-            kind, prompts: What its KV is of, and token ids of each prompt.
+        Where the ``borrower`` goes without :meth:`return_`, the store has a new tree.
 
         Raises:
             DoesNotFit: there is none, and no memory for another.

@@ -7,8 +7,9 @@ changed: modules, dtypes, devices, numbers of attention and of the config, autoc
 from __future__ import annotations
 
 import logging
+import math
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +20,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.layer_kinds import LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
-from prefixkit.models.probe.cache import LayerShape
+from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.cache import Probed
 from prefixkit.models.probe.passes import probe
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
@@ -30,7 +33,7 @@ from prefixkit.ops.arguments import FLOATS
 log = logging.getLogger("prefixkit")
 
 # Of each model, by what may change it: what its probe has found.
-_probed: WeakKeyDictionary[nn.Module, dict[object, list[LayerShape]]] = WeakKeyDictionary()
+_probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +84,11 @@ class ModelFacts:
         return getattr(self.model, "generation_config", None) or getattr(self.inner, "generation_config", None)
 
     @cached_property
-    def layers(self) -> list[LayerShape]:
-        """What its attention layers are like: all alike, but for their windows.
+    def probed(self) -> Probed:
+        """What its attention layers are like.
 
         Raises:
-            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or they differ in shape, type or device.
+            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or they differ in dtype or device.
         """
         layers = self._attention()
         key, known = _changeable(self, layers), _probed.setdefault(self.inner, {})
@@ -94,45 +97,39 @@ class ModelFacts:
         attention_layers(self.inner)  # what wraps a layer's forward may be of another kind by now
         if key not in known:
             found = probe(self.inner)
-            _check_alike(self.inner, found)
+            _check_storage(self.inner, found.layers)
             name = type(self.inner).__name__
-            log.info("measured the attention layers of %s by passes over four tokens: %s", name, found[0])
+            kinds = "; ".join(dict.fromkeys(map(str, found.layers)))
+            log.info("measured the attention layers of %s by passes over four tokens: %s", name, kinds)
             known[key] = found
         return known[key]
 
     @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each attention layer; raises as :attr:`probed`."""
+        return self.probed.layers
+
+    @cached_property
     def spec(self) -> KVSpec:
-        """What a :class:`KVPool` must hold for the model; raises as :attr:`layers`."""
+        """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
         layer = self.layers[0]
-        return KVSpec(len(self.layers), layer.kv_heads, layer.head_dim, layer.dtype, layer.device)
+        return KVSpec(tuple(kind.cached for kind in self.layers if kind.cached), layer.dtype, layer.device)
 
     @property
-    def query_heads(self) -> int:
-        """Query heads of each attention layer, as far as this process computes them."""
-        return self.layers[0].heads
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The window of each attention layer, in tokens; None for a layer without.
-
-        Masks of the model's own say so, which some families do not tell their attention functions.
-        """
-        return [layer.window for layer in self.layers]
+    def plan_kinds(self) -> tuple[PlanKind, ...]:
+        """What a step's plans are made for, in the order of the first layer of each."""
+        return tuple(dict.fromkeys(kind.plan_kind for kind in self.layers))
 
     @property
     def counts_from_zero(self) -> bool:
         """Whether the model, called without position_ids, gives the first token position 0."""
-        return all(layer.counts_from_zero for layer in self.layers)
+        return self.probed.counts_from_zero
 
     @property
-    def longest_text(self) -> int | None:
-        """Tokens of a text up to which attention in chunks is causal; None for any number."""
-        return min((layer.longest for layer in self.layers if layer.longest is not None), default=None)
-
-    @property
-    def attention_shape(self) -> Hashable:
-        """All that pools, plans and layers' variants are made by: while it is equal they serve the model."""
-        return tuple((layer, layer.window, layer.longest) for layer in self.layers)
+    def scales_from(self) -> int | None:
+        """The position from which on the model scales queries by where they are in a batch, padding included."""
+        found = [math.ceil(kind.temperature[0]) - 1 for kind in self.layers if kind.temperature is not None]
+        return min(found, default=None)
 
     def _attention(self) -> list[nn.Module]:
         """The modules that :func:`attention_layers` finds, in its order."""
@@ -165,19 +162,21 @@ def kv_spec(model: object) -> KVSpec:
     return facts_of(model).spec
 
 
-def _check_alike(model: nn.Module, layers: list[LayerShape]) -> None:
-    """Raise UnsupportedModel unless one pool holds the KV of all layers."""
+def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
+    """Raise UnsupportedModel unless one pool holds what all layers cache."""
     name = type(model).__name__
-    if len(found := dict.fromkeys(layers)) > 1:
+    if len(found := dict.fromkeys(f"{layer.dtype} on {layer.device}" for layer in layers)) > 1:
         raise UnsupportedModel(
-            f"the layers of {name} differ in heads, head_dim, dtype or device, and a pool needs them equal: "
-            f"{', '.join(map(str, found))}"
+            f"the layers of {name} cache {', '.join(found)}, and a pool holds one dtype on one device; convert the "
+            "model, with model.float() for instance, or load it on one device"
         )
-    layer = layers[0]
-    if layer.dtype not in FLOATS:
+    caches = [bool(layer.cached) for layer in layers]
+    if True in caches[sum(caches) :]:
+        raise UnsupportedModel(f"{name} has layers that share KV before layers that cache their own")
+    if (dtype := layers[0].dtype) not in FLOATS:
         raise UnsupportedModel(
-            f"the keys of {name} are {layer.dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, "
-            "with model.float() for instance"
+            f"the keys of {name} are {dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, with "
+            "model.float() for instance"
         )
 
 
@@ -186,6 +185,8 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
     found: list[object] = [*plain_numbers(facts.config)]
     for layer in layers:
         found += plain_numbers(layer)
+        if own_code(cls := original_class(layer)) is not None:  # type: ignore[arg-type]  # what it was compared with
+            found += [cls.forward, getattr(cls, "_attn", None)]
         inside: list[nn.Module | None] = [layer]
         for module in inside:  # the list grows while it is read
             if module is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -11,8 +13,17 @@ from transformers import Cache
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
-from prefixkit.attention.variants import Variant, attention_sinks, compose, register, sliding_window, soft_cap
-from prefixkit.kv.kv_pool import KVPool
+from prefixkit.attention.variants import (
+    Variant,
+    attention_sinks,
+    chunked,
+    compose,
+    register,
+    sliding_window,
+    soft_cap,
+)
+from prefixkit.attention.visible import Visible
+from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.torch_private import mark_dynamic
 
@@ -27,6 +38,9 @@ class Compiled(Protocol):
     def run(self, cache: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
+Bias = Callable[[], Variant]  # called where tensors have values
+
+
 class LayerCache(Protocol):
     """What an attention module's original ``forward`` and our attention function find in place of a cache."""
 
@@ -39,9 +53,15 @@ class LayerCache(Protocol):
         """Raise unless attention was asked for over what :meth:`update` has returned, without a mask of its own."""
 
     def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        bias: Bias | None = None,
     ) -> Tensor:
-        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``."""
+        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi."""
 
 
 class LayeredCache(Cache):
@@ -92,13 +112,17 @@ class LayeredCache(Cache):
 
 
 @functools.cache
-def register_variant(window: int | None, cap: float | None, sinks: bool) -> str:
-    """The key of causal attention with what an attention class asks for: window and cap, None for none, and sinks."""
-    parts: list[Variant] = []
+def register_variant(visible: Visible, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
+    """The key of causal attention with what a layer asks for: what is visible, a cap, None for none, sinks, and a
+    variant besides, which is first.
+    """
+    parts: list[Variant] = [] if bias is None else [bias]
     if cap is not None:
         parts.append(soft_cap(cap))
-    if window is not None:
-        parts.append(sliding_window(window))
+    if visible.window is not None:
+        parts.append(sliding_window(visible.window))
+    if visible.chunk is not None:
+        parts.append(chunked(visible.chunk))
     if sinks:
         parts.append(attention_sinks())
     return register(compose(*parts))
@@ -109,13 +133,13 @@ class TracedStep:
 
     slots: Tensor
     positions: Tensor
-    plan: list[Tensor]
+    plans: list[list[Tensor]]
 
     def load(self, step: Step) -> None:
         """Take a step's tensors."""
-        self.slots, self.positions, self.plan = step.slots, step.positions, step.plan
+        self.slots, self.positions, self.plans = step.slots, step.positions, [plan.tensors for plan in step.plans]
         # Numbers of rows, and a tree's and a plan's sizes, change from step to step: graphs are made for any.
-        for tensor in (self.slots, self.positions, *self.plan):
+        for tensor in (self.slots, self.positions, *chain(*self.plans)):
             if len(tensor) > 1:
                 mark_dynamic(tensor, 0)
 
@@ -124,50 +148,63 @@ class Layer:
     """One layer's pages and the step in progress, in place of a cache for an attention module's ``forward``.
 
     Attributes:
-        index: The layer's number.
-        k_pages, v_pages: Its pages.
+        own: The layer's kind, plan and pages.
         step: The step in progress.
-        window: Tokens that a query sees, itself included, as the model's probe has found; None for all.
     """
 
-    def __init__(self, index: int, pool: KVPool, step: Step | TracedStep, window: int | None) -> None:
-        self.index, self.window = index, window
-        self.k_pages = pool.k(index)
-        self.v_pages = pool.v(index)
-        self.step = step
+    def __init__(self, own: LayerPages, step: Step | TracedStep) -> None:
+        self.own, self.step = own, step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the step's K and V, ``[1, kv_heads, T, head_dim]`` each, to the pages; returns them unchanged."""
+        """Append what the layer caches of the step, ``[1, heads, T, head_dim]`` each, to the pages; returns it."""
         torch.ops.prefixkit.kv_append(
-            key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.k_pages, self.v_pages, self.step.slots
+            key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), *self.own.pages, self.step.slots
         )
         return key_states, value_states
 
     def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        bias: Bias | None = None,
     ) -> Tensor:
-        """Attend over the tree: ``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]`` in the same dtype.
+        """Attend over the tree: ``query [1, heads, T, k_dim]`` to ``[1, T, heads, v_dim]`` in the same dtype.
 
         ``window`` is not looked at: some models tell their attention functions of another than their masks have.
         """
-        step = self.step
         out: Tensor = torch.ops.prefixkit.tree_attention(
-            query[0].transpose(0, 1),
-            self.k_pages,
-            self.v_pages,
-            step.positions,
-            step.plan,
+            self.scaled(query)[0].transpose(0, 1),
+            *self.own.pages,
+            self.step.positions,
+            self.plan,
             scale,
-            self.variant(cap, sinks is not None),
+            self.variant(cap, sinks is not None, None if bias is None else bias()),
             None if sinks is None else sinks.to(query.dtype),
         )[0]
         return out[None]
 
-    def variant(self, cap: float | None, sinks: bool) -> str:
-        """The key of :func:`register_variant`, with the layer's window."""
-        return register_variant(self.window, cap, sinks)
+    @property
+    def plan(self) -> list[Tensor]:
+        """The step's plan for this kind of layers."""
+        step = self.step
+        return step.plans[self.own.plan] if isinstance(step, TracedStep) else step.plans[self.own.plan].tensors
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """The query, scaled by its position where the layer's kind says so."""
+        if self.own.kind.temperature is None:
+            return query
+        floor_scale, attn_scale = self.own.kind.temperature
+        factor = torch.log1p(torch.floor((self.step.positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+        return (query * factor[:, None]).to(query.dtype)
+
+    def variant(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
+        """The key of :func:`register_variant`, with what the layer sees."""
+        return register_variant(self.own.kind.visible, cap, sinks, bias)
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
         """Raise ValueError unless the mask is that of a step; the model's probe has seen what keys and values are."""
@@ -178,7 +215,7 @@ class Layer:
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(
-                f"StepCache: layer {self.index} got {given} instead of the empty one of cache.inputs(). A tree "
+                f"StepCache: layer {self.own.index} got {given} instead of the empty one of cache.inputs(). A tree "
                 "has no padding, so a mask would be ignored: leave padding tokens out of the tree and call "
                 "model(**cache.inputs())"
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefixkit.attention.planner import Planner
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.compile.packed_weights import moves
-from prefixkit.models.compile.packing import capturing
 from prefixkit.models.experts import experts_by_ops, log_experts, most_rows
 from prefixkit.models.facts import ModelFacts, patched_facts
 from prefixkit.models.families import pretrained_model
+from prefixkit.models.layer_pages import layer_pages
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.step_cache import StepCache
 from prefixkit.models.weights.state import weights_places
-from prefixkit.ops.backend import backend_for
+from prefixkit.ops.backend import GraphPlanning, backend_for, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -52,7 +52,6 @@ class ModelRunner:
     Attributes:
         model: The patched model.
         cache: The cache that carries ``pool`` to its layers.
-        longest: See :attr:`ModelFacts.longest_text`.
         vocab_size: Columns of the logits.
         compiled: The compiled layers, or None.
 
@@ -89,8 +88,8 @@ class ModelRunner:
             )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
-        self.cache = StepCache(pool, facts.windows)
-        self.longest, self.vocab_size = facts.longest_text, facts.vocab_size
+        self.cache = StepCache(pool, layer_pages(facts.layers, facts.plan_kinds, pool))
+        self.vocab_size = facts.vocab_size
         _warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
@@ -111,7 +110,7 @@ class ModelRunner:
             ``torch.inference_mode``.
 
         Raises:
-            ValueError: the model is in training mode, and drops something at random; or a text exceeds ``longest``.
+            ValueError: the model is in training mode, and drops something at random.
             IncompleteStep: a layer was not reached exactly once.
         """
         with torch.inference_mode():
@@ -151,8 +150,6 @@ class ModelRunner:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
             )
-        if self.longest is not None and not capturing() and (last := int(step.positions.max())) >= self.longest:
-            raise ValueError(f"ModelRunner: a text has {last + 1} tokens, and chunks of attention have {self.longest}")
         experts = experts_by_ops() if step.num_rows <= self._most_rows else nullcontext()
         with self._turn, experts, torch.inference_mode():
             try:
@@ -179,11 +176,24 @@ def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
         )
 
 
-def planner_of(facts: ModelFacts) -> Planner:
-    """What plans attention for a model's heads."""
-    spec = facts.spec
-    shape = HeadShape(facts.query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-    return backend_for(spec.device).planner_for(shape, spec.device, spec.dtype)
+def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
+    """What plans attention for each kind of a model's layers."""
+    spec, made = facts.spec, list[Planner]()
+    for kind in facts.plan_kinds:
+        backend = backend_for(spec.device)
+        if kind.expands and backend.name != "torch":
+            log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
+            backend = plain_torch()
+        made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
+    return tuple(made)
+
+
+def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
+    """How decode steps of these planners are planned in CUDA graphs; None where they cannot all be."""
+    make = backend_for(device).graph_planning
+    found = [None if make is None else make(planner) for planner in planners]
+    plannings = [planning for planning in found if planning is not None]
+    return plannings if len(plannings) == len(planners) else None
 
 
 def runner_of(
@@ -204,26 +214,29 @@ def runner_of(
             steps too.
         call: See :class:`ModelRunner`.
     """
-    model, device, planner = facts.model, pool.spec.device, planner_of(facts)
+    model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    backend, planning = backend_for(device), None
+    counts = Counter(kind.plan_kind for kind in facts.layers)
+    layer_counts = tuple(counts[kind] for kind in facts.plan_kinds)
+    plannings = None
     if graphs and device.type == "cuda":
-        planning = None if backend.graph_planning is None else backend.graph_planning(planner)
-        if planning is None:
+        plannings = graph_plannings(device, planners)
+        if plannings is None:
             log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
-    if planning is None:
+    if plannings is None:
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-        return EagerRunner(plain, planner, device, hidden=plain.hidden)
+        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts)
     # For one row torch would compile a graph of its own.
     steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
-    eager = EagerRunner(plain, planner, device, hidden=plain.hidden, compiled=steps if compiled else None)
+    through = steps if compiled else None
+    eager = EagerRunner(plain, planners, device, hidden=plain.hidden, compiled=through, layer_counts=layer_counts)
     # The sampler takes logits as they are: to convert them to float32 would copy them.
     return GraphRunner(
         eager,
         steps.compute,
-        planning,
+        plannings,
         pool.page_size,
         least_rows=least_rows,
         weights=partial(weights_places, model),

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.models.layer import Layer, LayeredCache
+from prefixkit.models.attention_class import EXPAND, layer_number
+from prefixkit.models.layer import Bias, Layer, LayeredCache
+from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
+from prefixkit.ops.backend import plain_torch
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -38,15 +41,15 @@ class StepCache(LayeredCache):
 
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
-        windows: The window of each layer, see :attr:`ModelFacts.windows`.
+        layer_pages: Of each layer, its kind, plan and pages.
         attended: ``[layers]`` how often each layer has attended in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
     """
 
-    def __init__(self, pool: KVPool, windows: Sequence[int | None]) -> None:
-        super().__init__(pool.spec.num_layers)
-        self.pool, self.windows = pool, windows
-        self.attended = [0] * pool.spec.num_layers
+    def __init__(self, pool: KVPool, layers: Sequence[LayerPages]) -> None:
+        super().__init__(len(layers))
+        self.pool, self.layer_pages = pool, layers
+        self.attended = [0] * len(layers)
         self.position_ids: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
@@ -70,7 +73,7 @@ class StepCache(LayeredCache):
             self.compiled.begin(step)
         self._step = step
         self.position_ids = step.positions[None]
-        self.attended = [0] * self.pool.spec.num_layers
+        self.attended = [0] * len(self.attended)
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
@@ -84,7 +87,7 @@ class StepCache(LayeredCache):
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> CacheLayer:
         """The same, after a check that the positions are the step's."""
-        layer = CacheLayer(self, module.__dict__["layer_idx"])
+        layer = CacheLayer(self, module)
         layer.check_positions(position_ids)
         return layer
 
@@ -112,9 +115,8 @@ class StepCache(LayeredCache):
             self._step = self.position_ids = None
 
     def __repr__(self) -> str:
-        spec = self.pool.spec
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
-        return f"StepCache({spec.num_layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {state})"
+        return f"StepCache({self.pool.spec}, {state})"
 
 
 def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
@@ -133,14 +135,15 @@ class CacheLayer(Layer):
     calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
     """
 
-    def __init__(self, cache: StepCache, index: int) -> None:
+    def __init__(self, cache: StepCache, module: nn.Module) -> None:
+        index = layer_number(module)
         if not 0 <= index < len(cache.attended):
             raise ValueError(
                 f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
                 f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
-        super().__init__(index, cache.pool, cache.step, cache.windows[index])
-        self.cache = cache
+        super().__init__(cache.layer_pages[index], cache.step)
+        self.cache, self.module, self.index = cache, module, index
         self.appended = False
 
     def update(
@@ -152,35 +155,63 @@ class CacheLayer(Layer):
                 f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
                 "attention layer must run once a step, on KV of its own"
             )
-        spec = self.cache.pool.spec
-        key_states, value_states = self._rounded(key_states), self._rounded(value_states)
-        expected = (1, spec.kv_heads, self.step.slots.shape[0], spec.head_dim)
-        for name, states in (("keys", key_states), ("values", value_states)):
-            if states.shape != expected or states.dtype != spec.dtype:
+        made, dtype = (self._rounded(key_states), self._rounded(value_states)), self.cache.pool.spec.dtype
+        for name, states, pages in zip(("keys", "values"), made, self.own.pages, strict=True):
+            expected = (1, pages.shape[2], self.step.slots.shape[0], pages.shape[3])
+            if states.shape != expected or states.dtype != dtype:
                 raise ValueError(
                     f"StepCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
-                    f"but the step and the pool take {expected} {spec.dtype} (batch, KV heads, tokens, head_dim); "
+                    f"but the step and the pool take {expected} {dtype} (batch, heads, tokens, head_dim); "
                     "make the pool with KVPool(kv_spec(model), ...) and call model(**cache.inputs())"
                 )
-        super().update(key_states, value_states, layer_idx)
+        super().update(*made, layer_idx)
         self.appended = True
-        return key_states, value_states
+        # Where the layer's own code makes K and V of this, attention does so for all tokens, and one is enough here.
+        return (made[0][:, :, :1], made[1][:, :, :1]) if self.own.kind.expands else made
 
     def _rounded(self, states: Tensor) -> Tensor:
         """Under autocast, which does so in the products of attention, in the pool's dtype."""
-        return states.to(self.k_pages.dtype) if torch.is_autocast_enabled(states.device.type) else states
+        return states.to(self.own.pages[0].dtype) if torch.is_autocast_enabled(states.device.type) else states
 
     def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        bias: Bias | None = None,
     ) -> Tensor:
         """The same, after a check that the layer has appended."""
-        if not self.appended:
+        reads = self.own.kind.reads
+        if not (self.appended if reads is None else self.cache.attended[reads]):
             raise IncompleteStep(
-                f"StepCache: layer {self.index} attends without KV of its own; layers that share KV are not supported"
+                f"StepCache: layer {self.index} attends before {'it' if reads is None else f'layer {reads}'} has "
+                "written KV in this step"
             )
-        out = super().attend(self._rounded(query), scale, window, cap, sinks)
+        query = self._rounded(query)
+        if self.own.kind.expands:
+            out = self._attend_expanded(query, scale, cap, sinks)
+        else:
+            out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.index] += 1
         return out
+
+    def _attend_expanded(self, query: Tensor, scale: float, cap: float | None, sinks: Tensor | None) -> Tensor:
+        """The same, over K and V that the layer's own code makes of what it caches."""
+        attention = plain_torch().expanded_attention
+        assert attention is not None, "plain torch has it"
+        out = attention(
+            self.scaled(query)[0].transpose(0, 1),
+            self.own.pages,
+            getattr(self.module, EXPAND),
+            self.step.positions,
+            self.plan,
+            scale,
+            self.variant(cap, sinks is not None),
+            sinks,
+        )[0]
+        return out[None]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""

@@ -153,7 +153,14 @@ class Runner(Protocol):
 
     @property
     def reads(self) -> tuple[int, int]:
-        """Token KVs that one layer reads in the step launched last, and would read for each row apart."""
+        """Token KVs that one layer reads in the step launched last, and would read for each row apart.
+
+        Both grow by a token for each row and step, unless layers see a part of their sequences (:attr:`sees_part`).
+        """
+
+    @property
+    def sees_part(self) -> bool:
+        """Whether some layers have a window or chunks."""
 
     @property
     def logits(self) -> Tensor:

@@ -114,7 +114,7 @@ def capture_step(
     def run() -> None:
         if output.uploads_batch:
             arrays.enqueue_copy(step.num_rows)
-        arrays.tree.advance(step.num_rows)
+        arrays.advance(step.num_rows)
         logits = model(step)
         if not output.samples:
             captured.logits = logits

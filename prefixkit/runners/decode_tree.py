@@ -99,7 +99,7 @@ class DecodeTree:
             self.leaf, *self.nodes, self.sampled, self.tokens, self.positions, self.slots, rows, self.page_size
         )
 
-    def step(self, tree: StepTree, wanted: Tensor, planned: StepPlan) -> Step:
+    def step(self, tree: StepTree, wanted: Tensor, plans: tuple[StepPlan, ...], counts: tuple[int, ...]) -> Step:
         """The step of the rows ``wanted``, the first ones, over these arrays; lengths are those of ``tree``."""
         rows = len(wanted)
         return Step(
@@ -108,6 +108,6 @@ class DecodeTree:
             slots=self.slots[:rows],
             logit_rows=wanted,
             length=tree.length,
-            kv_tokens_unshared=int((tree.positions + 1).sum()),
-            planned=planned,
+            plans=plans,
+            layer_counts=counts,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,11 +39,12 @@ class EagerRunner:
     Args:
         model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
             to the pool.
-        planner: Plans attention for the model's heads.
+        planners: Plan attention for the heads of each kind of layers.
         device: Where the model runs.
         pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
         hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
         compiled: Runs the steps that it serves, in place of both; None: there is none.
+        layer_counts: How many layers are of each kind.
     """
 
     graph_bytes = 0
@@ -52,24 +53,30 @@ class EagerRunner:
     def __init__(
         self,
         model: Callable[[Step], Tensor],
-        planner: Planner,
+        planners: Planner | Sequence[Planner],
         device: torch.device | str = "cpu",
         pace: Pace = STEP_BY_STEP,
         hidden: Callable[[Step], Tensor] | None = None,
         compiled: CompiledModel | None = None,
+        layer_counts: tuple[int, ...] = (1,),
     ) -> None:
-        self.model, self.planner, self.device, self.pace = model, planner, torch.device(device), pace
+        self.planners = (planners,) if isinstance(planners, Planner) else tuple(planners)
+        self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
         self.hidden, self.compiled = hidden, compiled
         self._sampler: Sampler | None = None
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
 
     def counters(self) -> dict[str, float]:
-        return {"plans": self.planner.plans_made}
+        return {"plans": sum(planner.plans_made for planner in self.planners)}
 
     @property
     def reads(self) -> tuple[int, int]:
-        return self._step.kv_tokens_read, self._step.kv_tokens_unshared
+        return self._step.kv_tokens
+
+    @property
+    def sees_part(self) -> bool:
+        return any(planner.visible.limits for planner in self.planners)
 
     def drop_graphs(self) -> None:
         """Nothing: each step reads the weights, and there are no graphs."""
@@ -130,7 +137,7 @@ class EagerRunner:
         hidden: bool = False,
     ) -> Tensor:
         """Run a step; returns the logits of the rows that are wanted, or their last hidden states."""
-        step = self._step = build_step(self._tree, tokens, wanted, self.planner, self.device)
+        step = self._step = build_step(self._tree, tokens, wanted, self.planners, self.device, self.layer_counts)
         if self.compiled is not None and self.compiled.serves(step, compiling):
             return self.compiled.hidden(step) if hidden else self.compiled(step)
         if not hidden:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import PlanTooLarge
 from prefixkit.attention.gpu.staging import upload
-from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.step import Step
+from prefixkit.attention.step import Step, mean_reads
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.batch import Batch, Pace, Results, Sampling
 from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, capture_step, output_for
@@ -48,7 +47,7 @@ class GraphRunner:
     Args:
         eager: Runs steps with prompts in them, and all once the model's steps cannot be captured.
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
-        planning: How steps in graphs are planned, for the model's heads.
+        plannings: How steps in graphs are planned, for the heads of each kind of layers.
         page_size: Of the pool.
         pace: How far the host runs ahead.
         fewest_steps: A batch that runs for fewer steps captures no graph.
@@ -68,7 +67,7 @@ class GraphRunner:
         self,
         eager: EagerRunner,
         model: Callable[[Step], Tensor],
-        planning: GraphPlanning,
+        plannings: Sequence[GraphPlanning],
         page_size: int,
         *,
         pace: Pace = PACE,
@@ -78,11 +77,12 @@ class GraphRunner:
         moves: Callable[[], int] = lambda: 0,
         capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
-        self.eager, self.model, self.planning, self.page_size = eager, model, planning, page_size
+        self.eager, self.model, self.plannings, self.page_size = eager, model, tuple(plannings), page_size
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
         self.weights, self.moves, self.make_capture = weights, moves, capture
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly = pace, False
+        self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
         self._graphs: dict[tuple[int, GraphOutput], Captured] = {}  # by bucket and output
         self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
@@ -108,7 +108,11 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.reads
         tree = self._tree_after(self._steps - 1)
-        return self._planned.kv_tokens_read(tree.length), int((tree.positions + 1).sum())
+        return mean_reads(self._plans, self.eager.layer_counts, tree)
+
+    @property
+    def sees_part(self) -> bool:
+        return self.eager.sees_part
 
     # -- Runner --------------------------------------------------------------------------------------------------------
 
@@ -237,7 +241,9 @@ class GraphRunner:
         assert arrays is not None, "launched before"
         with self._on_device():
             if self._steps and self._steps % REPLAN_EVERY == 0:
-                arrays.replan()
+                tree = self._tree_after(self._steps)
+                arrays.replan(tree)
+                self._plans = arrays.plans(tree)
             self._steps += 1
             self.graph_steps += 1
             captured.graph.replay()
@@ -261,7 +267,7 @@ class GraphRunner:
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
     def _start_batch(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
-        self._tree, self._planned = tree, self._plan_of(arrays, tree)
+        self._tree, self._plans = tree, arrays.plans(tree)
         self._bucket, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
     def _arrays_for(self, tree: StepTree) -> GraphArrays:
@@ -272,7 +278,7 @@ class GraphRunner:
             self.drop_graphs()
             self._arrays = None  # before the new ones are made
             rows = self._bucket_for(len(tree.queries.node))
-            self._arrays = GraphArrays(tree, rows, self.planning, self.page_size, self.device)
+            self._arrays = GraphArrays(tree, rows, self.plannings, self.page_size, self.device)
         return self._arrays
 
     @property
@@ -299,7 +305,7 @@ class GraphRunner:
             return
         began = time.perf_counter()
         arrays.clear()
-        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], self._plan_of(arrays, arrays.first))
+        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], arrays.plans(arrays.first), self.eager.layer_counts)
         with torch.inference_mode():
             # First without a graph: everything lazy has happened then.  The arrays hold no row, so nothing is written.
             try:
@@ -318,6 +324,3 @@ class GraphRunner:
         self.seconds_capturing += took
         held = self.graph_bytes / 2**20
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
-
-    def _plan_of(self, arrays: GraphArrays, tree: StepTree) -> StepPlan:
-        return self.planning.step_plan(arrays.planner.work, arrays.tree.nodes, tree)

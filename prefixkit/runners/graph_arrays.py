@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,11 +11,13 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.gpu.staging import upload
+from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
 
@@ -96,20 +100,27 @@ class GraphArrays:
     sampler: Sampler  # made before the first graph
 
     def __init__(
-        self, tree: StepTree, rows: int, planning: GraphPlanning, page_size: int, device: torch.device
+        self, tree: StepTree, rows: int, plannings: Sequence[GraphPlanning], page_size: int, device: torch.device
     ) -> None:
         need = DecodeCapacity.of(tree)
         self.first = tree
         self.rows = rows
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
         self.tree = DecodeTree(capacity, page_size, device)
-        plan = planning.capacity_for(tree)
-        self.planner = planning.planner(capacity.nodes, _with_slack(plan, rows), device)
+        self.kinds = [
+            KindPlans(
+                planning.planner(capacity.nodes, _with_slack(planning.capacity_for(tree), rows), device),
+                planning,
+                planning.visible,
+                self.tree,
+            )
+            for planning in plannings
+        ]
         self.wanted = torch.arange(rows, device=device)
         self.ring = Ring(rows, device)
         self._beams = 0  # rows of the sampler, where all are those of beams
         self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self._planning = planning
+        self._plannings = plannings
 
     def __del__(self) -> None:
         """Pinned memory that a graph reads must stay until its last replay has run: torch does not know of replays."""
@@ -119,7 +130,12 @@ class GraphArrays:
     def holds(self, tree: StepTree) -> bool:
         if not self.tree.capacity.holds(DecodeCapacity.of(tree)):
             return False
-        return self.planner.capacity.holds(self._planning.capacity_for(tree))
+        pairs = zip(self.kinds, self._plannings, strict=True)
+        return all(kind.planner.capacity.holds(planning.capacity_for(tree)) for kind, planning in pairs)
+
+    def plans(self, tree: StepTree) -> tuple[StepPlan, ...]:
+        """The plans of a tree that is uploaded, or will be: one for each kind of layers."""
+        return tuple(kind.plan_of(tree) for kind in self.kinds)
 
     def make_sampler(self, vocab: int) -> None:
         if not hasattr(self, "sampler"):
@@ -149,15 +165,16 @@ class GraphArrays:
             BatchTooLarge, PlanTooLarge: it does not fit; no graph has been launched.
         """
         self.ring.wait()  # for the last replay to have read the staging buffers
-        self.planner.stage(tree)
+        for kind in self.kinds:
+            kind.stage(tree)
         self.tree.stage(tree)
         self._staged_tokens.numpy()[: len(tokens)] = tokens
 
     def enqueue_copy(self, rows: int) -> None:
         """Copy what was staged last to the device, and plan it, on the current stream.  Can be captured."""
         self.tree.enqueue_copy()
-        self.planner.enqueue_copy()
-        self.planner.plan()
+        for kind in self.kinds:
+            kind.enqueue_copy()
         self.sampler.tokens[:rows].copy_(self._staged_tokens[:rows], non_blocking=True)
 
     def upload_tokens(self, tokens: NDArray[np.integer]) -> None:
@@ -167,14 +184,19 @@ class GraphArrays:
     def upload_tree(self, tree: StepTree) -> None:
         """Upload the tree of decode steps and plan them, on the current stream."""
         self.tree.upload(tree)
-        self.planner.upload(tree)
-        self.planner.plan()
+        for kind in self.kinds:
+            kind.upload(tree)
 
-    def replan(self) -> None:
-        """Plan again for the present lengths of nodes."""
-        nodes = self.planner.nodes
-        self.planner.length[:nodes].copy_(self.tree.nodes[1][:nodes])
-        self.planner.plan()
+    def replan(self, tree: StepTree) -> None:
+        """Plan again for the tree as its leaves have grown."""
+        for kind in self.kinds:
+            kind.replan(tree)
+
+    def advance(self, rows: int) -> None:
+        """Start the next step of the first ``rows`` rows, on the current stream.  Can be captured."""
+        self.tree.advance(rows)
+        for kind in self.kinds:
+            kind.advance()
 
     def clear(self) -> None:
         """No rows, no work."""
@@ -182,7 +204,8 @@ class GraphArrays:
         self.tree.tokens.zero_()
         self.tree.positions.zero_()
         self.tree.slots.fill_(-1)
-        self.planner.work[0].zero_()
+        for kind in self.kinds:
+            kind.clear()
 
 
 def _more(n: int) -> int:

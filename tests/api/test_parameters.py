@@ -11,11 +11,25 @@ from transformers import GenerationConfig, WatermarkingConfig
 import prefixkit
 from prefixkit import BeamParams, Request, SamplingParams, Session
 from prefixkit.models import NotPatched
-from prefixkit.session.requests import GENERATION_FIELDS
+from prefixkit.session.requests import REFUSED_FIELDS
 from prefixkit.testing.tiny import tiny_llama
 from tests.api.cases import TOKENIZER, tokens_of
 
 # A value at which each refused field of a generation config changes what is sampled: token 0 is a token.
+# What becomes of the other fields of transformers' GenerationConfig.
+OTHER_FIELDS = {
+    # End-of-sequence tokens where none are given, the others where neither params nor a field for them are.
+    "applied": "eos_token_id stop_strings repetition_penalty length_penalty early_stopping",
+    # Whatever the model's are, the parameters of a call say it.
+    "parameters": "do_sample temperature top_k top_p min_p max_length max_new_tokens num_return_sequences",
+    # Caches, compiling, drafts that the model verifies, outputs, tokens that are not sampled, and a softmax done twice.
+    "harmless": "use_cache cache_implementation cache_config max_cache_len low_memory prefill_chunk_size "
+    "compile_config disable_compile continuous_batching_config use_mtp num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+    "assistant_early_exit assistant_lookbehind target_lookbehind speculation_type output_attentions "
+    "output_hidden_states output_scores output_logits return_dict_in_generate pad_token_id bos_token_id "
+    "decoder_start_token_id renormalize_logits transformers_version _from_model_config _commit_hash",
+}
 REFUSED = {
     **{"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "min_length": 9, "min_new_tokens": 3},
     **{"epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "remove_invalid_values": True, "typical_p": 0.9, "top_h": 0.5},
@@ -185,7 +199,7 @@ class TestTheModelsGenerationConfig:
         assert [one.tokens for one in own] == [one.tokens for one in plain]
 
     def test_each_field_that_transformers_has_is_applied_refused_or_harmless(self):
-        classes = [name for fields in GENERATION_FIELDS.values() for name in fields.split()]
+        classes = [name for fields in (*REFUSED_FIELDS.values(), *OTHER_FIELDS.values()) for name in fields.split()]
         assert len(set(classes)) == len(classes), "one answer for each"
         assert vars(GenerationConfig()).keys() - set(classes) == set(), "a field that no class says anything about"
 
@@ -198,14 +212,14 @@ class TestTheModelsGenerationConfig:
             with pytest.raises(ValueError, match=rf"generation_config sets {name}=.*call model\.generate\(\).*or set "):
                 call(configured, None, [[5, 6, 7]], max_new_tokens=3)
         processors = SamplingParams(max_new_tokens=3, logits_processors=lambda: lambda ids, scores: scores)
-        if name in GENERATION_FIELDS["logits"].split():
+        if name in REFUSED_FIELDS["logits"].split():
             assert len(prefixkit.generate(configured, None, [[5, 6, 7]], processors)) == 1
         else:
             with pytest.raises(ValueError, match=f"generation_config sets {name}="):
                 prefixkit.generate(configured, None, [[5, 6, 7]], processors)
 
     def test_the_refused_are_those_of_the_table(self):
-        assert REFUSED.keys() == {*GENERATION_FIELDS["logits"].split(), *GENERATION_FIELDS["calls"].split()}
+        assert REFUSED.keys() == {*REFUSED_FIELDS["logits"].split(), *REFUSED_FIELDS["calls"].split()}
 
     @pytest.mark.parametrize("released", RELEASED, ids=lambda released: next(iter(released)))
     def test_what_released_models_set_changes_no_sample(self, released, configured):

@@ -13,15 +13,14 @@ from torch import Tensor
 import prefixkit
 from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.engine.request import Request
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec
 from prefixkit.models.compile.packed_weights import packed_view
+from prefixkit.models.runner import planners_of
 from prefixkit.models.weights.state import weights_places
-from prefixkit.ops.backend import backend_for
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.tree import PrefixTree
@@ -39,9 +38,9 @@ class StaticStep:
         space = [start.clone(), length.clone(), indptr.clone(), pages.new_zeros(PAGES), first_slot.clone()]
         names = ("tokens", "positions", "slots", "logit_rows")
         work = [torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in capacity.shapes()]
-        planned = planner.step_plan(work, space, first.planned.tree)
+        planned = planner.step_plan(work, space, first.plans[0].tree)
         same = {name: getattr(first, name).clone() for name in names}
-        self.step = replace(first, planned=planned, **same)
+        self.step = replace(first, plans=(planned,), **same)
         self.names = names
 
     def load(self, step: Step) -> None:
@@ -56,12 +55,13 @@ class Decode:
 
     def __init__(self, model: torch.nn.Module) -> None:
         spec = kv_spec(model)
-        self.shape = HeadShape(facts_of(model).query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
+        self.shape = facts_of(model).layers[0].plan_kind.shape
         self.pool = KVPool(spec, PAGES, PAGE)
-        for pages in (*self.pool._k, *self.pool._v):
-            pages.fill_(torch.nan)
+        for layer in range(len(spec.layers)):
+            for pages in self.pool.pages(layer):
+                pages.fill_(torch.nan)
         self.tree = PrefixTree(PAGES, PAGE)
-        self.planner = backend_for(spec.device).planner_for(self.shape, spec.device, spec.dtype)
+        (self.planner,) = planners_of(facts_of(model))
         assert isinstance(self.planner, CudaPlanner)
         self.prompts = prompts(6)
         self.sequences = [self.tree.insert(prompt) for prompt in self.prompts]

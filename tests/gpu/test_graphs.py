@@ -199,7 +199,7 @@ def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
     asked = requests(18, n=4, temperature=0.0, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)
     engine = make_engine(model, asked)
-    inner, pages = engine.runner.model, (engine.store.pool.k(0), engine.store.pool.v(0))  # type: ignore[attr-defined]
+    inner, pages = engine.runner.model, (engine.store.pool.pages(0)[0], engine.store.pool.pages(0)[1])  # type: ignore[attr-defined]
 
     def also_by_torch(step: Step) -> torch.Tensor:
         q = torch.zeros(step.num_rows, 8, 128, dtype=torch.bfloat16, device="cuda")

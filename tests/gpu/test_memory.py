@@ -173,19 +173,19 @@ def test_generate_finds_the_tokens_of_an_earlier_call() -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kv_survives_the_way_to_host_memory_and_back(page_size: int, dtype: torch.dtype) -> None:
-    from prefixkit.kv.kv_pool import KVPool, KVSpec
+    from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 
     torch.manual_seed(0)
-    pool = KVPool(KVSpec(3, 2, 64, dtype, torch.device("cuda")), -(-4000 // page_size), page_size)
+    pool = KVPool(spec_of_alike(3, 2, 64, dtype, torch.device("cuda")), -(-4000 // page_size), page_size)
     for layer in range(3):
-        pool.k(layer).normal_()
-        pool.v(layer).normal_()
+        pool.pages(layer)[0].normal_()
+        pool.pages(layer)[1].normal_()
     slots = np.random.default_rng(0).permutation(4000)[:900].astype(np.int64)
     before = pool.read(slots)
     assert all(part.is_pinned() for part in before) and [tuple(part.shape) for part in before] == [(900, 2, 3, 2, 64)]
     for layer in range(3):
-        pool.k(layer).fill_(torch.nan)
-        pool.v(layer).fill_(torch.nan)
+        pool.pages(layer)[0].fill_(torch.nan)
+        pool.pages(layer)[1].fill_(torch.nan)
     target = np.random.default_rng(1).permutation(4000)[:900].astype(np.int64)
     pool.write(target, before, np.arange(900)[::-1].copy())
     assert torch.equal(torch.cat(pool.read(target)), torch.cat(before).flip(0))

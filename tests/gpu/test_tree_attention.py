@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.rounded_alibi import rounded_alibi
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -77,13 +78,14 @@ def variants(heads: int, rng: np.random.Generator) -> list[Variant]:
         sliding_window(int(rng.integers(1, 12))),
         soft_cap(3.0),
         alibi(rng.random(heads)),
+        rounded_alibi(rng.random(heads).tolist(), 0.3),
         attention_sinks(),
         compose(sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks()),
         CAUSAL,
     ]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_variant_errs_no_more_than_torchs_arithmetic(implementation, number, dtype):
     errors = Errors()

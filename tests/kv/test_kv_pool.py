@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, KVSpec, spec_of_alike
 
 
 def filled(pool: KVPool) -> KVPool:
-    for layer in range(pool.spec.num_layers):
-        for pages in (pool.k(layer), pool.v(layer)):
+    for layer in range(len(pool.spec.layers)):
+        for pages in pool.pages(layer):
             pages.copy_(torch.randn(pages.shape))
     return pool
 
 
 def append(pool: KVPool, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    torch.ops.prefixkit.kv_append(key, value, pool.k(layer), pool.v(layer), slots)
+    torch.ops.prefixkit.kv_append(key, value, *pool.pages(layer), slots)
 
 
 def rows(pages: torch.Tensor) -> torch.Tensor:
@@ -32,25 +32,25 @@ def rows(pages: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 128])
 def test_append_writes_these_slots_of_this_layer_only(dtype: torch.dtype, page_size: int) -> None:
-    pool = filled(KVPool(KVSpec(2, 3, 32, dtype), 9, page_size))
-    before = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
+    pool = filled(KVPool(spec_of_alike(2, 3, 32, dtype), 9, page_size))
+    before = [rows(pages) for layer in (0, 1) for pages in pool.pages(layer)]
     slots = torch.randperm(9 * page_size)[:5]
     key, value = torch.randn(2, 5, 3, 32).to(dtype)
     append(pool, 1, key, value, slots)
     before[2][slots], before[3][slots] = key, value
-    after = [rows(pages) for layer in (0, 1) for pages in (pool.k(layer), pool.v(layer))]
+    after = [rows(pages) for layer in (0, 1) for pages in pool.pages(layer)]
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("spec", [KVSpec(3, 2, 16), KVSpec(32, 32, 256)], ids=["at once", "in parts"])
+@pytest.mark.parametrize("spec", [spec_of_alike(3, 2, 16), spec_of_alike(32, 32, 256)], ids=["at once", "in parts"])
 def test_copy_moves_kv_between_slots_of_all_layers_in_the_order_given(spec: KVSpec) -> None:
     """Of the large spec, 32 slots are copied at a time.  A target may be a source of those before it."""
     pool = filled(KVPool(spec, 6, 16))
-    before = [rows(pages) for layer in range(spec.num_layers) for pages in (pool.k(layer), pool.v(layer))]
+    before = [rows(pages) for layer in range(len(spec.layers)) for pages in pool.pages(layer)]
     places = torch.randperm(96)
     source, target = places[:48], torch.cat((places[48:88], places[:8]))
     pool.copy(source.numpy(), target.numpy())
-    after = [rows(pages) for layer in range(spec.num_layers) for pages in (pool.k(layer), pool.v(layer))]
+    after = [rows(pages) for layer in range(len(spec.layers)) for pages in pool.pages(layer)]
     # By numbers of slots, in the order given: the KV of which slot ends up in each.
     origin = list(range(96))
     for begin, end in zip(source.tolist(), target.tolist(), strict=True):
@@ -61,12 +61,12 @@ def test_copy_moves_kv_between_slots_of_all_layers_in_the_order_given(spec: KVSp
 
 
 def test_append_takes_transposed_keys() -> None:
-    pool = filled(KVPool(KVSpec(1, 3, 32), 4, 16))
+    pool = filled(KVPool(spec_of_alike(1, 3, 32), 4, 16))
     key, value = (torch.randn(3, 6, 32).transpose(0, 1) for _ in "kv")
     slots = torch.tensor([3, 60, 2, 9, 40, 41])
     append(pool, 0, key, value, slots)
-    assert torch.equal(rows(pool.k(0))[slots], key)
-    assert torch.equal(rows(pool.v(0))[slots], value)
+    assert torch.equal(rows(pool.pages(0)[0])[slots], key)
+    assert torch.equal(rows(pool.pages(0)[1])[slots], value)
 
 
 def test_head_major_pages_as_on_a_gpu_append_alike() -> None:
@@ -81,7 +81,7 @@ def test_head_major_pages_as_on_a_gpu_append_alike() -> None:
 
 
 def test_consecutive_slots_are_one_matrix_on_the_cpu() -> None:
-    pages = KVPool(KVSpec(3, 3, 64), 5, 16).k(1)
+    pages = KVPool(spec_of_alike(3, 3, 64), 5, 16).pages(1)[0]
     assert pages.shape == (5, 16, 3, 64)
     assert pages.is_contiguous()
 
@@ -89,25 +89,25 @@ def test_consecutive_slots_are_one_matrix_on_the_cpu() -> None:
 def test_a_pool_made_in_inference_mode_works_outside_it_and_the_other_way_round() -> None:
     token, slot = torch.ones(1, 2, 16), torch.tensor([3])
     with torch.inference_mode():
-        inside = KVPool(KVSpec(1, 2, 16), 2, 8)
+        inside = KVPool(spec_of_alike(1, 2, 16), 2, 8)
     append(inside, 0, token, token, slot)
-    outside = KVPool(KVSpec(1, 2, 16), 2, 8)
+    outside = KVPool(spec_of_alike(1, 2, 16), 2, 8)
     with torch.inference_mode():
         append(outside, 0, token, token, slot)
     append(outside, 0, token, token, slot + 2)
     for pool, written in ((inside, [3]), (outside, [3, 5])):
-        assert (rows(pool.k(0))[written] == 1).all() and (rows(pool.v(0))[written] == 1).all()
+        assert (rows(pool.pages(0)[0])[written] == 1).all() and (rows(pool.pages(0)[1])[written] == 1).all()
 
 
 def test_bytes() -> None:
-    spec = KVSpec(30, 3, 64, torch.bfloat16)
+    spec = spec_of_alike(30, 3, 64, torch.bfloat16)
     assert spec.bytes_per_token == 2 * 30 * 3 * 64 * 2
     assert KVPool(spec, 7, 16).bytes == 7 * 16 * spec.bytes_per_token
 
 
 def test_a_pool_takes_no_memory_until_it_is_written() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pool = KVPool(KVSpec(30, 3, 64), 2048, 128)
+    pool = KVPool(spec_of_alike(30, 3, 64), 2048, 128)
     assert pool.bytes > 10 * 2**30
     append(pool, 0, torch.ones(1, 3, 64), torch.ones(1, 3, 64), torch.tensor([200_000]))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10  # in KB
@@ -116,11 +116,11 @@ def test_a_pool_takes_no_memory_until_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KVSpec(0, 3, 64), "num_layers must be at least 1"),
-        (lambda: KVSpec(2, 3, 0), "head_dim must be at least 1"),
-        (lambda: KVSpec(2, 3, 64, torch.float64), "dtype must be one of"),
-        (lambda: KVPool(KVSpec(2, 3, 64), 0), "num_pages must be at least 1"),
-        (lambda: KVPool(KVSpec(2, 3, 64), 5, 129), "page_size must be 1 to 128"),
+        (lambda: spec_of_alike(0, 3, 64), "layers must each cache"),
+        (lambda: spec_of_alike(2, 3, 0), "head_dim must be at least 1"),
+        (lambda: spec_of_alike(2, 3, 64, torch.float64), "dtype must be one of"),
+        (lambda: KVPool(spec_of_alike(2, 3, 64), 0), "num_pages must be at least 1"),
+        (lambda: KVPool(spec_of_alike(2, 3, 64), 5, 129), "page_size must be 1 to 128"),
     ],
 )
 def test_impossible_pools_are_refused(make, message: str) -> None:
@@ -129,41 +129,41 @@ def test_impossible_pools_are_refused(make, message: str) -> None:
 
 
 def test_a_bad_slot_is_refused_before_anything_is_written() -> None:
-    pool = filled(KVPool(KVSpec(1, 2, 16), 2, 8))
-    before = rows(pool.k(0))
+    pool = filled(KVPool(spec_of_alike(1, 2, 16), 2, 8))
+    before = rows(pool.pages(0)[0])
     with pytest.raises(IndexError):
         append(pool, 0, torch.ones(2, 2, 16), torch.ones(2, 2, 16), torch.tensor([3, 16]))
-    assert torch.equal(before, rows(pool.k(0)))
+    assert torch.equal(before, rows(pool.pages(0)[0]))
 
 
 def test_slots_and_layers_that_do_not_exist_are_refused() -> None:
-    pool = KVPool(KVSpec(2, 3, 64), 5, 16)
+    pool = KVPool(spec_of_alike(2, 3, 64), 5, 16)
     one = torch.zeros(1, 3, 64)
     for slot in (80, -2):
         with pytest.raises(IndexError, match=r"slots 0\.\.79"):
             append(pool, 0, one, one, torch.tensor([slot]))
     for layer in (-1, 2):
         with pytest.raises(IndexError, match=r"layers 0\.\.1"):
-            pool.k(layer)
+            pool.pages(layer)[0]
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_kv_that_was_read_is_written_where_it_is_wanted(page_size: int) -> None:
     """More of it than is copied at once: 24 MB of 48 KiB a token for keys, and as much for values."""
-    pool = filled(KVPool(KVSpec(num_layers=3, kv_heads=32, head_dim=128), 1024 // page_size, page_size))
+    pool = filled(KVPool(spec_of_alike(num_layers=3, kv_heads=32, head_dim=128), 1024 // page_size, page_size))
     slots = np.random.default_rng(0).permutation(1024)[:500].astype(np.int64)
     pages, offsets = np.divmod(slots, page_size)
     parts = pool.read(slots)
     assert len(parts) == 2 and all(part.nbytes <= 2**25 for part in parts)
     kv = torch.cat(parts)
     for layer in range(3):
-        torch.testing.assert_close(kv[:, 0, layer], pool.k(layer)[pages, offsets], rtol=0, atol=0)
-        torch.testing.assert_close(kv[:, 1, layer], pool.v(layer)[pages, offsets], rtol=0, atol=0)
+        for part, tensor in zip(pool.split(kv), pool.pages(layer), strict=True):
+            torch.testing.assert_close(part[:, layer], tensor[pages, offsets], rtol=0, atol=0)
     for places in (np.arange(100, 500), np.random.default_rng(1).permutation(500)):
         there = slots[: len(places)][::-1].copy()
         for given in (parts, [kv]):
             for layer in range(3):
-                pool.k(layer).fill_(torch.nan)
-                pool.v(layer).fill_(torch.nan)
+                pool.pages(layer)[0].fill_(torch.nan)
+                pool.pages(layer)[1].fill_(torch.nan)
             pool.write(there, given, places)
             torch.testing.assert_close(torch.cat(pool.read(there)), kv[places], rtol=0, atol=0)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from prefixkit.kv.budget import KVBudgetTooSmall
-from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, spec_of_alike
 from prefixkit.kv.store import KVStore
 from prefixkit.testing.integrity import check_tree
 
 
 def store_of(num_pages: int, page_size: int = 4) -> KVStore:
-    return KVStore(KVPool(KVSpec(1, 1, 1), num_pages, page_size))
+    return KVStore(KVPool(spec_of_alike(1, 1, 1), num_pages, page_size))
 
 
 def tokens(*ranges: tuple[int, int]) -> np.ndarray:
@@ -92,12 +92,12 @@ def test_kv_of_another_version_is_not_found() -> None:
 
 def test_a_store_that_grows_keeps_its_kv_and_drops_its_runners() -> None:
     store = store_of(4)
-    store.pool.k(0)[:] = 3
+    store.pool.pages(0)[0][:] = 3
     store.runners["steps"] = object()
     sequence = store.admit(tokens((0, 12)))
     store.grow(6)
     assert store.pool.num_pages == store.tree.allocator.num_pages == 10 and not store.runners
-    assert bool((store.pool.k(0)[:4] == 3).all())
+    assert bool((store.pool.pages(0)[0][:4] == 3).all())
     assert sequence is not None and store.admit(tokens((50, 74))) is not None
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.stores import ModelStores, StoreKind
 
-SPEC = KVSpec(1, 1, 4)  # 32 bytes a token, 512 a page
+SPEC = spec_of_alike(1, 1, 4)  # 32 bytes a token, 512 a page
 KIND = StoreKind(SPEC, "layers")
 FREE = 512 * 1000
 

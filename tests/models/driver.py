@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step, build_step
-from prefixkit.backends.torch.host_planner import TorchPlanner
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec, patch
+from prefixkit.models.runner import planners_of
 from prefixkit.tree import Node, PrefixTree
 from tests.models.tiny_families import VOCAB
 from tests.tree.model import uncomputed
@@ -30,9 +30,7 @@ class TreeDriver:
         self.tree = PrefixTree(num_pages, page_size)
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)
-        spec = self.pool.spec
-        shape = HeadShape(facts_of(self.model).query_heads, spec.kv_heads, spec.head_dim, spec.dtype.itemsize)
-        self.planner = TorchPlanner(shape, CPU_COST)
+        self.planners = planners_of(facts_of(self.model))
         self.logits: dict[tuple[int, ...], Tensor] = {}
         self.tokens_run = 0
 
@@ -49,7 +47,7 @@ class TreeDriver:
         runs = np.array([(index[node.id], begin, end) for node, begin, end in self.runs], dtype=np.int32)
         tokens = np.concatenate([node.tokens[begin:end] for node, begin, end in self.runs])
         wanted = np.arange(len(tokens)) if logit_rows is None else np.array(logit_rows, dtype=np.int64)
-        return build_step(StepTree(self.tree.snapshot(), Queries(*runs.T.copy())), tokens, wanted, self.planner)
+        return build_step(StepTree(self.tree.snapshot(), Queries(*runs.T.copy())), tokens, wanted, self.planners)
 
     def run(self, budget: int = 10**6) -> None:
         """Run steps of at most ``budget`` tokens until all are computed."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import prefixkit
-from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.models import UnsupportedModel, facts_of, kv_spec, patch
 from prefixkit.models.weights.state import state_of
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
@@ -27,9 +27,9 @@ def test_heads_are_counted(model_type, heads, kv_heads, tiny):
     model = tiny(model_type, num_hidden_layers=3, **shape)
     if model_type == "phi3":
         assert not hasattr(model.model.layers[0].self_attn, "k_proj")
-    assert kv_spec(model) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
-    assert facts_of(model).query_heads == heads
-    assert kv_spec(patch(model)) == KVSpec(3, kv_heads, 24, torch.float32, CPU)
+    assert kv_spec(model) == spec_of_alike(3, kv_heads, 24, torch.float32, CPU)
+    assert [kind.heads for kind in facts_of(model).layers] == [heads] * 3
+    assert kv_spec(patch(model)) == spec_of_alike(3, kv_heads, 24, torch.float32, CPU)
 
 
 def test_a_shard_has_its_own_share_of_heads(tiny):
@@ -40,7 +40,7 @@ def test_a_shard_has_its_own_share_of_heads(tiny):
             projection.weight = nn.Parameter(projection.weight[: projection.out_features // 2])
         out = layer.self_attn.o_proj
         out.weight = nn.Parameter(out.weight[:, : out.in_features // 2])  # the shards' products are summed up
-    assert (kv_spec(model).kv_heads, facts_of(model).query_heads) == (1, 2)
+    assert {(kind.heads, kind.kv_heads) for kind in facts_of(model).layers} == {(2, 1)}
 
 
 def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
@@ -61,7 +61,7 @@ def test_a_quantised_projection_is_counted_by_what_it_declares(tiny):
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Packed(getattr(layer.self_attn, name)))
-    assert kv_spec(model) == KVSpec(2, 2, 24, torch.bfloat16, CPU)
+    assert kv_spec(model) == spec_of_alike(2, 2, 24, torch.bfloat16, CPU)
 
 
 class Held(nn.Module):
@@ -81,7 +81,7 @@ def test_weights_may_be_buffers(tiny):
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Held(getattr(layer.self_attn, name)))
-    assert kv_spec(model) == KVSpec(2, 2, 24, torch.float32, CPU)
+    assert kv_spec(model) == spec_of_alike(2, 2, 24, torch.float32, CPU)
 
 
 def test_under_autocast_keys_have_another_dtype(tiny):
@@ -113,7 +113,7 @@ def test_layers_that_differ_are_refused(tiny):
     layer.register_forward_pre_hook(rounded, with_kwargs=True)
     layer.register_forward_hook(lambda _, args, output: (output[0].float(), *output[1:]))
     with pytest.raises(
-        UnsupportedModel, match=r"differ in .* equal: 4 query and 2 KV heads of 24, torch.float32 on cpu, .*bfloat16"
+        UnsupportedModel, match=r"cache torch.float32 on cpu, torch.bfloat16 on cpu, and a pool holds one dtype"
     ):
         kv_spec(model)
 

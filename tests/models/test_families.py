@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prefixkit.attention.visible import Visible
 from prefixkit.models import UnsupportedModel, is_patched, patch
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.families import attention_layers
@@ -69,7 +70,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     if "full_attention" in (getattr(model.config, "layer_types", None) or ()):
         expected.add(None)
     cap, sinks = getattr(model.config, "attn_logit_softcapping", None), model_type == "gpt_oss"
-    asked = {register_variant(window, cap, sinks) for window in expected}
+    asked = {register_variant(Visible(window), cap, sinks) for window in expected}
     assert seen.keys == asked, "the layers attend with the windows and the cap of the config"
 
 
@@ -105,9 +106,9 @@ def test_half_precision_stays_as_close_to_float32_as_the_original_model(dtype, t
 
 # Code of its own, no attention, recurrent state beside attention.
 UNSUPPORTED = {
-    "bloom": (
-        {"n_layer": 1, "hidden_size": 32, "n_head": 2},
-        "no layer both fills a KV cache.*; it has BloomAttention",
+    "openai-gpt": (
+        {"n_layer": 1, "n_embd": 32, "n_head": 2},
+        "no layer both fills a KV cache.*; it has Attention",
     ),
     "mamba": ({"num_hidden_layers": 1, "hidden_size": 32}, "no layer both fills a KV cache.*; it has no attention"),
     "lfm2": (SHAPE | {"layer_types": ["conv", "full_attention"]}, r"of 2 layers, \[0\] keep no KV"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, UnsupportedModel, kv_spec, patch
 
 
@@ -46,7 +46,7 @@ def test_half_precision_models_give_float32_logits(tiny, drive, rng):
     driver = drive(tiny().bfloat16())
     driver.tree.insert(rng.integers(3, 128, 5))
     assert driver.runner(driver.step()).dtype == torch.float32
-    assert driver.pool.k(0).dtype == torch.bfloat16
+    assert driver.pool.pages(0)[0].dtype == torch.bfloat16
 
 
 def test_no_mask_of_tokens_times_kv_is_built(run):
@@ -74,8 +74,10 @@ def test_an_unpatched_model_is_refused(tiny):
 
 
 def test_a_pool_of_another_shape_is_refused(tiny):
-    with pytest.raises(ValueError, match=r"the model needs a pool of KVSpec.*got one of KVSpec"):
-        ModelRunner(patch(tiny()), KVPool(KVSpec(3, 2, 24, torch.float32, torch.device("cpu")), 4, 4))
+    with pytest.raises(
+        ValueError, match=r"needs a pool of 2 layers of 2 x 24 and 2 x 24.*got one of 3 layers of 2 x 24"
+    ):
+        ModelRunner(patch(tiny()), KVPool(spec_of_alike(3, 2, 24, torch.float32, torch.device("cpu")), 4, 4))
 
 
 def test_a_model_without_a_language_head_is_refused(tiny):

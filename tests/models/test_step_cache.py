@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models import IncompleteStep, NotPatched, StepCache, patch
+from prefixkit.models.layer_pages import layer_pages
+
+
+def layers_of(pool):
+    """Layers that cache their own K and V."""
+    spec = pool.spec
+    kinds = [LayerKind(4, k.heads, k.head_dim, v.head_dim, (k, v), spec.dtype, spec.device) for k, v in spec.layers]
+    return layer_pages(kinds, [kinds[0].plan_kind], pool)
 
 
 @pytest.fixture
 def pool():
-    return KVPool(KVSpec(2, 2, 16, torch.float32, torch.device("cpu")), num_pages=4, page_size=4)
+    return KVPool(spec_of_alike(2, 2, 16, torch.float32, torch.device("cpu")), num_pages=4, page_size=4)
 
 
 @pytest.fixture
@@ -23,7 +32,7 @@ def run(tiny, drive, rng):
 
 
 def test_between_steps_it_has_no_step(pool):
-    cache = StepCache(pool, [None] * pool.spec.num_layers)
+    cache = StepCache(pool, layers_of(pool))
     for ask in (lambda: cache.step, cache.inputs):
         with pytest.raises(ValueError, match=r"no step in progress; call cache.begin\(step\)"):
             ask()
@@ -70,7 +79,7 @@ def test_a_layer_that_runs_twice_is_stopped_before_it_writes(run):
 
 def test_update_outside_a_patched_layer_says_what_to_do(pool):
     with pytest.raises(NotPatched, match=r"layer 1 was given a StepCache.*prefixkit.patch\(model\)"):
-        StepCache(pool, [None] * pool.spec.num_layers).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
+        StepCache(pool, layers_of(pool)).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +95,11 @@ def test_update_outside_a_patched_layer_says_what_to_do(pool):
 )
 def test_what_only_the_tree_may_decide_is_refused(call, pool):
     with pytest.raises(TypeError, match="the tree decides whose KV is kept"):
-        call(StepCache(pool, [None] * pool.spec.num_layers))
+        call(StepCache(pool, layers_of(pool)))
 
 
 def test_it_answers_what_models_and_generate_ask(pool):
-    cache = StepCache(pool, [None] * pool.spec.num_layers)
+    cache = StepCache(pool, layers_of(pool))
     assert len(cache) == 2
     assert bool(cache)
     assert cache.get_seq_length() == 0
@@ -101,21 +110,22 @@ def test_it_answers_what_models_and_generate_ask(pool):
     assert not cache.is_compileable
     assert cache.is_initialized
     assert cache.is_sliding == cache.is_linear == cache.is_dummy == [False, False]
-    assert "2 layers, 2 KV heads of 16, between steps" in repr(cache)
+    assert "2 layers of 2 x 16 and 2 x 16, torch.float32 on cpu, between steps" in repr(cache)
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (KVSpec(1, 2, 24, torch.float32, torch.device("cpu")), "layer 1 .* made for 1 layers"),
-        (KVSpec(2, 4, 24, torch.float32, torch.device("cpu")), r"\(1, 2, 9, 24\).*take \(1, 4, 9, 24\)"),
-        (KVSpec(2, 2, 16, torch.float32, torch.device("cpu")), r"\(1, 2, 9, 24\).*take \(1, 2, 9, 16\)"),
-        (KVSpec(2, 2, 24, torch.bfloat16, torch.device("cpu")), r"torch.float32, but .* torch.bfloat16"),
+        (spec_of_alike(1, 2, 24, torch.float32, torch.device("cpu")), "layer 1 .* made for 1 layers"),
+        (spec_of_alike(2, 4, 24, torch.float32, torch.device("cpu")), r"\(1, 2, 9, 24\).*take \(1, 4, 9, 24\)"),
+        (spec_of_alike(2, 2, 16, torch.float32, torch.device("cpu")), r"\(1, 2, 9, 24\).*take \(1, 2, 9, 16\)"),
+        (spec_of_alike(2, 2, 24, torch.bfloat16, torch.device("cpu")), r"torch.float32, but .* torch.bfloat16"),
     ],
     ids=["layers", "heads", "head_dim", "dtype"],
 )
 def test_a_pool_of_another_shape_is_refused(spec, message, run):
-    cache = StepCache(KVPool(spec, num_pages=8, page_size=4), [None] * spec.num_layers)
+    pool = KVPool(spec, num_pages=8, page_size=4)
+    cache = StepCache(pool, layers_of(pool))
     cache.begin(run.step())
     with pytest.raises(ValueError, match=message):
         run.model(**cache.inputs())

@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 
 from prefixkit.attention.variants import lookup
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.models.layer import register_variant
 
 
 def test_nothing_asked_is_plain_causal_attention():
-    assert register_variant(None, None, False) == "causal"
+    assert register_variant(ALL, None, False) == "causal"
 
 
 def test_equal_requests_share_a_key_and_others_do_not():
     asked = [
-        (7, None, False),
-        (8, None, False),
-        (None, 2.0, False),
-        (7, 2.0, False),
-        (7, 2.0, True),
-        (None, None, True),
+        (Visible(7), None, False),
+        (Visible(8), None, False),
+        (Visible(chunk=8), None, False),
+        (ALL, 2.0, False),
+        (Visible(7), 2.0, False),
+        (Visible(7), 2.0, True),
+        (ALL, None, True),
     ]
     keys = [register_variant(*each) for each in asked]
     assert len(set(keys)) == len(keys)
@@ -27,7 +29,7 @@ def test_equal_requests_share_a_key_and_others_do_not():
 
 
 def test_a_window_of_w_shows_the_last_w_positions():
-    variant = lookup(register_variant(3, None, False))
+    variant = lookup(register_variant(Visible(3), None, False))
     q, kv = torch.tensor([[5]]), torch.arange(8)[None]
     visible = variant.mask_mod(q, kv, torch.zeros(1, 1, 1, dtype=torch.long)) & (kv <= q)
     assert visible.flatten().nonzero().flatten().tolist() == [3, 4, 5]
@@ -35,7 +37,7 @@ def test_a_window_of_w_shows_the_last_w_positions():
 
 
 def test_the_cap_bounds_scores_before_the_window_hides_keys():
-    variant = lookup(register_variant(3, 2.0, False))
+    variant = lookup(register_variant(Visible(3), 2.0, False))
     zero = torch.zeros(1, 1, 1, dtype=torch.long)
     scores = variant.score_mod(torch.tensor([[-100.0, 1.0, 100.0]]), zero, zero, zero)
     assert torch.allclose(scores, 2.0 * torch.tanh(torch.tensor([[-50.0, 0.5, 50.0]])))

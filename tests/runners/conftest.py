@@ -19,12 +19,12 @@ def decoding(monkeypatch):
     def make(capturing=None, steps=None, **options):
         runs = {name: options.pop(name) for name in ("least_rows", "weights", "moves") if name in options}
         made, model = make_engine(**options)
-        planning, page_size = Planning(made.runner.planner), made.store.tree.page_size
+        planning, page_size = Planning(made.runner.planners[0]), made.store.tree.page_size
         capturing = Capturing() if capturing is None else capturing
         made.runner = GraphRunner(
             made.runner,
             model if steps is None else lambda step: steps(model, step),
-            planning,
+            [planning],
             page_size,
             pace=Pace(ahead=2, slack=2, waited_for=8),
             fewest_steps=1,

@@ -6,6 +6,7 @@ import torch
 
 from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.visible import ALL
 
 
 class Planner:
@@ -36,6 +37,8 @@ class Planner:
 
 class Planning:
     """How steps in such graphs are planned; every row is one item."""
+
+    visible = ALL
 
     def __init__(self, planner):
         self._planner, self.planners = planner, []

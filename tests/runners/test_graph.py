@@ -65,7 +65,7 @@ def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
     params = SamplingParams(n=2, max_new_tokens=14, seed=1)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    (planner,) = made.runner.planning.planners
+    (planner,) = made.runner.plannings[0].planners
     assert planner.plans == 1 + 12 // 4
 
 

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Container, Sequence
 from hashlib import sha256
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +36,7 @@ from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import TracedStep
 from prefixkit.models.model_errors import IncompleteStep
+from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.step_cache import CacheLayer, StepCache
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
@@ -122,6 +124,8 @@ class CompiledLayers:
         self._key: _Key = (0, False, False, self._spec, ())
         try:
             layers = decoder_layers(model)
+            if any(own.kind.expands or own.kind.reads is not None for own in cache.layer_pages):
+                raise NotCompilable("layers attend over latents, or over what another layer caches")
         except NotCompilable as error:
             self.made = Made(compiler)
             self._give_up(str(error))
@@ -130,7 +134,7 @@ class CompiledLayers:
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         self.made = made_of(layers[0][0], compiler)
         for index, (layer, child) in enumerate(layers):
-            traced = TracedLayer(index, cache.pool, self._step, cache.windows[index])
+            traced = TracedLayer(cache.layer_pages[index], self._step)
             self._copies[layer] = _LayerCopy(layer, child, traced)
             layer.__class__ = classes[index]
         cache.compiled = self
@@ -226,7 +230,7 @@ class CompiledLayers:
         class gets another.
         """
         small = self._small
-        for tensor in (step.slots, *step.plan):
+        for tensor in (step.slots, *chain(*(plan.tensors for plan in step.plans))):
             small = small << 2 | min(len(tensor), 2)
         forwards = tuple([cls.forward for cls in self._classes])
         return small, step.slots.is_inference(), step.num_rows <= self._experts, self._spec, forwards
@@ -254,7 +258,7 @@ class _LayerCopy:
     """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
 
     def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
-        self.layer, self.child, self.traced, self.index = layer, child, traced, traced.index
+        self.layer, self.child, self.traced, self.index = layer, child, traced, traced.own.index
         self._parts: tuple[object, ...] = ()
         self._current = layer
 
@@ -275,7 +279,9 @@ class _LayerCopy:
 
     def check(self, cache: StepCache, kwargs: dict[str, Any]) -> None:
         """Check of a call what layers that are not compiled check."""
-        layer = CacheLayer(cache, self.index)
+        attention = self.layer._modules[self.child]
+        assert attention is not None
+        layer = CacheLayer(cache, attention)
         layer.check_positions(kwargs.get("position_ids"))
         if "attention_mask" in kwargs:
             layer.check_mask(kwargs["attention_mask"])
@@ -308,6 +314,8 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
         layer = pretrained.get_submodule(above)
         if not above.rpartition(".")[2].isdigit() or any(layer is other for other, _ in found):
             raise NotCompilable(f"{name} is not the only attention of a layer of its own")
+        if own_code(original_class(layer._modules[child])) is not None:  # type: ignore[arg-type]
+            raise NotCompilable(f"the attention of {above} has code of its own")
         for module in layer.modules():
             if "forward" in module.__dict__:
                 raise NotCompilable(

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from prefixkit.kv.kv_pool import KVPool
+from prefixkit.attention.variants import Variant
+from prefixkit.attention.visible import Visible
 from prefixkit.models.layer import Layer, TracedStep, register_variant
+from prefixkit.models.layer_pages import LayerPages
 from prefixkit.torch_private import mark_dynamic
 
 
 class TracedLayer(Layer):
     """The cache of a layer that is traced, in place of a :class:`CacheLayer`."""
 
-    def __init__(self, index: int, pool: KVPool, step: TracedStep, window: int | None) -> None:
-        super().__init__(index, pool, step, window)
-        for pages in (self.k_pages, self.v_pages):  # graphs are made for pools of any size
+    def __init__(self, own: LayerPages, step: TracedStep) -> None:
+        super().__init__(own, step)
+        for pages in own.pages:  # graphs are made for pools of any size
             mark_dynamic(pages, [0, 1])
 
-    def variant(self, cap: float | None, sinks: bool) -> str:
-        """The same, as a constant of the graph."""
-        key: str = _variant(self.window, cap, sinks)
+    def variant(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
+        """The same, as a constant of the graph; classes with a bias are not compiled."""
+        visible = self.own.kind.visible  # its numbers: torch makes no constants of dataclasses
+        key: str = _variant(visible.window, visible.chunk, cap, sinks)
         return key
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _variant(window: int | None, cap: float | None, sinks: bool) -> str:
-    return register_variant(window, cap, sinks)
+def _variant(window: int | None, chunk: int | None, cap: float | None, sinks: bool) -> str:
+    return register_variant(Visible(window, chunk), cap, sinks)

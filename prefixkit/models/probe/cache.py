@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import inspect
-import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.attention_class import SCALES, original_class
-from prefixkit.models.layer import LayeredCache
+from prefixkit.attention.visible import Visible
+from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
+from prefixkit.models.attention_class import EXPAND, SCALES, layer_number, original_class
+from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """What one attention layer works on.
+class Probed:
+    """What a model's attention layers do.
 
     Attributes:
-        heads: Query heads; those of this process under tensor parallelism, as ``kv_heads``.
-        kv_heads: KV heads.
-        head_dim: Elements of a head.
-        dtype: Of the keys and values.
-        device: Where they are made.
-        window: Tokens that a query sees, itself included; None for all.  Layers may differ in it and be alike.
-        longest: Tokens that a text may have: of one chunk of attention, and before queries are scaled; None for any.
+        layers: The kind of each.
         counts_from_zero: Keys are the same without position_ids as with those that count from 0.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    window: int | None = field(default=None, compare=False)
-    longest: int | None = field(default=None, compare=False)
-    counts_from_zero: bool = field(default=True, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype} on {self.device}"
+    layers: tuple[LayerKind, ...]
+    counts_from_zero: bool = True
 
 
 class Enough(Exception):
@@ -64,7 +52,8 @@ class ProbeCache(LayeredCache):
         self.length, self.shapes_only = length, shapes_only
         self.is_initialized = length != 0
         self.names = list(layers)
-        self.shapes: list[LayerShape] = []
+        self.kinds: list[LayerKind] = []
+        self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
         self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -84,49 +73,85 @@ class ProbedLayer:
     """One layer's part of a :class:`ProbeCache`."""
 
     def __init__(self, cache: ProbeCache, module: nn.Module) -> None:
-        self._cache, self._module, self._kv = cache, module, list[Tensor]()
+        self._cache, self._module = cache, module
+        self._cached: tuple[Tensor, ...] = ()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._kv or layer_idx != len(self._cache.shapes):
-            self._refuse(f"caches KV out of order, of layer {layer_idx} after {len(self._cache.shapes)} layers")
-        k, v = key_states, value_states
-        if k.ndim != 4 or k.shape[0] != 1 or k.shape[2] != ROWS or k.shape != v.shape:
-            self._refuse(
-                f"caches keys of shape {tuple(k.shape)} and values of {tuple(v.shape)} for {ROWS} tokens; a pool holds "
-                "both in one shape [1, kv_heads, tokens, head_dim], no latents"
-            )
-        self._kv = [k, v]
-        return k, v
+        if self._cached or layer_idx != len(self._cache.kinds):
+            self._refuse(f"caches KV out of order, of layer {layer_idx} after {len(self._cache.kinds)} layers")
+        for states in (key_states, value_states):
+            if states.ndim != 4 or states.shape[0] != 1 or states.shape[2] != ROWS:
+                self._refuse(
+                    f"caches a tensor of shape {tuple(states.shape)} for {ROWS} tokens; a pool holds tensors of "
+                    "[1, heads, tokens, head_dim]"
+                )
+        self._cached = key_states, value_states
+        return key_states, value_states
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
-        if not self._kv:
-            self._refuse("attends without KV of its own: it shares that of another layer")
-        for given, cached in zip((key, value), self._kv, strict=True):
-            there = self._cache.shapes_only or given.shape != cached.shape or bool((given == cached).all())
-            if given is not cached and (given.shape != cached.shape or not there):
-                self._refuse(
-                    f"attends over other keys or values, {tuple(given.shape)}, than it caches, {tuple(cached.shape)}"
-                )
-        self._mask = attention_mask
+        self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
+        if not self._cached:
+            found = [index for index, cached in enumerate(self._cache.cached) if _are(cached, (key, value))]
+            if not found:
+                self._refuse("attends over KV that neither it nor another layer has cached")
+            self._reads = found[0]
+        elif not self._same((key, value), self._cached):
+            self._expands = self._expanded(key, value)
+
+    def _same(self, given: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+        return all(
+            one is other or (one.shape == other.shape and (self._cache.shapes_only or bool((one == other).all())))
+            for one, other in zip(given, expected, strict=True)
+        )
+
+    def _expanded(self, key: Tensor, value: Tensor) -> bool:
+        """Whether K and V are what the layer's ``expand_kv`` makes of what it caches, token by token; or refuse it."""
+        expand = getattr(self._module, EXPAND, None)
+        if expand is None or not self._same((key, value), expand(*self._cached)):
+            shapes = [[tuple(states.shape) for states in pair] for pair in ((key, value), self._cached)]
+            self._refuse("attends over other keys and values, {}, than it caches, {}".format(*shapes))
+        if not self._cache.shapes_only:
+            some = expand(*(states[:, :, 1:3] for states in self._cached))
+            for part, whole in zip(some, (key, value), strict=True):
+                if not close(part, whole[:, :, 1:3], whole.dtype):
+                    self._refuse("makes keys and values of one token of what it caches of others")
+        return True
 
     def attend(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        bias: Bias | None = None,
     ) -> Tensor:
-        k, v = self._kv
-        scales = self._module.__dict__.get(SCALES) and not self._module.__dict__.get("use_rope")
-        longest = math.ceil(self._module.__dict__["floor_scale"]) - 1 if scales else None
+        (k, v), told = self._kv, Visible(window)
         if (length := self._cache.length) is not None:
             try:
-                if chunk := chunk_of(self._mask, length, ROWS):
-                    window, longest = None, min(chunk, longest or chunk)
-                else:
-                    window = window_of(self._mask, length, ROWS, window)
+                chunk = chunk_of(self._mask, length, ROWS)
+                told = Visible(chunk=chunk) if chunk else Visible(window_of(self._mask, length, ROWS, window))
             except UnknownMask as error:
                 self._refuse(str(error))
-        shape = LayerShape(query.shape[1], k.shape[1], k.shape[3], _smaller(k, v), k.device, window, longest)
-        self._cache.shapes.append(shape)
+        own = self._module.__dict__
+        scales = own.get(SCALES) and not own.get("use_rope")
+        kind = LayerKind(
+            heads=query.shape[1],
+            kv_heads=k.shape[1],
+            k_dim=k.shape[3],
+            v_dim=v.shape[3],
+            cached=tuple(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached),
+            dtype=_smaller(*(self._cached or self._kv)),
+            device=k.device,
+            visible=told,
+            expands=self._expands,
+            reads=self._reads,
+            temperature=(float(own["floor_scale"]), float(own["attn_scale"])) if scales else None,
+        )
+        self._cache.kinds.append(kind)
+        self._cache.cached.append(self._cached)
         if self._cache.shapes_only:
             raise Enough
         if self._cache.length is None:
@@ -134,14 +159,15 @@ class ProbedLayer:
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
             self._compare(query, scale, window, cap, sinks)
         self._cache.rows.append(torch.cat([of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)], 1))
-        return v.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
+        return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
 
     def _compare(
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> None:
         """Refuse a layer whose attention function means something else by its arguments than attention over a tree."""
         eager = inspect.unwrap(original_class(self._module).forward).__globals__.get("eager_attention_forward")
-        if eager is None:
+        own = own_code(original_class(self._module))  # type: ignore[arg-type]  # classes hash
+        if eager is None or own is not None:  # which is compared as a whole
             return
         k, v = self._kv
         at = torch.arange(ROWS, device=query.device)
@@ -170,13 +196,24 @@ class ProbedLayer:
             )
 
     def _refuse(self, what: str) -> NoReturn:
-        index = getattr(self._module, "layer_idx", 0)
+        index = layer_number(self._module)
         raise UnsupportedModel(f"{self._cache.names[index]} ({original_class(self._module).__name__}) {what}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(f"asks its cache for {name!r}, which a tree does not have for a step of many sequences")
+
+
+def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
+    error, size = (one - other).abs().max(), one.abs().max()
+    return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
+
+
+def _are(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:
+    """Whether these are the very same tensors."""
+    return len(cached) == len(given) and all(one is other for one, other in zip(cached, given, strict=True))
 
 
 def _smaller(k: Tensor, v: Tensor) -> torch.dtype:

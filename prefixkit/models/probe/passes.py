@@ -12,27 +12,29 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers, pretrained_model, text_config
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
-from prefixkit.models.probe.cache import ROWS, Enough, LayerShape, ProbeCache
+from prefixkit.models.own_attention.bodies import body_class, known_bodies
+from prefixkit.models.own_attention.compare import compare_own_code
+from prefixkit.models.probe.cache import ROWS, Enough, ProbeCache, Probed, close
 from prefixkit.models.step_cache import empty_mask
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3
 
 
-def probe(model: nn.Module) -> list[LayerShape]:
+def probe(model: nn.Module) -> Probed:
     """Measure the attention layers of a model, patched or not.
 
     A model whose tensors have shapes but no values runs up to its first attention, and all layers are taken to be like
@@ -43,26 +45,26 @@ def probe(model: nn.Module) -> list[LayerShape]:
     """
     inner, layers = pretrained_model(model), attention_layers(model)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
-    with torch.no_grad(), _taking_trees(layers.values()), fake or nullcontext():
+    with torch.no_grad(), _taking_trees(inner, layers.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
             cache = ProbeCache(layers, None, shapes_only=True)
             _run(inner, cache, [1] * ROWS)
-            return cache.shapes * len(layers)
+            return Probed(tuple(cache.kinds) * len(layers))
+        if random_part(inner) is None:
+            compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
-            found, shapes = _look(inner, layers, _tokens(inner, attempt))
+            found, probed = _look(inner, layers, _tokens(inner, attempt))
             if found is None:
-                return shapes
+                return probed
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
             differing.add(found)
     if len(differing) == 1:
         raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
-    return shapes
+    return probed
 
 
-def _look(
-    model: PreTrainedModel, layers: dict[str, nn.Module], text: Sequence[int]
-) -> tuple[str | None, list[LayerShape]]:
+def _look(model: PreTrainedModel, layers: dict[str, nn.Module], text: Sequence[int]) -> tuple[str | None, Probed]:
     """One probe: what is not as it should be, and what layers work on."""
     length = _length(model)
     order = torch.tensor([[*range(ROWS - 1), 0]], device=_device(model))
@@ -73,13 +75,14 @@ def _look(
     logits = _run(model, step, text, **given)
     _run(model, long, text, position_ids=_positions(model, length))
     if random_part(model) is not None:
-        return None, long.shapes
+        return None, Probed(tuple(long.kinds))
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
         _run(model, plain, text)
-    return _difference(step, logits), [
-        replace(shape, counts_from_zero=not plain.rows or _close(rows[:-1], plain.rows[layer][:-1], shape.dtype))
-        for layer, (shape, rows) in enumerate(zip(long.shapes, step.rows, strict=True))
-    ]
+    counts_from_zero = not plain.rows or all(
+        close(rows[:-1], others[:-1], kind.dtype)
+        for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
+    )
+    return _difference(step, logits), Probed(tuple(long.kinds), counts_from_zero)
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
@@ -88,18 +91,18 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
     """
     inner, layers = pretrained_model(model), attention_layers(model)
 
-    def seen(length: int, *names: str) -> tuple[list[dict[str, Any]], list[Any]]:
+    def seen(length: int, *names: str) -> tuple[list[LayerKind], list[Any]]:
         cache, count = ProbeCache(layers, length), ROWS + length * whole
         given = {name: torch.zeros(1, count, dtype=torch.int64, device=_device(inner)) for name in names}
         logits = _run(inner, cache, _tokens(inner, 0), position_ids=_positions(inner, length), **given)
-        return list(map(vars, cache.shapes)), [*cache.rows, logits]
+        return cache.kinds, [*cache.rows, logits]
 
     def same(length: int) -> bool:
-        (shapes, rows), (others, other_rows) = seen(length), seen(length, name)
-        return shapes == others and all(map(torch.equal, rows, other_rows))
+        (kinds, rows), (others, other_rows) = seen(length), seen(length, name)
+        return kinds == others and all(map(torch.equal, rows, other_rows))
 
     try:
-        with torch.no_grad(), _taking_trees(layers.values()):
+        with torch.no_grad(), _taking_trees(inner, layers.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
     except UnsupportedModel:
         return False
@@ -108,12 +111,8 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
 def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:
     """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``."""
     input_ids = torch.tensor([tokens], device=_device(model))
-    # The model may be running: hooks and contexts that it brings must not be entered twice, but a sharded model needs
-    # its own to gather its weights.
-    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
-    call = model if sharded else forward_below(model)
     try:
-        logits = logits_of(call(input_ids=input_ids, use_cache=True, past_key_values=cache, **given))
+        logits = logits_of(_call_of(model)(input_ids=input_ids, use_cache=True, past_key_values=cache, **given))
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -135,6 +134,14 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
     return None if logits is None else logits[0].float()[[0, -1]]
 
 
+def _call_of(model: PreTrainedModel) -> Callable[..., Any]:
+    """What runs a model, which may be running: hooks and contexts that it brings must not be entered twice, but a
+    sharded model needs its own to gather its weights.
+    """
+    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
+    return model if sharded else forward_below(model)
+
+
 def _place(error: BaseException) -> str:
     """The innermost module whose forward pass has failed, as the beginning of a message."""
     place = ""
@@ -147,21 +154,15 @@ def _place(error: BaseException) -> str:
 
 def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
     """Where rows differ that should be equal, and what that says; None if nowhere."""
-    for name, rows, shape in zip(step.names, step.rows, step.shapes, strict=True):
-        if not _close(rows[0], rows[-1], shape.dtype):
+    for name, rows, kind in zip(step.names, step.rows, step.kinds, strict=True):
+        if not close(rows[0], rows[-1], kind.dtype):
             return (
                 f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
                 "gets other keys among other tokens"
             )
-    if logits is not None and not _close(logits[0], logits[-1], step.shapes[-1].dtype):
+    if logits is not None and not close(logits[0], logits[-1], step.kinds[-1].dtype):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"
     return None
-
-
-def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
-    error, size = (one - other).abs().max(), one.abs().max()
-    return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
 
 
 def _device(model: PreTrainedModel) -> torch.device:
@@ -201,12 +202,14 @@ def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
 
 
 @contextmanager
-def _taking_trees(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _taking_trees(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Let attention modules that are not patched take our caches, and layers that were compiled run as they are."""
-    changed = [module for module in modules if not is_tree_class(type(module))]
+    classes = {module: tree_class(original_class(module)) for module in layers}  # type: ignore[arg-type]  # classes hash
+    classes |= {module: body_class(original_class(module)) for module in known_bodies(model.modules())}  # type: ignore[arg-type]
+    changed = [module for module in classes if not is_tree_class(type(module))]
     try:
         for module in changed:
-            become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+            become(module, classes[module])
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -386,7 +386,8 @@ def test_a_runner_that_is_gone_holds_no_pages(compiler, dynamo, tiny, drive, rng
     runner(decode.step())
     assert runner.compiled is not None and runner.compiled.graphs == 1
     gone = [
-        weakref.ref(thing) for thing in (runner.compiled, runner.cache, decode.driver.pool, decode.driver.pool.k(0))
+        weakref.ref(thing)
+        for thing in (runner.compiled, runner.cache, decode.driver.pool, decode.driver.pool.pages(0)[0])
     ]
     del runner, decode
     gc.collect()

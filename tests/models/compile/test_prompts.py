@@ -48,7 +48,7 @@ def driving(tiny, rng):
 
     def make(family="llama", by_op=False, compiler=traced, **sizes):
         driver = TreeDriver(tiny(family, **sizes), num_pages=256)
-        driver.planner = KernelPlans(driver.planner, by_op)
+        driver.planners = tuple(KernelPlans(planner, by_op) for planner in driver.planners)
         return driver, ModelRunner(driver.model, driver.pool, True, compiler)
 
     return make
@@ -89,7 +89,7 @@ def test_prompts_and_decode_steps_share_graphs_whatever_lists_are_empty(family, 
     driver.tree.insert(prompts(rng, 200)[0])
     rows.append(run(driver, runner).num_rows)
     assert rows == [3, 129, 3, 2, 200]
-    lists = np.array(sorted(driver.planner.sizes))
+    lists = np.array(sorted(driver.planners[0].sizes))
     assert len(lists) == len(rows) and lists.min() == 2, "the shortest lists are padded"
     assert runner.compiled.graphs == graphs
     assert runner.compiled.reason is None
@@ -121,7 +121,7 @@ def test_decode_steps_in_the_static_buffers_of_a_graph_have_no_graph_of_their_ow
     driver.tree.extend_each(sequences, tokens.tolist())
     snapshot = driver.tree.snapshot()
     tree = decode_tree(snapshot, np.array([sequence.node.index for sequence in sequences], np.int32))
-    shape, rows = driver.planner.ours.shape, len(tokens)
+    shape, rows = driver.planners[0].ours.shape, len(tokens)
     buffers = DecodeTree(DecodeCapacity(8, 9, 50), driver.pool.page_size, "cpu")
     planner = GraphPlanner(shape, 9, capacity_for(tree, shape, 4)._replace(rows=8), "cpu", H200, 4)
     buffers.upload(tree)
@@ -129,9 +129,9 @@ def test_decode_steps_in_the_static_buffers_of_a_graph_have_no_graph_of_their_ow
     planner.upload(tree)
     planner.plan()
     buffers.advance(rows)
-    found, _ = driver.planner.theirs.plan(tree, torch.device("cpu"))
+    found, _ = driver.planners[0].theirs.plan(tree, torch.device("cpu"))
     planned = StepPlan([*planner.work, *buffers.nodes, *found.tensors], tree, found.specify, owners=found)
-    step = buffers.step(tree, torch.arange(rows), planned)
+    step = buffers.step(tree, torch.arange(rows), (planned,), (1,))
     assert torch.allclose(runner(step), driver.runner(driver.step()), atol=2e-5)
     assert runner.compiled.graphs == 1
     assert runner.compiled.reason is None
@@ -147,7 +147,7 @@ def choosing(driving):
     def make():
         driver, compiled = driving()
         plain = driver.runner
-        return driver, compiled, EagerRunner(plain, driver.planner, hidden=plain.hidden, compiled=compiled)
+        return driver, compiled, EagerRunner(plain, driver.planners, hidden=plain.hidden, compiled=compiled)
 
     return make
 
@@ -157,7 +157,7 @@ def launch(driver, runner, outputs, compiling=False):
     step = driver.step()
     assert step is not None
     tokens = step.tokens.numpy()
-    runner.launch(Batch(step.planned.tree, tokens, outputs(len(tokens))), compiling)
+    runner.launch(Batch(step.plans[0].tree, tokens, outputs(len(tokens))), compiling)
     driver.tree.mark_computed([node for node, _, _ in driver.runs], [end for _, _, end in driver.runs])
 
 
@@ -165,7 +165,7 @@ def test_what_is_wanted_of_prompts_is_the_same_through_compiled_layers(dynamo, c
     """Logits of some rows, log-probabilities of targets, hidden states: by the one graph that prompts were compiled
     with."""
     driver, compiled, runner = choosing()
-    plain = EagerRunner(driver.runner, driver.planner, hidden=driver.runner.hidden)
+    plain = EagerRunner(driver.runner, driver.planners, hidden=driver.runner.hidden)
     kinds = {
         "logits": lambda rows: Outputs(logits=np.array([2, rows - 1])),
         "target_logprobs": lambda rows: Outputs(target_rows=np.array([0, 3, 3]), targets=np.array([5, 6, 7])),

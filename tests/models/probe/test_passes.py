@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prefixkit.attention.visible import Visible
+from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.models import UnsupportedModel, facts_of, is_patched, kv_spec, patch
-from prefixkit.models.probe.cache import LayerShape
+from prefixkit.models.probe.cache import Probed
 from prefixkit.models.probe.passes import ignores_zeros, probe
 from tests.models.tiny_families import WINDOW
 
@@ -16,10 +18,7 @@ CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 # Models that would answer wrongly without a word if attention over a tree took their layers' place.
 WRONG = {
-    "jetmoe": (EXPERTS | {"kv_channels": 16}, "attends over other keys or values"),
-    "diffllama": ({}, "attends over other keys or values"),
     "doge": ({}, "DogeAttention: RuntimeError"),
-    "deepseek_v3": ({"first_k_dense_replace": 2}, "one shape .1, kv_heads, tokens, head_dim., no latents"),
 }
 
 
@@ -44,7 +43,7 @@ def test_a_window_is_the_masks_whether_the_attention_function_is_told_or_not(tin
         ("mistral", {"sliding_window": 1000}, [1000, 1000]),
     ]:
         model = tiny(model_type, **{**EXPERTS, "sliding_window": WINDOW, **overrides})
-        assert facts_of(model).windows == expected
+        assert [kind.visible for kind in facts_of(model).layers] == [Visible(window) for window in expected]
         run = drive(model)
         run.tree.insert(tokens)
         run.run()
@@ -55,40 +54,38 @@ def test_a_window_is_the_masks_whether_the_attention_function_is_told_or_not(tin
     ("implementation", "size"),
     [*((name, size) for name in ("eager", "sdpa") for size in (7, 8, 300, 200_000)), ("flex_attention", 300)],
 )
-def test_a_chunk_of_attention_is_how_long_a_text_may_be(size, implementation, tiny):
+def test_a_chunk_of_attention_is_what_queries_see(size, implementation, tiny):
     """Also a chunk that is longer than the 256 positions of the model."""
     model = tiny("llama4_text", **EXPERTS, attention_chunk_size=size, head_dim=16, floor_scale=10**6)
     model.set_attn_implementation(implementation)
-    assert facts_of(model).longest_text == size
-    assert facts_of(model).windows == [None, None]
+    assert [kind.visible for kind in facts_of(model).layers] == [Visible(chunk=size)] * 2
 
 
-def test_a_text_may_be_as_long_as_queries_stay_as_they_are(tiny):
+def test_queries_that_are_scaled_by_their_position_are_those_of_layers_without_rotary_embedding(tiny):
     rotary = {"attention_chunk_size": 40, "head_dim": 16, "no_rope_layers": [1, 0]}
-    assert facts_of(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=30)).longest_text == 29
-    assert facts_of(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=50)).longest_text == 40
-    assert (
-        facts_of(tiny("llama4_text", **EXPERTS, **rotary, attn_temperature_tuning=False, floor_scale=30)).longest_text
-        == 40
-    )
-    assert facts_of(tiny("llama")).longest_text is None
+    facts = facts_of(tiny("llama4_text", **EXPERTS, **rotary, floor_scale=30, attn_scale=0.25))
+    assert [kind.temperature for kind in facts.layers] == [None, (30.0, 0.25)]
+    assert facts.scales_from == 29
+    facts = facts_of(tiny("llama4_text", **EXPERTS, **rotary, attn_temperature_tuning=False, floor_scale=30))
+    assert facts.scales_from is None
 
 
 def test_a_window_that_only_the_mask_shows_may_be_longer_than_the_models_positions(tiny):
-    assert facts_of(tiny("phimoe", **EXPERTS, sliding_window=300)).windows == [300, 300]
-    assert facts_of(tiny("phimoe", **EXPERTS, sliding_window=150_000)).windows == [150_000, 150_000]
+    for window in (300, 150_000):
+        kinds = facts_of(tiny("phimoe", **EXPERTS, sliding_window=window)).layers
+        assert [kind.visible for kind in kinds] == [Visible(window)] * 2
 
 
-@pytest.mark.parametrize("size", [7, 300])
-def test_a_step_over_a_text_that_is_longer_than_a_chunk_is_refused(size, tiny, drive, dense_logits, rng):
-    model = tiny("llama4_text", **EXPERTS, attention_chunk_size=size, head_dim=16, floor_scale=10**6)
-    run, tokens = drive(model, num_pages=100), rng.integers(3, 128, size).tolist()
+@pytest.mark.parametrize(("size", "floor_scale"), [(7, 10**6), (300, 10**6), (40, 11)])
+def test_texts_go_on_beyond_a_chunk_and_beyond_where_queries_are_scaled(
+    size, floor_scale, tiny, drive, dense_logits, rng
+):
+    options = {"attention_chunk_size": size, "head_dim": 16, "floor_scale": floor_scale, "no_rope_layers": [1, 0]}
+    model = tiny("llama4_text", **EXPERTS, **options)
+    run, tokens = drive(model, num_pages=200), rng.integers(3, 128, size + 60).tolist()
     run.tree.insert(tokens)
-    run.run()
+    run.run(50)
     assert (run.logits_of(tokens) - dense_logits(model, tokens)).abs().max() <= 1e-4
-    run.tree.insert([*tokens, 5])
-    with pytest.raises(ValueError, match=rf"a text has {size + 1} tokens, and chunks of attention have {size}"):
-        run.run()
 
 
 @pytest.mark.parametrize(("model_type", "ignored"), [("bert", True), ("gpt2", False), ("gpt_bigcode", False)])
@@ -103,8 +100,9 @@ def test_kinds_of_tokens_are_ignored_where_zeros_are_what_the_model_takes_for_no
 def test_every_attention_implementation_is_probed(implementation, tiny):
     model = tiny("cohere2")
     model.set_attn_implementation(implementation)
-    assert probe(model) == [LayerShape(4, 2, 24, torch.float32, CPU)] * 2
-    assert facts_of(model).windows == [WINDOW, None]
+    cached = (CachedTensor(2, 24), CachedTensor(2, 24))
+    kinds = [LayerKind(4, 2, 24, 24, cached, torch.float32, CPU, visible) for visible in (Visible(WINDOW), Visible())]
+    assert probe(model) == Probed(tuple(kinds))
 
 
 def forward_of(module, change):
@@ -162,7 +160,7 @@ def test_a_difference_that_comes_and_goes_is_no_reason(tiny):
         return x + 0.5 * x.roll(1, 1) if len(calls) == 1 else x
 
     forward_of(model.model.layers[0].mlp, once)
-    assert kv_spec(model).num_layers == 2
+    assert len(kv_spec(model).layers) == 2
 
 
 def test_a_probe_is_made_once_and_again_after_a_change(tiny):

@@ -1,0 +1,90 @@
+"""Kinds of attention layers: what a layer caches for each token, and what it attends over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL, Visible
+
+
+@dataclass(frozen=True)
+class CachedTensor:
+    """One tensor that a layer caches: ``[heads, head_dim]`` for each token.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"CachedTensor: {name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def size(self) -> int:
+        """Elements of one token."""
+        return self.heads * self.head_dim
+
+    def __str__(self) -> str:
+        return f"{self.heads} x {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class PlanKind:
+    """Layers of one plan: attention heads, what queries see, and whether K and V are made while attention runs."""
+
+    shape: HeadShape
+    visible: Visible
+    expands: bool
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one attention layer caches and attends over, as measured.
+
+    Attributes:
+        heads: Query heads; those of this process under tensor parallelism, as all heads here.
+        kv_heads: KV heads that it attends over.
+        k_dim, v_dim: Elements of a head of K and of V that it attends over.
+        cached: The tensors that it caches: K and V, or a latent and rotary keys.  Empty where it ``reads`` others.
+        dtype: Of what is cached.
+        device: Where that is made.
+        visible: Which tokens a query sees.
+        expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
+        reads: The layer whose cached tensors it attends over; None for its own.
+        temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
+    """
+
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    cached: tuple[CachedTensor, ...]
+    dtype: torch.dtype
+    device: torch.device
+    visible: Visible = field(default=ALL)
+    expands: bool = False
+    reads: int | None = None
+    temperature: tuple[float, float] | None = None
+
+    @property
+    def plan_kind(self) -> PlanKind:
+        """What a plan for it must be made for."""
+        v_dim = None if self.v_dim == self.k_dim else self.v_dim
+        shape = HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
+        return PlanKind(shape, self.visible, self.expands)
+
+    def __str__(self) -> str:
+        size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"
+        text = f"{self.heads} query and {self.kv_heads} KV heads of {size}, {self.dtype} on {self.device}"
+        if self.expands:
+            text += f", made of {' and '.join(map(str, self.cached))}"
+        if self.reads is not None:
+            text += f", reading layer {self.reads}"
+        return text + (f", {self.visible}" if self.visible != ALL else "")
