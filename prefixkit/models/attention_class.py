@@ -16,14 +16,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from prefixkit.models.layer import LayerCache, LayeredCache
+from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.own_attention.own_code import OwnCode
 
 NAME = "prefixkit"
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
-SCALES = "attn_temperature_tuning"  # scales queries from a position on, Llama 4's; no text of a tree gets there
+# Attributes of modules.  Llama 4's scales queries by their position in a batch; a tree's own position counts instead.
+SCALES = "attn_temperature_tuning"
+EXPAND = "expand_kv"  # makes K and V of cached latents: multi-head latent attention
 WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
@@ -59,14 +63,40 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
         return (not_traced if torch.compiler.is_compiling() else on_tree)(self, cache, args, kwargs)
 
     def on_tree(self: nn.Module, cache: LayeredCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer = cache.layer(self, kwargs.get("position_ids"))
-        args = tuple(layer if value is cache else value for value in args)
-        kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
-        return original.forward(shallow_copy(self, original, layer), *args, **kwargs)
+        return run_on(cache.layer(self, kwargs.get("position_ids")), self, cache, args, kwargs)
 
     # A layer that its user has compiled would be compiled anew for what a cache holds at each step.
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
     return subclass(original, _blank, {"forward": forward})
+
+
+def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an attention module that was called with ``cache`` returns when it attends by ``layer`` instead."""
+    original = original_class(module)
+    own = own_code(original) or OwnCode()  # type: ignore[arg-type]
+    if own.adapt is not None:
+        layer = own.adapt(layer)
+    args = tuple(layer if value is cache else value for value in args)
+    kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
+    if own.forward is not None:
+        return own.forward(module, *args, **kwargs)
+    copy = shallow_copy(module, original, layer)
+    if own.core is not None:
+        copy.__dict__["_attn"] = functools.partial(own.core, copy, layer)
+    return original.forward(copy, *args, **kwargs)
+
+
+def layer_number(module: nn.Module) -> int:
+    """The layer of an attention module, by the attribute that its class has for it."""
+    own = own_code(original_class(module)) or OwnCode()  # type: ignore[arg-type]
+    number: int = module.__dict__[own.index]
+    return number
+
+
+def cached_by(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a pool, ``[rows, kv_heads, length, head_dim]``, as an attention module's class caches them."""
+    own = own_code(original_class(module)) or OwnCode()  # type: ignore[arg-type]
+    return (key, value) if own.restore is None else own.restore(module, key, value)
 
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
@@ -143,7 +173,8 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     """A shallow copy of an attention module, of the original class, that attends by ``layer``."""
     copy: nn.Module = object.__new__(original)
     copy.__dict__.update(module.__dict__)
-    copy.__dict__["config"] = _TreeConfig(module.__dict__["config"])
+    if "config" in copy.__dict__:
+        copy.__dict__["config"] = _TreeConfig(module.__dict__["config"])
     copy.__dict__[_LAYER] = layer
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False

@@ -1,8 +1,8 @@
 """Which models prefixkit understands, and where their attention layers are.
 
 An attention class is understood by what it does, whatever its family: it gives its keys and values to a cache's
-``update``, and then calls the function that transformers' attention interface finds by name.  What else must hold is
-measured by a probe; see ``probe.py``.
+``update``, and then calls the function that transformers' attention interface finds by name.  Some classes with code of
+their own are known by name; see ``own_attention/``.  What else must hold is measured by a probe; see ``probe/``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.models.attention_class import is_own_forward, original_class
 from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.own_attention.known import own_code
 
 # Names in the code of an attention class that follows the interface.
 _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
@@ -59,10 +60,12 @@ def text_config(model: object) -> PreTrainedConfig:
 
 
 def attention_index(module: nn.Module) -> int | None:
-    """The ``layer_idx`` of an attention module that follows the interface; None for any other module."""
+    """The layer of an attention module that follows the interface, or whose own code is known; None for any other."""
+    cls = original_class(module)
+    if (own := own_code(cls)) is not None:  # type: ignore[arg-type]  # classes hash
+        return module.__dict__.get(own.index)
     index = getattr(module, "layer_idx", None)
-    follows = isinstance(index, int) and _follows_interface(original_class(module))  # type: ignore[arg-type]  # classes hash
-    return index if follows else None
+    return index if isinstance(index, int) and _follows_interface(cls) else None  # type: ignore[arg-type]
 
 
 @functools.cache

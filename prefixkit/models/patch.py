@@ -22,6 +22,7 @@ from prefixkit.models.generate.generating_class import (
     set_mode,
     wrap_forward,
 )
+from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.weights.content import COMPARE, SETTING, Compare
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,6 +65,10 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+        for module in known_bodies(whole.modules()):
+            if not is_tree_class(type(module)):
+                modules.append(module)
+                become(module, body_class(type(module)))  # type: ignore[arg-type]
         for module in expert_modules(whole.modules()):
             if not is_tree_class(type(module)):
                 modules.append(module)

@@ -22,9 +22,8 @@ from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.runner import planner_of
+from prefixkit.models.runner import graph_plannings, planners_of
 from prefixkit.models.weights.state import adapters_by_row
-from prefixkit.ops.backend import backend_for
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -88,7 +87,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
     until = length + tokens.shape[1]
     if not length:
         pad, facts = _padding(mask, tokens), facts_of(model)
-        _check_positions(positions is not None or facts.counts_from_zero, positions, pad, 0, until)
+        _check_positions(facts.counts_from_zero, positions, pad, 0, until)
         own = tokens.cpu().numpy()
         if own.min() < 0 or own.max() >= 2**31:
             raise NotOnTree("input_ids holds numbers that are no token ids")
@@ -98,6 +97,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         if adapters_by_row(facts.state):
             raise NotOnTree("PEFT's adapter_names gives rows adapters of their own, and rows share their tokens")
         steps = cache.start(facts, own, pad)
+        cache.unplaced = positions is None and bool(pad.any())
         try:
             _check_model(cache, given, until)
             return steps.compute(count)
@@ -125,6 +125,8 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (pad != cache.padding).any():
         raise NotOnTree("the attention mask hides other tokens than those that were hidden when the cache was filled")
+    if pad.any() and cache.unplaced != (positions is None):
+        raise NotOnTree("rows are padded, and position_ids are given for a part of their tokens alone")
     _check_positions(cache.steps.counts_from_zero, positions, pad, length, until)
     _check_model(cache, given, until)
     return cache.go_on(tokens, count)
@@ -173,10 +175,12 @@ def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tens
 
 
 def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
-    """Raise NotOnTree where chunks of attention are not causal over the rows, or token kinds of 0 change results."""
+    """Raise NotOnTree where padding changes results, or token kinds of 0 do."""
     steps = cache.steps
-    if steps.longest is not None and (own := until - int(cache.padding.min())) > steps.longest:
-        raise NotOnTree(f"a row comes to {own} tokens, and attention in chunks is causal for {steps.longest}")
+    if steps.scales_from is not None and cache.padding.any() and until > steps.scales_from:
+        raise NotOnTree(f"the model scales queries after {steps.scales_from} tokens, padding counted")
+    if cache.unplaced and cache.padding.any() and not steps.ignores_padding(max(until, cache.final_length)):
+        raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
     for name in _KINDS:
         kinds = given.get(name)  # of all tokens, or of the new ones
         whole = None if kinds is None else {until: True, given["input_ids"].shape[1]: False}.get(kinds.shape[1])
@@ -202,8 +206,6 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
 def _check_positions(counts_from_zero: bool, position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
     """Raise NotOnTree unless positions, of images as of text, count the tokens after the padding."""
     if position_ids is None:
-        if pad.any():
-            raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
         if not counts_from_zero:
             raise NotOnTree("there are no position_ids, and without them the model counts from elsewhere than 0")
         return
@@ -229,6 +231,4 @@ def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32
 def _replays(facts: ModelFacts) -> bool:
     """Whether decode steps of a patched model can replay CUDA graphs."""
     device = facts.spec.device
-    if device.type != "cuda" or (planning := backend_for(device).graph_planning) is None:
-        return False
-    return planning(planner_of(facts)) is not None
+    return device.type == "cuda" and graph_plannings(device, planners_of(facts)) is not None

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.queries import StepTree, decode_tree
-from prefixkit.attention.uncomputed import choose_queries, prefill_chunk_for, tokens_of
+from prefixkit.attention.queries import decode_tree
+from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
+from prefixkit.models.generate.unplaced import example_of, ignores_padding, known_positions
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import runner_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
+from prefixkit.runners.wanted_tokens import compute_wanted
 from prefixkit.tree.arrays import Ints, Longs
-from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
-_RUNNER, _ZEROS = "runner of rows", "ignores zeros"
+_RUNNER, _ZEROS, _PADDING = "runner of rows", "ignores zeros", "ignores padding"
 
 
 class RowSteps:
@@ -34,18 +35,14 @@ class RowSteps:
     something asks for it (:meth:`flushed`).
 
     Args:
-        facts: Of a patched model.
+        facts, page_size: Of a patched model; tokens per KV page.
         borrower: The cache that has the rows; its ``vacate`` moves them, for a session that asks for the store.
-        tokens, pad: See :class:`Rows`.
+        tokens, pad, fork: See :class:`Rows`.
         new: Tokens that each row will grow by, as far as is known.
-        page_size: Tokens per KV page.
-        fork: Whether rows part as beams do.
 
     Attributes:
-        store: The store.
-        rows: The rows, over its tree, without the tokens of repeated steps.
-        longest: Tokens that a row may have, see :attr:`ModelFacts.longest_text`.
-        counts_from_zero: See :attr:`ModelFacts.counts_from_zero`.
+        rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
+        scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         dtype: Of the model's weights, to which logits are converted.
 
     Raises:
@@ -56,8 +53,9 @@ class RowSteps:
         self, facts: ModelFacts, borrower: object, tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool
     ) -> None:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
-        self.longest, self.counts_from_zero = facts.longest_text, facts.counts_from_zero
+        self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
+        self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
         self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
@@ -99,10 +97,25 @@ class RowSteps:
 
     def ignores_zeros(self, name: str, whole: bool) -> bool:
         """Whether the model, with its present weights, ignores an argument that is zero for each token."""
-        known = self.store.notes.get((_ZEROS, name, whole))
+        return self._measured((_ZEROS, name, whole), partial(ignores_zeros, self.model, name, whole))
+
+    def ignores_padding(self, until: int) -> bool:
+        """Whether rows of ``until`` tokens, padding included, may do without position_ids; see
+        :func:`~prefixkit.models.generate.unplaced.ignores_padding`.
+        """
+        known = known_positions(self.model)
+        reach = min(1 << (until - 1).bit_length(), known)
+
+        def measure() -> bool:
+            return ignores_padding(self.model, self._example.to(self.store.pool.spec.device), reach)
+
+        return until <= known and self._measured((_PADDING, reach), measure)
+
+    def _measured(self, what: tuple[Hashable, ...], measure: Callable[[], bool]) -> bool:
+        """What was measured of the model with its present weights, or is now."""
+        known = self.store.notes.get(what)
         if known is None or known[0] != self.store.version:
-            known = self.store.version, ignores_zeros(self.model, name, whole)
-            self.store.notes[_ZEROS, name, whole] = known
+            known = self.store.notes[what] = self.store.version, measure()
         return bool(known[1])
 
     @property
@@ -180,15 +193,9 @@ class RowSteps:
                 self._attach_runner(facts_of(self.model))  # to the larger pool
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
-        """Append a token to each row, and compute it.
+        """Append ``[rows]`` tokens, on the model's device, and compute them; ``[rows, vocab]`` the logits after them.
 
-        Args:
-            tokens: ``[rows]``, where the model runs.
-            final_length: Tokens that rows will reach, as far as is known.
-            fork: Whether rows part as beams do.
-
-        Returns:
-            ``[rows, vocab]`` the logits after them.
+        ``final_length``: that rows will reach, as far as is known; ``fork``: whether they part as beams do.
         """
         if self._order is None:
             self.extend(tokens[:, None])
@@ -231,35 +238,29 @@ class RowSteps:
     def compute(self, count: int) -> Tensor:
         """Compute what is uncomputed, in steps of at most a prefill chunk.
 
-        Returns:
-            ``[rows, count, vocab]`` the logits after the last ``count`` tokens of each row; zeros after padding.
+        Returns ``[rows, count, vocab]``, the logits after the last ``count`` tokens of each row; zeros after padding.
         """
         rows = self.flushed()
         row, from_end, nodes, offsets = zip(*rows.last_tokens(count), strict=True)
-        offset, source = np.array(offsets), np.full(len(row), -1)  # where the logits of each place are among all
+        self.store.tree.snapshot()  # which numbers the nodes
+        node, offset = np.array([node.index for node in nodes]), np.array(offsets)
         parts, computed = list[Tensor](), 0
-        while (step := self._next_step(nodes, offset[source < 0], np.flatnonzero(source < 0))) is not None:
-            index, begin = np.array([node.index for node in nodes]), np.zeros(step.snapshot.num_nodes, np.int64)
-            begin[step.queries.node] = step.queries.begin
-            within = offset - begin[index]
-            here = np.flatnonzero((within >= 0) & (within < step.own_rows[index]))
-            wanted, place = np.unique(step.first_row[index[here]] + within[here], return_inverse=True)
-            source[here], computed = computed + place, computed + len(wanted)
-            parts.append(self._run(step, wanted))
+        source = np.empty(len(row), np.int64)  # where the logits of each place are among all
+
+        def outputs(query_rows: Longs, which: Longs) -> Outputs:
+            nonlocal computed
+            different, place = np.unique(query_rows, return_inverse=True)
+            source[which], computed = computed + place, computed + len(different)
+            return Outputs(different)
+
+        for _ in compute_wanted(self.runner, self.store.tree, node, offset, outputs, self._chunk, self._chunk):
+            parts.append(self.runner.logits.clone())
         logits = torch.cat(parts)
         out = logits.new_zeros(len(rows), count, logits.shape[1])
         at = count - 1 - np.array(from_end)
         there = [torch.from_numpy(of).to(logits.device) for of in (np.array(row), at, source)]
         out[there[0], there[1]] = logits[there[2]]
         return out
-
-    def _next_step(self, nodes: tuple[Node, ...], offset: np.ndarray, pending: np.ndarray) -> StepTree | None:
-        """The next step of all that is uncomputed, and of the tokens ``pending``, whose logits are still wanted."""
-        snapshot, first = self.store.tree.snapshot(), dict[int, int]()
-        for at, which in zip(offset.tolist(), pending.tolist(), strict=True):
-            index = nodes[which].index
-            first[index] = min(at, first.get(index, at))
-        return choose_queries(snapshot, [], list(first), self._chunk, list(first.values()))
 
     def copy_kv(self, other: RowSteps) -> None:
         """Give another cache's rows of the same tokens a copy of the KV."""
@@ -269,11 +270,3 @@ class RowSteps:
         store.pool.copy(rows.slots()[own][first], target, self.store.pool)
         nodes = store.tree.nodes()
         store.tree.mark_computed(nodes, [node.length for node in nodes])
-
-    def _run(self, step: StepTree, wanted: np.ndarray) -> Tensor:
-        """Run a step; returns the logits of the query rows that are wanted."""
-        tree = self.store.tree
-        queries, nodes = step.queries, tree.nodes()
-        running = [nodes[node] for node in queries.node.tolist()]
-        launch_step(self.runner, tree, Batch(step, tokens_of(queries, nodes), Outputs(wanted)), running)
-        return self.runner.logits.clone()

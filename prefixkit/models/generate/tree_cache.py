@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -18,11 +17,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from prefixkit.kv.limits import DoesNotFit
-from prefixkit.models.attention_class import takes_trees
+from prefixkit.models.attention_class import cached_by, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.families import pretrained_model, text_config
+from prefixkit.models.families import attention_layers, pretrained_model, text_config
 from prefixkit.models.generate.in_use import InUse
+from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
+from prefixkit.models.generate.unplaced import compute_again
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
@@ -80,6 +81,7 @@ class TreeCache(DynamicCache):
         self.fell_back = False  # whether it has become that
         self.always = True  # whether it is a tree wherever it can be, not only where that pays
         self.fork = False  # whether rows part as beams do
+        self.unplaced = False  # whether its rows are padded, and the model counts their positions by itself
         self.final_length = 0  # that rows will reach, as far as is known
         self._steps: RowSteps | None = None
         self.in_use = InUse()
@@ -172,6 +174,7 @@ class TreeCache(DynamicCache):
         other = TreeCache(self.model, page_size=self.page_size)
         other.fallback, other.fell_back = copy.deepcopy(self.fallback, memo), self.fell_back
         other.always, other.fork, other.final_length = self.always, self.fork, self.final_length
+        other.unplaced = self.unplaced
         if self._steps is not None:
             other._start_copy_of(self._steps)
         return other
@@ -267,17 +270,26 @@ class TreeCache(DynamicCache):
 
     def copy_to(self, cache: Cache) -> None:
         """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
-        for layer in range(len(self)):
-            cache.update(*self.kv(layer), layer)
+        if self.unplaced and self._steps is not None:
+            with self.in_use:
+                rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
+                return compute_again(self.model, rows, cache, device)
+        modules = attention_layers(self.model).values() if len(self) else ()
+        for layer, module in enumerate(list(modules)[: len(self)]):
+            cache.update(*cached_by(module, *self.kv(layer)), layer)
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
+        if self.unplaced:
+            self.copy_to(cache := DynamicCache())
+            whole: Any = cache.layers[layer]
+            return whole.keys, whole.values
         with self.in_use:
             pool, slots = self._steps.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in (pool.k(layer), pool.v(layer)))
+            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in pool.pages(layer))
         return k, v
 
     # -- what a cache says of itself -----------------------------------------------------------------------------------
@@ -295,14 +307,14 @@ class TreeCache(DynamicCache):
 
     @_or_of_fallback
     def __len__(self) -> int:
-        return 0 if self._steps is None else int(self._steps.store.pool.spec.num_layers)
+        return 0 if self._steps is None else len(self._steps.store.pool.spec.layers)
 
     @property
     def layers(self) -> list[Any]:
         """Each layer's KV as other caches keep it, to look at."""
         if self.fallback is not None and self.fell_back:
             return self.fallback.layers
-        return [LayerView(self, layer) for layer in range(len(self))]
+        return [LayerView(self.get_seq_length, functools.partial(self.kv, layer)) for layer in range(len(self))]
 
     @layers.setter
     def layers(self, none: list[Any]) -> None:
@@ -324,25 +336,3 @@ class TreeCache(DynamicCache):
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding
-
-
-@dataclass(frozen=True)
-class LayerView:
-    """A layer of a tree cache as other caches show theirs: copies, made when they are asked for."""
-
-    cache: TreeCache
-    index: int
-
-    def get_seq_length(self) -> int:
-        """Tokens of each row, padding included."""
-        return self.cache.get_seq_length()
-
-    @property
-    def keys(self) -> Tensor:
-        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
-        return self.cache.kv(self.index)[0]
-
-    @property
-    def values(self) -> Tensor:
-        """The same of the values."""
-        return self.cache.kv(self.index)[1]

@@ -1,0 +1,137 @@
+"""Rows behind padding, for a model that is given no positions and so counts them by itself.
+
+Most models then count padding as text: a row's first token is where its padding ends.  With rotary embedding that is
+the same to attention, which knows distances alone, and a tree may count each row from its first token.  Whether it is
+the same is measured; keys at positions of the model's own are computed again where transformers is to go on with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from prefixkit.models.attention_class import forward_below, original_class
+from prefixkit.models.families import text_config
+from prefixkit.models.model_calls import logits_of
+from prefixkit.tree.arrays import Ints, Longs
+from prefixkit.tree.rows import Rows
+
+_TEXT, _PADDING, _ATTEMPTS = 5, 59, 3
+_RESERVED = 16  # positions that a model may use up before its first token
+
+
+def known_positions(model: PreTrainedModel) -> int:
+    """Positions that a model surely knows."""
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    return int(known) if isinstance(known, int) else 2048
+
+
+def example_of(tokens: Ints, pad: Longs) -> Tensor:
+    """``[6]`` int64: what stands for padding, and the beginning of the row that has most of it."""
+    row = int(pad.argmax())
+    return torch.from_numpy(np.append(tokens[row, 0], np.resize(tokens[row, pad[row] :], _TEXT))).long()
+
+
+def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool:
+    """Whether a row behind padding, without ``position_ids``, gets what it gets at positions from zero.
+
+    That is so for a model that does not count padding; and for one that does, but to which only distances matter.
+    Equal to rounding: a product of rotated keys and queries rounds otherwise elsewhere.
+
+    Args:
+        model: A model that is in evaluation mode, or has nothing random.
+        example: See :func:`example_of`; where the model runs.
+        reach: Positions that rows may come to, at most :func:`known_positions`.
+    """
+    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
+    pad = min(_PADDING, reach - _TEXT, known_positions(model) - _TEXT - _RESERVED)
+    if sharded or pad < 1:  # a shard's forward pass would wait for the others'
+        return False
+    before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            if "position_ids" not in inspect.signature(original_class(model).forward).parameters:
+                return _unmoved(model, example, pad)
+            own, counted = _states(model, example, pad, None), _states(model, example, 0, 0)
+            if any(module.rope_deltas is not None for module in before):
+                return False  # it keeps positions of a pass for the next
+            return _equal(own, counted) or (
+                _equal(own, _states(model, example, 0, pad))
+                and all(_same_at(model, example, counted[0], first) for first in (pad, reach - _TEXT))
+            )
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        for module, deltas in before.items():
+            module.rope_deltas = deltas
+
+
+def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torch.device) -> None:
+    """Fill an empty cache of transformers with the KV of rows, at the positions that the model counts by itself."""
+    mask = torch.from_numpy(np.arange(rows.length) >= rows.pad[:, None]).long().to(device)
+    _call(model, torch.from_numpy(rows.tokens()).long().to(device), mask, None, cache, keep=1)
+
+
+def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None, count: int = _TEXT) -> list[Tensor]:
+    """Logits ``[count, vocab]`` of the example's text, of which the last token comes in a pass of its own, and each
+    layer's keys of it; at positions from ``first`` on, or at those that the model counts by itself.
+    """
+    device, cache, length = example.device, DynamicCache(config=text_config(model)), pad + count
+    tokens = torch.cat((example[:1].expand(pad), example[1 : 1 + count]))[None]
+    mask, at, logits = (torch.arange(length, device=device)[None] >= pad).long(), None, list[Tensor]()
+    for begin, end in ((0, length - 1), (length - 1, length)):
+        if begin < end:
+            at = None if first is None else first + torch.arange(begin, end, device=device)[None]
+            logits.append(_call(model, tokens[:, begin:end], mask[:, :end], at, cache))
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    return [
+        torch.cat(logits)[-count:],
+        *(key[:, :, -count:] for key in keys if isinstance(key, Tensor) and key.ndim == 4),
+    ]
+
+
+@torch.no_grad()
+def _call(
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor, at: Tensor | None, cache: Cache, keep: int = 0
+) -> Tensor:
+    given = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    if at is not None:
+        given["position_ids"] = at
+    if keep and "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+        given["logits_to_keep"] = keep
+    logits = logits_of(forward_below(model)(**given))
+    assert logits is not None, "of a causal language model"
+    return logits[0]
+
+
+def _same_at(model: PreTrainedModel, example: Tensor, counted: Tensor, first: int) -> bool:
+    """Whether a text gets the same logits at positions from ``first`` on; a token alone, whose distance is 0, must get
+    them bit by bit, which no embedding of positions does that is added to it.
+    """
+    alone = (torch.equal(*(_states(model, example, 0, at, 1)[0] for at in (0, first))) for _ in range(_ATTEMPTS))
+    return any(alone) and _close(_states(model, example, 0, first)[0], counted)
+
+
+def _unmoved(model: PreTrainedModel, example: Tensor, pad: int) -> bool:
+    """Whether a model that takes no positions gives a text the same logits behind padding; and a token alone, whose
+    distance is 0, bit by bit.
+    """
+    alone = (torch.equal(*(_states(model, example, of, None, 1)[0] for of in (0, pad))) for _ in range(_ATTEMPTS))
+    return any(alone) and _close(*(_states(model, example, of, None)[0] for of in (0, pad)))
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(_close, some, others))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Far closer than at other positions, if not equal."""
+    if one.shape != other.shape:
+        return False
+    shown = one.abs() < 1e30  # some hide tokens behind the least number
+    eps, one, other = torch.finfo(one.dtype).eps, one.float().where(shown, 0), other.float().where(shown, 0)
+    return bool((one - other).abs().max() <= eps**0.5 * (one - one.mean(-1, keepdim=True)).abs().max())

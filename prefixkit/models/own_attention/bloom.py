@@ -1,0 +1,31 @@
+"""Bloom: ALiBi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from prefixkit.models.layer import LayerCache
+from prefixkit.models.own_attention.alibi_bias import linear_bias
+
+
+def bloom(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor | None,
+    layer_past: LayerCache | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``BloomAttention.forward``."""
+    assert layer_past is not None
+    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    k, v = layer_past.update(k, v, self.layer_idx)
+    layer_past.check(k, v, attention_mask)
+    out = layer_past.attend(q, self.inv_norm_factor, None, None, None, linear_bias(self, self.num_heads))
+    out = self.dense(out.flatten(2))
+    return residual + nn.functional.dropout(out, self.hidden_dropout, self.training), None

@@ -1,0 +1,75 @@
+"""Models whose own code, around their attention, does not take the mask or the positions of a step over a tree.
+
+In such a step, and in no other call, the original ``forward`` runs on a shallow copy of the model with other
+attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from prefixkit.models.attention_class import cache_among, original_class, subclass
+
+Attributes = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+def _falcon(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Layers make ALiBi for themselves, and the model, which would for each key, leaves it."""
+    return {"use_alibi": False}
+
+
+def _bloom(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {"build_alibi_tensor": lambda mask, *args, **kwargs: mask}
+
+
+def _roformer(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """It counts positions from the length of the cache, and passes on those that it is given."""
+    positions: Tensor | None = given.get("position_ids")
+    if positions is None:
+        return {}
+    embed = body.embed_positions
+    return {"embed_positions": lambda shape, *args: embed(shape, 0, positions[0])}
+
+
+_KNOWN: dict[tuple[str, str], tuple[Attributes, bool]] = {
+    ("transformers.models.bloom.modeling_bloom", "BloomModel"): (_bloom, True),
+    ("transformers.models.falcon.modeling_falcon", "FalconModel"): (_falcon, True),
+    ("transformers.models.roformer.modeling_roformer", "RoFormerEncoder"): (_roformer, False),
+}
+
+
+def known_bodies(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those modules that need :func:`body_class` for a step over a tree, patched or not."""
+    return [module for module in modules if _key(original_class(module)) in _KNOWN]
+
+
+@functools.cache
+def body_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a model's class that takes steps over a tree; one for each original."""
+    attributes, by_mask = _KNOWN[_key(original)]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        is_step = cache_among(args, kwargs) is not None and not (by_mask and (mask is None or mask.numel()))
+        if not is_step:
+            return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
+        copy: nn.Module = object.__new__(original)
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(attributes(self, kwargs))
+        return original.forward(copy, *args, **kwargs)
+
+    return subclass(original, _blank, {"forward": forward})
+
+
+def _key(cls: type[nn.Module]) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = body_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)

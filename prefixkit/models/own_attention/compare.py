@@ -1,0 +1,153 @@
+"""Replacements against the code that they replace, measured: both attend over a short text.
+
+A class that has changed since its replacement was written gives other results, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from prefixkit.attention.variants import lookup
+from prefixkit.attention.visible import Visible
+from prefixkit.models.attention_class import become, original_class, run_on, subclass
+from prefixkit.models.families import text_config
+from prefixkit.models.layer import Bias, register_variant
+from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.own_attention.known import own_code
+
+_SHORT, _LONG = 12, 512  # tokens of a text; it is longer than windows are that are shorter than this
+
+
+def compare_own_code(
+    model: PreTrainedModel, call: Callable[..., Any], layers: dict[str, nn.Module], tokens: Tensor
+) -> None:
+    """Raise UnsupportedModel unless the layers with code of their own compute on a tree what they do without.
+
+    Args:
+        model: The model.
+        call: Runs it, with a cache of transformers.
+        layers: Its attention modules, by name.
+        tokens: Ids of which to make the text, where the model runs.
+    """
+    classes = {module: original_class(module) for module in layers.values()}
+    names = {
+        module: name
+        for name, module in layers.items()
+        if own_code(classes[module]) is not None  # type: ignore[arg-type]  # classes hash
+    }
+    if not names:
+        return
+    seen = _Seen(names)
+    _run(call, seen, tokens, _SHORT)
+    most = getattr(text_config(model), "max_position_embeddings", None) or _LONG
+    windows = [window for window in seen.windows if _SHORT <= window < min(most, _LONG)]
+    if windows:
+        _run(call, seen, tokens, min(max(windows) + 4, most))
+
+
+class _Seen:
+    """What a comparison sees: the modules' names, and the windows that their replacements ask for."""
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self.names, self.windows = names, set[int]()
+
+
+def _run(call: Callable[..., Any], seen: _Seen, tokens: Tensor, length: int) -> None:
+    at = torch.arange(length, device=tokens.device)
+    before = {module: type(module) for module in seen.names}
+    try:
+        for module in before:
+            become(module, _comparing_class(original_class(module), seen))
+        call(input_ids=tokens[at * at % len(tokens)][None], use_cache=True, past_key_values=DynamicCache())
+    finally:
+        for module, cls in before.items():
+            become(module, cls)
+
+
+def _comparing_class(original: type[nn.Module], seen: _Seen) -> type[nn.Module]:
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        theirs = original.forward(self, *args, **kwargs)
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        if cache is not None:
+            _compare(self, seen, cache, args, kwargs, theirs[0])
+        return theirs
+
+    return subclass(original, object.__new__, {"forward": forward})
+
+
+def _compare(
+    module: nn.Module, seen: _Seen, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any], theirs: Tensor
+) -> None:
+    """Refuse a module whose replacement, attending in float64, differs by more than rounding makes of its result."""
+    plain, moved = (_ReferenceLayer(moved) for moved in (False, True))
+    where = (
+        f"{seen.names[module]} ({original_class(module).__name__}) has attention code of its own, and what prefixkit"
+    )
+    try:
+        ours, others = (run_on(layer, module, cache, args, kwargs)[0] for layer in (plain, moved))
+    except Exception as error:
+        raise UnsupportedModel(f"{where} runs in its place fails: {type(error).__name__}: {error}") from error
+    allowed = (others - ours).abs().max() + 16 * torch.finfo(ours.dtype).eps * ours.abs().max()
+    seen.windows |= plain.windows
+    if ours.shape != theirs.shape or not (difference := (ours - theirs).abs().max()) <= 2 * allowed:
+        raise UnsupportedModel(
+            f"{where} runs in its place differs from it by {difference:.1e}: this version of transformers computes "
+            "something else, or its mask is not causal"
+        )
+
+
+class _ReferenceLayer:
+    """A layer's cache over the text of one forward pass, which attends in float64.
+
+    Args:
+        moved: Each result is moved by as much as rounding could, up or down.
+    """
+
+    def __init__(self, moved: bool) -> None:
+        self.windows, self._moved = set[int](), moved
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._kv = key_states, value_states
+        return key_states, value_states
+
+    def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
+        """The probe looks at masks."""
+
+    def attend(
+        self,
+        query: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None,
+        bias: Bias | None = None,
+    ) -> Tensor:
+        q, k, v = (of.double() for of in (query, *self._kv))
+        k, v = (of.repeat_interleave(q.shape[1] // of.shape[1], 1) for of in (k, v))
+        at = torch.arange(q.shape[2], device=q.device)
+        positions = at[:, None], at[None], torch.arange(q.shape[1], device=q.device)[:, None, None]
+        variant = lookup(register_variant(Visible(window), cap, False, None if bias is None else bias()))
+        scores, visible = q @ k.transpose(2, 3) * scale, positions[1] <= positions[0]
+        eps = max(torch.finfo(of.dtype).eps for of in (*self._kv, torch.empty(0)))
+        if variant.score_mod is not None:
+            scores = variant.score_mod(scores, *positions)
+        if variant.mask_mod is not None:
+            visible = visible & variant.mask_mod(*positions)
+        if window is not None:
+            self.windows.add(window)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        largest = scores.masked_fill(~visible, 0).abs().max()
+        out = (scores.softmax(3) @ v).transpose(1, 2)
+        if self._moved:  # products are rounded before the softmax, weights and values after it
+            signs = torch.randint(0, 2, out.shape, generator=torch.Generator().manual_seed(0)).to(out.device) * 2 - 1
+            out = out + signs * eps * (16 + 4 * largest) * v.abs().max()
+        return out.to(query.dtype)

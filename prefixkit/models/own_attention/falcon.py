@@ -1,0 +1,50 @@
+"""Falcon: rotary embedding or ALiBi, with one, some or all KV heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from prefixkit.models.layer import LayerCache
+from prefixkit.models.own_attention.alibi_bias import rounded_bias
+from prefixkit.models.own_attention.own_code import beside, shown
+
+
+def falcon(
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    layer_past: LayerCache | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``FalconAttention.forward``.
+
+    The newer architecture repeats KV heads before it caches them; a pool holds each once, see :func:`repeated`.
+    """
+    assert layer_past is not None and position_embeddings is not None
+    q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
+    if self.new_decoder_architecture:
+        k, v = (of[:, :: self.num_heads // self.num_kv_heads] for of in (k, v))
+    if not self.config.alibi:
+        q, k = beside(self, "apply_rotary_pos_emb")(q, k, *position_embeddings)
+    k, v = layer_past.update(k, v, self.layer_idx)
+    layer_past.check(k, v, shown(attention_mask))
+    bias = None
+    if self.config.alibi:  # eager attention adds it to the scores, and once more by the mask
+        times = 1 if self.config._attn_implementation == "sdpa" else 2
+        bias = rounded_bias(self, self.num_heads, times * self.inv_norm_factor)
+    out = layer_past.attend(q, self.inv_norm_factor, None, None, None, bias)
+    return self.dense(out.flatten(2)), None
+
+
+def repeated(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V as ``FalconAttention`` caches them."""
+    of: Any = module
+    times = of.num_heads // of.num_kv_heads if of.new_decoder_architecture else 1
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

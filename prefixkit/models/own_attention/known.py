@@ -1,0 +1,47 @@
+"""The attention classes with code of their own that run on a tree, by file and name.
+
+Nothing of transformers is imported here: a class is looked up once a model brings it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from prefixkit.models.own_attention.bert import bert
+from prefixkit.models.own_attention.bloom import bloom
+from prefixkit.models.own_attention.diffllama import TwoValues, halves
+from prefixkit.models.own_attention.falcon import falcon, repeated
+from prefixkit.models.own_attention.gptj import gpt_neo, gpt_neox_japanese, gptj
+from prefixkit.models.own_attention.jetmoe import HeadsInTurn
+from prefixkit.models.own_attention.mpt import mpt
+from prefixkit.models.own_attention.own_code import OwnCode
+from prefixkit.models.own_attention.roformer import roformer
+from prefixkit.models.own_attention.xglm import xglm
+
+_KNOWN = {
+    ("big_bird", "BigBirdSelfAttention"): OwnCode(bert),
+    ("bloom", "BloomAttention"): OwnCode(bloom),
+    ("codegen", "CodeGenAttention"): OwnCode(core=gptj),
+    ("diffllama", "DiffLlamaAttention"): OwnCode(adapt=TwoValues, restore=halves),
+    ("falcon", "FalconAttention"): OwnCode(falcon, restore=repeated),
+    ("gpt_neo", "GPTNeoSelfAttention"): OwnCode(core=gpt_neo, index="layer_id"),
+    ("gpt_neox_japanese", "GPTNeoXJapaneseAttention"): OwnCode(core=gpt_neox_japanese),
+    ("gptj", "GPTJAttention"): OwnCode(core=gptj),
+    ("jetmoe", "JetMoeAttention"): OwnCode(adapt=HeadsInTurn),
+    ("megatron_bert", "MegatronBertSelfAttention"): OwnCode(bert),
+    ("mpt", "MptAttention"): OwnCode(mpt),
+    ("rembert", "RemBertSelfAttention"): OwnCode(bert),
+    ("roformer", "RoFormerSelfAttention"): OwnCode(roformer),
+    ("xglm", "XGLMAttention"): OwnCode(xglm),
+}
+
+
+@functools.cache
+def own_code(cls: type[nn.Module]) -> OwnCode | None:
+    """What runs an attention class on a tree in place of its own code; None for one that needs nothing."""
+    folder = cls.__module__.rpartition(".modeling_")[2]
+    if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":
+        return None
+    return _KNOWN.get((folder, cls.__qualname__))

@@ -1,0 +1,32 @@
+"""MPT: ALiBi, as a bias that counts from the last key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from prefixkit.models.layer import LayerCache
+from prefixkit.models.own_attention.alibi_bias import mpt_bias
+
+
+def mpt(
+    self: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: LayerCache | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``MptAttention.forward``, whose mask is True where tokens are hidden."""
+    assert past_key_values is not None
+    qkv = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    shape = (*hidden_states.shape[:-1], self.n_heads, self.head_dim)
+    q, k, v = (part.reshape(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+    k, v = past_key_values.update(k, v, self.layer_idx)
+    past_key_values.check(k, v, None if attention_mask is None else ~attention_mask)
+    bias = mpt_bias(self, self.n_heads)
+    out = past_key_values.attend(q, float(self.softmax_scale), None, None, None, bias)
+    return self.out_proj(out.flatten(2)), None
