@@ -1,11 +1,11 @@
 """Try prefixkit with a tiny random model of every model_type that transformers generates text with.
 
-    python scripts/families.py --processes 2 --write docs/families.md
+    python scripts/families.py --processes 2 --older ../transformers-5.17/transformers --write docs/families.md
     python scripts/families.py --only llama,gemma2
 
 Each is generated with before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,
-with samples, and as its processor passes text; with short windows or chunks of attention and without, where the config
-knows them.
+with samples, and as its processor passes text; with short windows or chunks of attention and without, and with what
+else its config can turn on (tiny_models.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import inspect
 import logging
 import multiprocessing
 import os
-import platform
 import resource
-import textwrap
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tiny_models import FIRST_WORD, LONG_CHUNKS, VARIANTS, VOCAB, tiny_config, tiny_model
+from families_page import VERDICTS, Found, counts, document, types_of
+from tiny_models import FIRST_WORD, LONG_CHUNKS, VOCAB, tiny_config, tiny_model, variants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -42,7 +40,6 @@ LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
     "Images and text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", AutoModelForImageTextToText),
 }
-VERDICTS = ["untried", "tree", "partly", "refused", "error", "wrong"]  # from the best to the worst
 # What cannot generate from text, where the exception would not say so.
 NEEDS = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "the KV of the model that it drafts for"),
@@ -55,18 +52,6 @@ NEEDS = {
     "udop": "the boxes of its words",
 }
 LENGTH, NEW, TOLERANCE = 26, 8, 1e-4
-INTRODUCTION = """\
-`python scripts/families.py --write docs/families.md` wrote this page. For each `model_type` it makes a tiny model with
-random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and compares
-tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, with three
-samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros that its
-processor or tokenizer makes of text. Configs with windows or chunks are tried with short ones and without; the verdict
-is the worst of these, where transformers can build both. Logits may differ by 0.0001 of their spread.
-
-*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
-goes on with its own cache and the same result. *Partly*: so it is for the calls that are named, and others are on the
-tree. *Wrong*: other tokens or logits. *Error*: an exception that the model
-without the patch does not raise. *Untried*: transformers cannot build it tiny, or not generate from text alone."""
 SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
 PADDED, KINDS = "with padding on the left", "as its processor passes text"
 SAMPLES: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
@@ -79,15 +64,6 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Which tokens are text: 0 for each of them.
 KIND_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-
-
-@dataclass
-class Found:
-    """What was found out about a model_type; ``notes`` are of transformers alone."""
-
-    verdict: str
-    reason: str = ""
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -246,10 +222,9 @@ def survey(kind: str, model_type: str) -> Found:
     if model_type in NEEDS:
         return Found("untried", f"needs {NEEDS[model_type]}")
     names, auto = LISTS[kind]
-    variants = {"windows": {}, "no windows": {"windows": False}, **VARIANTS.get(model_type, {})}
     found: dict[str, Found] = {}
     tried: list[dict[str, Any]] = []
-    for name, overrides in variants.items():
+    for name, overrides in variants(model_type).items():
         try:
             config = tiny_config(model_type, **overrides)
             if config.to_dict() in tried:
@@ -259,13 +234,15 @@ def survey(kind: str, model_type: str) -> Found:
             found[name] = check(tiny_model(config, getattr(modeling_auto, names)[model_type], auto))
         except Exception as error:
             found[name] = Found("untried", line(error))
-    worst = max(found, key=lambda name: VERDICTS.index(found[name].verdict))
-    if found[worst].verdict == "refused" and LONG_CHUNKS in found and found[LONG_CHUNKS].verdict == "tree":
-        found[worst].verdict = "partly"
-    same = {(one.verdict, one.reason) for one in found.values()} == {(found[worst].verdict, found[worst].reason)}
-    result = found[worst]
-    if not same:
-        result.reason = f"with {worst}: {result.reason}"
+    result = max(found.values(), key=lambda one: VERDICTS.index(one.verdict))
+    reasons: dict[str, str] = {}
+    for name, one in found.items():
+        if one.verdict == result.verdict:
+            reasons.setdefault(one.reason, name)
+    if len({(one.verdict, one.reason) for one in found.values()}) > 1:
+        result.reason = "; ".join(f"with {name}: {reason}" for reason, name in reasons.items() if reason)
+    if result.verdict == "refused" and LONG_CHUNKS in found and found[LONG_CHUNKS].verdict == "tree":
+        result.verdict = "partly"
     result.notes = list(dict.fromkeys(note for one in found.values() for note in one.notes))
     return result
 
@@ -305,49 +282,13 @@ def survey_all(entries: list[tuple[str, str]], processes: int) -> dict[tuple[str
     return {entry: found[entry] for entry in entries}
 
 
-def document(found: dict[tuple[str, str], Found]) -> str:
-    """What was found as Markdown."""
-    versions = {"transformers": transformers, "torch": torch, "prefixkit": prefixkit}
-    told = ", ".join(f"{name} {module.__version__}" for name, module in versions.items())
-    measured = f"Measured on {time.strftime('%Y-%m-%d')} with {told}, Python {platform.python_version()}, on a CPU."
-    parts = ["# Which models run on a tree", INTRODUCTION, measured]
-    for kind, (names, _) in LISTS.items():
-        here = {model_type: one for (its_kind, model_type), one in found.items() if its_kind == kind}
-        on_tree = ", ".join(model_type for model_type, one in here.items() if one.verdict == "tree")
-        parts.append(f"## {kind}\n\n`{names}`: {counts(found, kind)}.")
-        parts.append(textwrap.fill(f"On the tree: {on_tree}.", 120, break_on_hyphens=False))
-        rows = ["| model_type | verdict | what is in the way |", "|---|---|---|"]
-        rows += [
-            f"| {name} | {one.verdict} | {cell(one.reason)} |" for name, one in here.items() if one.verdict != "tree"
-        ]
-        parts.append("\n".join(rows))
-    rows = ["| model_type | transformers without a patch |", "|---|---|"]
-    rows += [f"| {name} | {cell('; '.join(one.notes))} |" for (_, name), one in found.items() if one.notes]
-    parts.append(
-        "## Where transformers disagrees with itself\n\nA comparison with these proves little.\n\n" + "\n".join(rows)
-    )
-    return "\n\n".join(parts) + "\n"
-
-
-def cell(text: str) -> str:
-    """A text in a table of Markdown."""
-    return text.replace("|", "\\|")
-
-
-def counts(found: dict[tuple[str, str], Found], kind: str) -> str:
-    """How many entries of a list have each verdict."""
-    number = Counter(one.verdict for (its_kind, _), one in found.items() if its_kind == kind)
-    return ", ".join(
-        f"{number[verdict]} {verdict}" for verdict in ("tree", "partly", "refused", "wrong", "error", "untried")
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line: ``arguments``, or those of the process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="model_types, separated by commas")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--write", type=Path, help="the Markdown document to write")
+    parser.add_argument("--older", type=Path, help="the sources of an older transformers, to name what it lacks")
     options = parser.parse_args(arguments)
     only = options.only.split(",") if options.only else None
     entries = [
@@ -360,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kind in LISTS:
         print(f"{kind}: {counts(found, kind)}")
     if options.write:
-        options.write.write_text(document(found))
+        names = {kind: names for kind, (names, _) in LISTS.items()}
+        options.write.write_text(document(found, names, types_of(options.older, names) if options.older else None))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ _LATENT = {"head_dim": GENERIC["qk_rope_head_dim"], "num_key_value_heads": GENER
 LOCAL = ("sliding_attention", "chunked_attention")
 _ALTERNATE = ["sliding_attention", "full_attention"] * 2
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-_PLAIN_VISION = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_attention_heads": 4}  # in place of timm's
+# In place of timm's.
+_PLAIN_VISION = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_attention_heads": 4}
+_SMALL_VISION = {"num_hidden_layers": 1, "intermediate_size": 96, "image_size": 32, "patch_size": 16}
 # What the names do not tell, by model_type: of the entry, or of a config inside it.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
@@ -106,7 +109,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
     "fast_vlm": {"vision_config": _PLAIN_VISION},
-    "gemma3n": {"vision_config": _PLAIN_VISION},
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm4v_text": {"rope_parameters": _MROPE},
@@ -122,6 +126,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
+    "mpt": {"use_cache": True},  # which its default says not to
     "musicgen_decoder": {"num_codebooks": 1, "decoder_start_token_id": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1, "decoder_start_token_id": 1},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
@@ -149,14 +154,49 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
 }
 LONG_CHUNKS = "chunks longer than the texts"  # which are shorter than a chunk: nothing to refuse
-# More variants than windows or none: arguments of tiny_config.
+_SHARING = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE}
+_SCALED = {"no_rope_layers": [1, 0], "floor_scale": 4}  # from the fourth position on
+# What some configs can turn on: its name, a field by which a config knows it, and values for it.
+_FEATURES: list[tuple[str, str, dict[str, Any]]] = [
+    ("values as large as keys", "qk_nope_head_dim", {"v_head_dim": 24}),
+    ("values smaller than keys", "v_head_dim", {"v_head_dim": 8}),
+    ("layers that share KV", "num_kv_shared_layers", _SHARING),
+    ("no layers that share KV", "num_kv_shared_layers", {"num_kv_shared_layers": 0}),
+    ("values that are keys", "attention_k_eq_v", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    ("global heads like local ones", "attention_k_eq_v", {"global_head_dim": 16}),
+    (LONG_CHUNKS, "floor_scale", {"attention_chunk_size": 64}),
+    ("a layer without rotation", "no_rope_layers", {"no_rope_layers": [1, 0]}),
+    ("queries scaled by position", "floor_scale", _SCALED),
+    ("queries scaled by position, long chunks", "floor_scale", _SCALED | {"attention_chunk_size": 64}),
+]
+# The same of one model_type: arguments of tiny_config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"alibi": {"alibi": True}, "the new decoder": {"new_decoder_architecture": True}},
-    "llama4": {LONG_CHUNKS: {"text_config": {"attention_chunk_size": 64}}},
-    "llama4_text": {LONG_CHUNKS: {"attention_chunk_size": 64}},
     "olmoe": {"a window that the config was given": {"sliding_window": WINDOW}},
 }
+_SCALE = "llama_4_scaling_beta"  # of rotary embeddings that scale queries beyond their original positions
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # the part of the config that the class takes
+
+
+def variants(model_type: str) -> dict[str, dict[str, Any]]:
+    """Arguments of :func:`tiny_config` that together show what models of a type may do, by what each shows."""
+    found: dict[str, dict[str, Any]] = {"windows": {}, "no windows": {"windows": False}, **VARIANTS.get(model_type, {})}
+    default = CONFIG_MAPPING[model_type]
+    config = _default(default, EXCEPTIONS.get(model_type, {}))
+    for name, field, values in _FEATURES:
+        found[name] = _where(config, lambda fields, field=field: field in fields, values)
+    scaled = {"rope_parameters": {"original_max_position_embeddings": 16}}
+    found["queries scaled by rotation"] = _where(config, lambda fields: _SCALE in str(fields), scaled)
+    return {name: values for name, values in found.items() if values or name == "windows"}
+
+
+def _where(config: PreTrainedConfig, knows: Callable[[dict[str, Any]], bool], values: dict[str, Any]) -> dict[str, Any]:
+    """Values for a config that knows them, and for those inside it."""
+    fields = vars(config)
+    inner = {name: one for name, one in fields.items() if isinstance(one, PreTrainedConfig)}
+    nested = {name: _where(one, knows, values) for name, one in inner.items()}
+    own = values if knows({name: one for name, one in fields.items() if name not in inner}) else {}
+    return own | {name: there for name, there in nested.items() if there}
 
 
 def tiny_config(model_type: str, windows: bool = True, **overrides: Any) -> PreTrainedConfig:
@@ -164,7 +204,17 @@ def tiny_config(model_type: str, windows: bool = True, **overrides: Any) -> PreT
     default = CONFIG_MAPPING[model_type]
     own = EXCEPTIONS.get(model_type, {})
     config = default(**_merged(_merged(_tiny(_default(default, own), windows), own), overrides))
+    if model_type == "gemma3n":
+        vars(config)["vision_config"] = _without_timm(config.vision_config)  # the field itself takes one class alone
     return getattr(config, PARTS[model_type]) if model_type in PARTS else config
+
+
+def _without_timm(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A vision config that transformers builds by itself, with what the rest of Gemma 3n asks of its own."""
+    plain = {name: value for name, value in (_PLAIN_VISION | _SMALL_VISION).items() if name != "model_type"}
+    asked = {name: getattr(config, name) for name in ("rms_norm_eps", "vocab_offset", "vocab_size")}
+    made: PreTrainedConfig = CONFIG_MAPPING[_PLAIN_VISION["model_type"]](**plain, **asked)
+    return made
 
 
 def tiny_model(config: PreTrainedConfig, class_name: str, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
@@ -180,6 +230,8 @@ def tiny_model(config: PreTrainedConfig, class_name: str, auto: type = AutoModel
     model: PreTrainedModel = make(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # sinusoids
+                continue
             if parameter.ndim >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
             elif "norm" not in name:

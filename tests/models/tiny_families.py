@@ -94,6 +94,8 @@ def make_model(model_type: str = "llama", seed: int | None = None, **overrides: 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # sinusoids
+                continue
             if parameter.ndim >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
             elif "norm" not in name:

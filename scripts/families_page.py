@@ -1,0 +1,160 @@
+"""The page docs/families.md, of what scripts/families.py has found."""
+
+from __future__ import annotations
+
+import ast
+import platform
+import re
+import textwrap
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+import prefixkit
+
+VERDICTS = ["untried", "tree", "partly", "refused", "error", "wrong"]  # from the best to the worst
+WIDTH = 120
+INTRODUCTION = """\
+`python scripts/families.py --write docs/families.md` wrote this page. For each `model_type` it makes a tiny model with
+random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and compares
+tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, with three
+samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros that its
+processor or tokenizer makes of text. Configs are tried with what they can turn on: short windows or chunks and none,
+values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position. The
+verdict is the worst of these, where transformers can build them. Logits may differ by 0.0001 of their spread.
+
+*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
+goes on with its own cache and the same result. *Partly*: so it is for the calls that are named, and others are on the
+tree. *Wrong*: other tokens or logits. *Error*: an exception that the model without the patch does not raise. *Untried*:
+transformers cannot build it tiny, or not generate from text alone. Messages are cut short; the script prints them."""
+# What is in the way, by what messages say of it; the first that fits.
+CAUSES = [
+    ("an encoder-decoder", r"is an encoder-decoder|EncoderDecoderCache"),
+    ("attention that is bidirectional or crosses to an encoder", r"is bidirectional"),
+    ("a second decoder", r"both keep the KV of layer|one attention for each layer"),
+    ("a recurrent state, or a latent, in some layers", r"a recurrent state, a latent"),
+    ("the state of a convolution before attention", r"asks its cache for 'get_conv_state'"),
+    ("keys and values of other sizes, or latents", r"caches keys of shape"),
+    ("layers of other shapes than others", r"the layers of \w+ differ in"),
+    ("layers without KV of their own", r"attends without KV of its own"),
+    ("keys or values changed after they are cached", r"attends over other keys or values"),
+    ("no attention at all", r"; it has no attention"),
+    ("attention code of their own", r"no layer both fills a KV cache and calls"),
+    ("layers that ask the mask or the cache", r"asks its cache for|cannot run a step over a tree"),
+    ("texts longer than a chunk of attention", r"attention in chunks is causal"),
+    ("positions that a tree does not have", r"no position_ids"),
+]
+OTHER = "something else"
+
+
+@dataclass
+class Found:
+    """What was found out about a model_type; ``notes`` are of transformers alone."""
+
+    verdict: str
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def document(found: dict[tuple[str, str], Found], lists: dict[str, str], older: Older | None = None) -> str:
+    """What was found as Markdown.
+
+    Args:
+        found: By the kind of list, and the model_type in it.
+        lists: The name of each kind's list.
+        older: The lists of an older transformers.
+    """
+    versions = {"transformers": transformers, "torch": torch, "prefixkit": prefixkit}
+    told = ", ".join(f"{name} {module.__version__}" for name, module in versions.items())
+    measured = f"Measured on {time.strftime('%Y-%m-%d')} with {told}, Python {platform.python_version()}, on a CPU."
+    parts = ["# Which models run on a tree", INTRODUCTION, measured]
+    for kind, names in lists.items():
+        here = {model_type: one for (its_kind, model_type), one in found.items() if its_kind == kind}
+        parts += [f"## {kind}", f"`{names}`: {counts(found, kind)}."]
+        parts.append(listed("On the tree", (name for name, one in here.items() if one.verdict == "tree")))
+        if older is not None and (lacking := [name for name in here if name not in older.types[kind]]):
+            parts.append(listed(f"Transformers {older.version} lacks {len(lacking)} of all", lacking))
+        parts += [*causes(here), table(("model_type", "verdict", "what is in the way"), rows(here))]
+    notes = [(name, "; ".join(one.notes)) for (_, name), one in found.items() if one.notes]
+    parts.append("## Where transformers disagrees with itself\n\nA comparison with these proves little.")
+    parts.append(table(("model_type", "transformers without a patch"), notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def counts(found: dict[tuple[str, str], Found], kind: str) -> str:
+    """How many entries of a list have each verdict."""
+    number = Counter(one.verdict for (its_kind, _), one in found.items() if its_kind == kind)
+    return ", ".join(
+        f"{number[verdict]} {verdict}" for verdict in ("tree", "partly", "refused", "wrong", "error", "untried")
+    )
+
+
+def listed(what: str, model_types: Iterable[str]) -> str:
+    """A sentence that names model types, in lines."""
+    return textwrap.fill(f"{what}: {', '.join(model_types)}.", WIDTH, break_on_hyphens=False)
+
+
+def rows(here: dict[str, Found]) -> Iterator[tuple[str, str, str]]:
+    """Of a list, what is not on the tree, or not always."""
+    return ((name, one.verdict, one.reason) for name, one in here.items() if one.verdict != "tree")
+
+
+def causes(here: dict[str, Found]) -> Iterator[str]:
+    """A table of what is in the way in a list, and the model types behind each of its numbers."""
+    by_cause = defaultdict[str, list[str]](list)
+    for name, one in here.items():
+        for cause in causes_of(one.reason) if one.verdict in ("refused", "partly") else ():
+            by_cause[cause].append(name)
+    if by_cause:
+        ordered = sorted(by_cause.items(), key=lambda of: -len(of[1]))
+        yield "What is in the way of those that are refused, at all or partly; some have several."
+        yield table(
+            ("cause", "number", "model types"), ((cause, str(len(of)), ", ".join(of)) for cause, of in ordered), 0
+        )
+
+
+def causes_of(reason: str) -> list[str]:
+    """What is in the way by each of the messages that a reason is made of."""
+    found = [next((cause for cause, says in CAUSES if re.search(says, one)), "") for one in reason.split("; with ")]
+    return list(dict.fromkeys(filter(None, found))) or [OTHER]
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], width: int = WIDTH) -> str:
+    """A table of Markdown, the last cells shortened to lines of ``width`` columns, if that is not 0."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for *cells, last in rows:
+        begin, last = f"| {' | '.join(cells)} | ", last.replace("|", "\\|")
+        room = width - len(begin) - 2
+        lines.append(f"{begin}{last if not width or len(last) <= room else last[: room - 4] + ' ...'} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Older:
+    """An older transformers: its version, and its model types by the kind of list."""
+
+    version: str
+    types: dict[str, set[str]]
+
+
+def types_of(sources: Path, lists: dict[str, str]) -> Older:
+    """The lists of another transformers, read from its sources, which are not imported."""
+    tree = ast.parse((sources / "models" / "auto" / "modeling_auto.py").read_text())
+    assigned = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    types = dict[str, set[str]]()
+    for kind, name in lists.items():
+        pairs = (one for one in ast.walk(assigned[name]) if isinstance(one, ast.Tuple))
+        types[kind] = {str(pair.elts[0].value) for pair in pairs if isinstance(pair.elts[0], ast.Constant)}
+    version = re.search(r'__version__ = "([^"]+)"', (sources / "__init__.py").read_text())
+    return Older(version[1] if version else "of before", types)
