@@ -165,9 +165,10 @@ def measure_step(run: Run, model: Any, batches: list[int]) -> None:
     """A decode step of sequences that share a prefix, its layers as they are and through torch.compile."""
     spec = kv_spec(model)
     pool = KVPool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE), PAGE)
-    for layer, kv in itertools.product(range(spec.num_layers), (pool.k, pool.v)):
-        kv(layer).normal_()
-    planner = planner_for(LLAMA_8B.heads, spec.kv_heads, spec.head_dim, spec.device, spec.dtype)
+    for layer in range(len(spec.layers)):
+        for pages in pool.pages(layer):
+            pages.normal_()
+    planner = planner_for(LLAMA_8B.heads, LLAMA_8B.kv_heads, LLAMA_8B.head_dim, spec.device, spec.dtype)
     runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
     layers: Any = runners["compiled"].compiled
     for batch in batches:

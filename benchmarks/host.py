@@ -50,20 +50,20 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
 tree = StepTree(snapshot, leaf_queries(snapshot))
-pool = KVPool(KVSpec(1, 8, 128, bf16, gpu), 64, 16)
+pool = KVPool(spec_of_alike(1, 8, 128, bf16, gpu), 64, 16)
 planner = backend_for(gpu).planner_for(HeadShape(32, 8, 128, 2), gpu, bf16)
 tokens = np.zeros(8, dtype=np.int64)
 imported = time.perf_counter()
 step = build_step(tree, tokens, tokens, planner, gpu)
 kv = torch.ones(64 * 16, 8, 128, device=gpu, dtype=bf16)
-torch.ops.prefixkit.kv_append(kv, kv, pool.k(0), pool.v(0), torch.arange(64 * 16, device=gpu))
+torch.ops.prefixkit.kv_append(kv, kv, pool.pages(0)[0], pool.pages(0)[1], torch.arange(64 * 16, device=gpu))
 q = torch.ones(8, 32, 128, device=gpu, dtype=bf16)
 op = torch.ops.prefixkit.tree_attention
-out, _ = op(q, pool.k(0), pool.v(0), step.positions, step.plan, 0.1, "causal")
+out, _ = op(q, pool.pages(0)[0], pool.pages(0)[1], step.positions, step.plan, 0.1, "causal")
 torch.cuda.synchronize()
 done = time.perf_counter()
 assert bool((out == 1).all())
@@ -134,7 +134,7 @@ def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device
         returned = time.perf_counter()
         wait()
         done = time.perf_counter()
-        _ = step.kv_tokens_read
+        _ = step.kv_tokens[0]
         times.append((returned - began, done - began, time.perf_counter() - done))
     assert planner.plans_made == len(times)
     medians = (1e6 * statistics.median(column) for column in zip(*times, strict=True))

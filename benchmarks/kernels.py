@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
-from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
@@ -55,7 +55,7 @@ def rotary(run: Run, options: argparse.Namespace) -> None:
 def rotary_row(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
     size = 2 * rows * head_dim * (2 * heads + 4 * kv_heads + 2)
     count, like = input_sets(size), {"device": "cuda", "dtype": torch.bfloat16}
-    pool = KVPool(KVSpec(count, kv_heads, head_dim, torch.bfloat16, torch.device("cuda")), rows, PAGE)
+    pool = KVPool(spec_of_alike(count, kv_heads, head_dim, torch.bfloat16, torch.device("cuda")), rows, PAGE)
     slots = torch.arange(rows, device="cuda") * PAGE + 3
     cos, sin = torch.randn(2, rows, head_dim, **like)
     products = [torch.randn(rows, heads + 2 * kv_heads, head_dim, **like) for _ in range(count)]
@@ -65,15 +65,15 @@ def rotary_row(rows: int, heads: int, kv_heads: int, head_dim: int) -> Row:
 
     def apart(layer: int) -> Tensor:
         q, k, v = parts[layer]
-        torch.ops.prefixkit.kv_append(compiled(k, cos, sin), v, pool.k(layer), pool.v(layer), slots)
+        torch.ops.prefixkit.kv_append(compiled(k, cos, sin), v, *pool.pages(layer), slots)
         return compiled(q, cos, sin)
 
     def one(layer: int) -> Tensor:
-        return torch.ops.prefixkit.rotary_append(*parts[layer], cos, sin, pool.k(layer), pool.v(layer), slots)
+        return torch.ops.prefixkit.rotary_append(*parts[layer], cos, sin, *pool.pages(layer), slots)
 
-    expected, keys = apart(0).clone(), pool.k(0).clone()
-    pool.k(0).zero_()
-    same = bool(torch.equal(one(0), expected)) and bool(torch.equal(pool.k(0)[:, 3], keys[:, 3]))
+    expected, keys = apart(0).clone(), pool.pages(0)[0].clone()
+    pool.pages(0)[0].zero_()
+    same = bool(torch.equal(one(0), expected)) and bool(torch.equal(pool.pages(0)[0][:, 3], keys[:, 3]))
     times = in_turns({name: Replay(run, count).us for name, run in (("apart", apart), ("one", one))}, turns=3)
     us = {name: round(statistics.median(found), 2) for name, found in times.items()}
     row: Row = {"rows": rows, "heads": [heads, kv_heads], "head_dim": head_dim}

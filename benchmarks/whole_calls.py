@@ -23,8 +23,10 @@ from benchmarks.runner import Row, Run, arguments, clocks, free_memory
 from benchmarks.shapes import CALLS, FAMILIES, SHAPES, Calls
 
 Generate = Callable[[list[list[int]], Calls], int]  # of prompts; returns how many tokens were sampled
-DENSE = [name for name in CALLS if not name.startswith("experts")]
-OF_SHAPE = {"Llama-3.1-8B": DENSE, "Llama-3.2-1B": DENSE, "gpt-oss-20b": ["experts, 8 x 32"]}
+WINDOWS = [name for name in CALLS if name.startswith("windows")]
+DENSE = [name for name in CALLS if not name.startswith(("experts", "windows"))]
+OF_SHAPE = {"Llama-3.1-8B": DENSE, "Llama-3.2-1B": DENSE, "gpt-oss-20b": ["experts, 8 x 32", *WINDOWS]}
+OF_SHAPE |= dict.fromkeys(("gemma-2-9b", "gemma-3-12b"), WINDOWS)
 RECORDED = json.loads((Path(__file__).parent / "anchors" / "h200_vllm.json").read_text())["seconds"]
 
 

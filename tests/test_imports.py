@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "attention/gpu": {"attention", "tree"},
     "ops": {"attention", "attention/gpu", "sampling", "tree"},
     "runners": {"attention", "attention/gpu", "ops", "sampling", "tree"},
-    "kv": {"attention/gpu", "ops", "tree"},
+    "kv": {"attention", "attention/gpu", "ops", "tree"},
     "backends": {"attention", "attention/gpu", "cuda", "ops", "sampling", "tree"},
     "engine": {"attention", "attention/gpu", "kv", "ops", "runners", "sampling", "tree"},
     "models": {"attention", "kv", "ops", "runners", "tree"},
