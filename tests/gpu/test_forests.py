@@ -155,7 +155,7 @@ def test_where_pages_lie_does_not_change_a_bit(seeds: tuple[int, ...]) -> None:
         start, length, indptr, pages, first_slot = nodes_of(step)
         nodes = [start, length, indptr, place[pages.long()].int(), first_slot]
         there = replace(case, k_pages=moved[0], v_pages=moved[1])
-        other = replace(step, planned=replace(step.plans[0], tensors=[*work_of(step), *nodes]))
+        other = replace(step, plans=(replace(step.plans[0], tensors=[*work_of(step), *nodes]),))
         assert same(result, attend(there, other)), f"{forest}: pages moved, bits changed"
 
 

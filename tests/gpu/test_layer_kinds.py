@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "initializer_range": 0.06, "max_pos
 WINDOWS = {
     "mistral": {"head_dim": 64, "sliding_window": 100},
     "gemma2": {"head_dim": 64, "sliding_window": 70},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 40, "num_local_experts": 4},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 4},
     "llama4_text": {"head_dim": 64, "attention_chunk_size": 90, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 GEMMA4 = {
