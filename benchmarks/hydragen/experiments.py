@@ -116,8 +116,7 @@ def as_traced(graph: Any, inputs: Any) -> Any:
 
 def differences(rig: Rig) -> dict[str, float | str]:
     """For each method with parts: the norm of its difference from ours over the norm of ours; or why there is none."""
-    print("seed 7")
-    torch.manual_seed(7)
+    print("seed", torch.manual_seed(7).initial_seed())
     tree, step = rig.core("ours", CHECKED, 1), CHECKED.step(CHECKED_AT, rig.planner(), rig.device)
     heads = rig.shape.heads, rig.shape.kv_heads, rig.shape.kv_heads
     q, *kv = (torch.randn(CHECKED.batch, n, rig.shape.head_dim).to(rig.device, rig.dtype) for n in heads)

@@ -109,7 +109,7 @@ def decompose(
 
 
 def _trimmed(rows: BSR, tree: StepTree, visible: Visible) -> BSR:
-    """The rows without what lies before their visible ranges; a shared-prefix row that nobody sees is left out."""
+    """The rows without what lies before their visible ranges; a shared-prefix row that no query sees is left out."""
     start, length = tree.snapshot.start, tree.snapshot.length
     row = np.repeat(np.arange(len(rows.causal)), np.diff(rows.indptr))
     first = visible.begin(lowest_positions(tree.positions, rows.q_begin, rows.q_end))

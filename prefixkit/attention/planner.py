@@ -22,7 +22,7 @@ from prefixkit.tree.arrays import Ints
 Array = NDArray[np.signedinteger]
 # Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.
 StepArrays = Callable[[], Sequence[Array]]
-# As leaves grow, what a plan reads falls out of sight: up to so many tokens of each BSR row, one KV tile.
+# As leaves grow, what a plan reads falls out of sight: at most this number of tokens of each BSR row, one KV tile.
 MOST_UNSEEN = 64
 
 

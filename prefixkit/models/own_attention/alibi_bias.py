@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from prefixkit.attention.rounded_alibi import rounded_alibi
 from prefixkit.attention.variants import Variant, alibi
 from prefixkit.models.layer import Bias
-from prefixkit.models.own_attention.own_code import beside
+from prefixkit.models.own_attention.own_code import function_of_module
 from prefixkit.threads import once
 
 
 def linear_bias(module: nn.Module, heads: int) -> Bias:
     """ALiBi by ``build_alibi_tensor`` of Bloom's file."""
-    return partial(_linear, beside(module, "build_alibi_tensor"), heads)
+    return partial(_linear, function_of_module(module, "build_alibi_tensor"), heads)
 
 
 def mpt_bias(module: nn.Module, heads: int) -> Bias:
     """ALiBi by ``build_mpt_alibi_tensor`` of MPT's file."""
-    return partial(_mpt, beside(module, "build_mpt_alibi_tensor"), heads)
+    return partial(_mpt, function_of_module(module, "build_mpt_alibi_tensor"), heads)
 
 
 def rounded_bias(module: nn.Module, heads: int, factor: float) -> Bias:
     """ALiBi by ``build_alibi_tensor`` of Falcon's file, which rounds to bfloat16; scores get it times ``factor``."""
-    return partial(_rounded, beside(module, "build_alibi_tensor"), heads, factor)
+    return partial(_rounded, function_of_module(module, "build_alibi_tensor"), heads, factor)
 
 
 @once

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prefixkit.models.layer import LayerCache
 from prefixkit.models.own_attention.alibi_bias import rounded_bias
-from prefixkit.models.own_attention.own_code import beside, shown
+from prefixkit.models.own_attention.own_code import function_of_module, shown
 
 
 def falcon(
@@ -32,7 +32,7 @@ def falcon(
     if self.new_decoder_architecture:
         k, v = (of[:, :: self.num_heads // self.num_kv_heads] for of in (k, v))
     if not self.config.alibi:
-        q, k = beside(self, "apply_rotary_pos_emb")(q, k, *position_embeddings)
+        q, k = function_of_module(self, "apply_rotary_pos_emb")(q, k, *position_embeddings)
     k, v = layer_past.update(k, v, self.layer_idx)
     layer_past.check(k, v, shown(attention_mask))
     bias = None

@@ -35,7 +35,7 @@ class OwnCode:
     index: str = "layer_idx"
 
 
-def beside(module: nn.Module, name: str) -> Any:
+def function_of_module(module: nn.Module, name: str) -> Any:
     """A function of the file that a module's class is in."""
     return getattr(sys.modules[type(module).__module__], name)
 
