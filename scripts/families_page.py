@@ -39,14 +39,11 @@ CAUSES = [
     ("a second decoder", r"both keep the KV of layer|one attention for each layer"),
     ("a recurrent state, or a latent, in some layers", r"a recurrent state, a latent"),
     ("the state of a convolution before attention", r"asks its cache for 'get_conv_state'"),
-    ("keys and values of other sizes, or latents", r"caches keys of shape"),
-    ("layers of other shapes than others", r"the layers of \w+ differ in"),
-    ("layers without KV of their own", r"attends without KV of its own"),
-    ("keys or values changed after they are cached", r"attends over other keys or values"),
+    ("keys or values changed after they are cached", r"attends over other keys and values"),
     ("no attention at all", r"; it has no attention"),
     ("attention code of their own", r"no layer both fills a KV cache and calls"),
     ("layers that ask the mask or the cache", r"asks its cache for|cannot run a step over a tree"),
-    ("texts longer than a chunk of attention", r"attention in chunks is causal"),
+    ("positions that count padding", r"the model scales queries after"),
     ("positions that a tree does not have", r"no position_ids"),
 ]
 OTHER = "something else"
