@@ -182,7 +182,6 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
     for kind in facts.plan_kinds:
         backend = backend_for(spec.device)
         if kind.expands and backend.name != "torch":
-            log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
     return tuple(made)
@@ -217,6 +216,8 @@ def runner_of(
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
+    if device.type == "cuda" and any(kind.expands for kind in facts.layers):
+        log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
     counts = Counter(kind.plan_kind for kind in facts.layers)
     layer_counts = tuple(counts[kind] for kind in facts.plan_kinds)
     plannings = None

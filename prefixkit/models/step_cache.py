@@ -191,13 +191,14 @@ class CacheLayer(Layer):
             )
         query = self._rounded(query)
         if self.own.kind.expands:
-            out = self._attend_expanded(query, scale, cap, sinks)
+            variant = self.variant(cap, sinks is not None, None if bias is None else bias())
+            out = self._attend_expanded(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.index] += 1
         return out
 
-    def _attend_expanded(self, query: Tensor, scale: float, cap: float | None, sinks: Tensor | None) -> Tensor:
+    def _attend_expanded(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
         """The same, over K and V that the layer's own code makes of what it caches."""
         attention = plain_torch().expanded_attention
         assert attention is not None, "plain torch has it"
@@ -208,8 +209,8 @@ class CacheLayer(Layer):
             self.step.positions,
             self.plan,
             scale,
-            self.variant(cap, sinks is not None),
-            sinks,
+            variant,
+            None if sinks is None else sinks.to(query.dtype),
         )[0]
         return out[None]
 
