@@ -12,7 +12,9 @@ from torch import Tensor
 
 from prefixkit.attention.planner import Array, Planner, StepPlan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.state_batches import StateBatch, state_batches
 from prefixkit.tree.arrays import Ints
+from prefixkit.tree.state_slots import StateMoves
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,7 @@ class Step:
         length: ``[nodes]`` tokens of each node that exist in this step, on the host.
         plans: A plan for each kind of layers.
         layer_counts: How many layers are of each of these kinds.
+        states: How its tokens run through layers that keep a state, if there are any.
     """
 
     tokens: Tensor
@@ -37,6 +40,7 @@ class Step:
     length: Ints
     plans: tuple[StepPlan, ...]
     layer_counts: tuple[int, ...] = (1,)
+    states: tuple[StateBatch, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +67,7 @@ def build_step(
     planners: Planner | Sequence[Planner],
     device: torch.device | str = "cpu",
     layer_counts: tuple[int, ...] = (1,),
+    states: StateMoves | None = None,
 ) -> Step:
     """Assemble the step that computes the queries of ``tree``.
 
@@ -72,6 +77,7 @@ def build_step(
         planners: Of each kind of layers: holds heads, costs and the last plan.
         device: Where the tensors go.
         layer_counts: How many layers are of each kind.
+        states: What layers that keep a state do.
 
     Raises:
         ValueError: the queries leave out KV that they need, or ``tokens`` does not match them.
@@ -97,6 +103,7 @@ def build_step(
         length=tree.length,
         plans=(planned, *(planner.plan(tree, target)[0] for planner in others)),
         layer_counts=layer_counts,
+        states=() if states is None else state_batches(states.pieces, len(tokens), target),
     )
 
 

@@ -33,6 +33,7 @@ def choose_queries(
     wanted: Collection[int],
     prefill_budget: int,
     wanted_from: Collection[int] | None = None,
+    states: Sequence[Node] | None = None,
 ) -> StepTree | None:
     """Pick the uncomputed tokens of one step.
 
@@ -44,6 +45,8 @@ def choose_queries(
         wanted: Nodes after some of whose tokens logits are wanted; those that are computed run once more.
         prefill_budget: How many prompt tokens may run.
         wanted_from: Of each of these, the first such token; None: the last token of the node.
+        states: The tree's nodes, where layers keep a state: tokens between the last state and the first token run once
+            more, outside the budget.
 
     Returns:
         The tree with these queries, or None where nothing needs to run.
@@ -63,4 +66,23 @@ def choose_queries(
     spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
     take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
     runs = np.flatnonzero(take)
-    return StepTree(snapshot, Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32)))
+    queries = Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
+    return StepTree(snapshot, queries if states is None else _from_states(snapshot, queries, states))
+
+
+def _from_states(snapshot: TreeSnapshot, queries: Queries, nodes: Sequence[Node]) -> Queries:
+    """The same, and what runs once more so that a state exists, or is made, before each run."""
+    begin = dict(zip(queries.node.tolist(), queries.begin.tolist(), strict=True))
+    end = dict(zip(queries.node.tolist(), queries.end.tolist(), strict=True))
+    left = [*begin]
+    for index in left:  # the list grows while it is read
+        node, first = nodes[index], begin[index]
+        if first and node.state_at(first) < 0:
+            states = [node.computed if node.state >= 0 else 0, *(at for at, slot in node.checkpoints.items() if slot >= 0)]
+            first = begin[index] = max((at for at in states if at <= first), default=0)
+        above = int(snapshot.parent[index])
+        if first == 0 and above >= 0 and above not in begin and node.state_at(0) < 0:
+            begin[above] = end[above] = int(snapshot.length[above])
+            left.append(above)
+    order = sorted(begin)
+    return Queries(*(np.array([of(index) for index in order], np.int32) for of in (int, begin.get, end.get)))

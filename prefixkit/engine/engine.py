@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.frozen_heap import frozen_heap
 from prefixkit.engine.loop import Loop, counters_of_cache
-from prefixkit.engine.memory import check_fits
+from prefixkit.engine.memory import MOST_RUNNING, check_fits, have_states
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request, Sample
 from prefixkit.engine.scheduler import Scheduler
@@ -52,6 +52,7 @@ class Engine:
         """The same, but gives each sample as it finishes."""
         requests = list(requests)
         check_fits(requests, self.store.budget())
+        have_states(self.store, requests, min(self.settings.most_running, MOST_RUNNING))
         loop = self.loop(call)
         try:
             with frozen_heap(requests):

@@ -14,6 +14,7 @@ from prefixkit.engine.request_state import admission_order
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import call_pages
+from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
@@ -23,6 +24,8 @@ log = logging.getLogger("prefixkit")
 # Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
 # each.
 MOST_RUNNING = 4096
+# States that a prompt in flight holds: at its end, before its last token, where it parts from others, and a spare one.
+STATES_PER_PROMPT = 4
 # Where there is memory, beams get this multiple of the pages that they need at least: forks leave half of the slots
 # free.
 _BEAMS_PAGES = 2
@@ -93,6 +96,24 @@ def pages_per_run(params: SamplingParams | BeamParams, page_size: int) -> int:
     tokens = params.max_new_tokens - 1
     pages = pages_for(tokens, page_size)
     return params.sequences_per_run * (min(tokens, pages + 2) if params.forks else pages)
+
+
+def states_per_run(params: SamplingParams | BeamParams) -> int:
+    """States of layers that keep one that a run holds at once: beams those before a step and after it."""
+    return params.sequences_per_run * (3 if params.forks else 1)
+
+
+def have_states(store: KVStore, requests: Sequence[Request], most_running: int) -> None:
+    """Have slots for the states of these requests, or of as many of their runs as there is memory for.
+
+    Raises:
+        KVBudgetTooSmall: some request cannot run even alone.
+    """
+    each = [states_per_run(request.params) for request in requests]
+    runs = sum(len(request.sample_indices) * states for request, states in zip(requests, each, strict=True))
+    largest = max(each, default=1)
+    wanted = STATES_PER_PROMPT * len(requests) + min(runs, most_running * largest)
+    store.have_slots(wanted + STATES_PER_PROMPT, 2 * STATES_PER_PROMPT + largest)
 
 
 def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:

@@ -88,12 +88,12 @@ def next_step(
     sampling = _sampling(rows)
     to_start = max((state.request.params.max_new_tokens for state in prompts), default=0)
     steps = min(most_steps, max(to_start, 1 + int(left.max(initial=-1))))
-    if not (prompts or computing) and _decodes(snapshot, leaves):
+    if not (prompts or computing) and _decodes(snapshot, leaves) and (tree.states is None or all(map(_has_state, own))):
         tokens = np.array([node.last_token for node in own], np.int32)
         batch = Batch(decode_tree(snapshot, leaves), tokens, Outputs(np.arange(len(rows)), sampling), steps)
         return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined, most_steps=most_steps)
     asking = np.array([state.sequence.node.index for state in prompts], dtype=np.int64)
-    step = choose_queries(snapshot, leaves, asking, prefill_chunk)
+    step = choose_queries(snapshot, leaves, asking, prefill_chunk, states=None if tree.states is None else nodes)
     if step is None:
         return None
     queries, row_of = step.queries, step.last_rows()
@@ -130,6 +130,11 @@ def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
     """Whether all that is uncomputed are the last tokens of these nodes, ascending, of each one."""
     uncomputed = snapshot.length - snapshot.computed
     return bool(len(leaves)) and len(leaves) == uncomputed.sum() == (uncomputed[leaves] == 1).sum()
+
+
+def _has_state(leaf: Node) -> bool:
+    """Whether there is a state before the last token of a leaf."""
+    return leaf.state_at(leaf.length - 1) >= 0
 
 
 def _sampling(rows: list[Row]) -> Sampling:

@@ -114,7 +114,7 @@ class Preemption:
         """Whether the KV of this number of tokens is to go to host memory."""
         policy, size = self.policy, tokens * self.store.pool.spec.bytes_per_token
         held = {id(one.kv): sum(part.nbytes for part in one.kv) for of in self._held.values() for one in of}
-        if not tokens or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
+        if not tokens or self.store.tree.states is not None or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
 

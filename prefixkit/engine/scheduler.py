@@ -13,7 +13,7 @@ from itertools import count
 from torch import Tensor
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.memory import lookahead_pages
+from prefixkit.engine.memory import STATES_PER_PROMPT, lookahead_pages, states_per_run
 from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.preemption import Preemption
@@ -82,7 +82,15 @@ class Scheduler:
     @property
     def slots_left(self) -> int:
         """How many more runs may run."""
-        return max(0, self.settings.most_running - len(self.runs))
+        left = max(0, self.settings.most_running - len(self.runs))
+        return left if (states := self.store.tree.states) is None else min(left, self._runs_with_states(states.count))
+
+    def _runs_with_states(self, slots: int) -> int:
+        """How many more runs there are slots for states for, beside those of what is in flight."""
+        held = sum(states_per_run(run.state.request.params) for run in self.runs)
+        ahead = [*(state.request for state in self.in_flight), *self.queue.requests]
+        largest = max((states_per_run(request.params) for request in ahead), default=1)
+        return max(0, slots - held - STATES_PER_PROMPT * (1 + len(self.in_flight))) // largest
 
     def finish(self, run: Run) -> None:
         """Count a run that has ended; after its last one a request is retired."""
@@ -135,6 +143,8 @@ class Scheduler:
             self._of_prompts[state.prompt.id] = state
             self.queue.remove(state)
             slots, lookahead = slots - 1, lookahead + pages
+            if self.store.tree.states is not None:
+                slots = self.slots_left - sum(not state.running for state in self.in_flight)
 
     def _pages_to_start(self) -> int:
         """Pages for the first tokens of prompts in flight of which nothing runs yet."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.kv.layer_kinds import CachedTensor
+from prefixkit.kv.state_pool import StatePool, States
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.arguments import FLOATS
 
@@ -27,6 +28,7 @@ class KVSpec:
         layers: Of each layer that caches something, its tensors: K and V, or a latent and rotary keys.
         dtype: float32, bfloat16 or float16.
         device: Where the pages live.
+        states: What modules keep of a sequence in place of KV, whatever its length.
 
     Raises:
         ValueError: no layers, or another dtype.
@@ -35,6 +37,7 @@ class KVSpec:
     layers: tuple[tuple[CachedTensor, ...], ...]
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    states: States = ()
 
     def __post_init__(self) -> None:
         if not self.layers or not all(self.layers):
@@ -68,7 +71,13 @@ class KVSpec:
         return ", ".join(found)
 
     def __str__(self) -> str:
-        return f"{self.kinds}, {self.dtype} on {self.device}"
+        states = f", states of {len(self.states)} modules" if self.states else ""
+        return f"{self.kinds}, {self.dtype} on {self.device}{states}"
+
+    @property
+    def bytes_per_state(self) -> int:
+        """What all modules that keep a state keep of one sequence."""
+        return sum(tensor.bytes for module in self.states for tensor in module)
 
 
 def spec_of_alike(
@@ -97,6 +106,7 @@ class KVPool:
     Attributes:
         spec: What is cached of one token.
         num_pages, page_size: The geometry; ``page_size`` in tokens.
+        states: States in place of KV, of which there is none at first.
 
     Raises:
         ValueError: no pages, or a page size outside 1 to 128.
@@ -111,6 +121,7 @@ class KVPool:
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
+        self.states = StatePool(spec.states, spec.device)
         try:
             made = [[self._pages(tensor, len(at)) for tensor in cached] for cached, at in spec.tensors.items()]
         except RuntimeError as error:  # torch's OutOfMemoryError is one too
@@ -138,12 +149,13 @@ class KVPool:
         larger = KVPool(self.spec, num_pages, self.page_size)
         for mine, its in zip(self._tensors, larger._tensors, strict=True):
             its[:, : self.num_pages] = mine
+        larger.states = self.states
         return larger
 
     @property
     def bytes(self) -> int:
         """Bytes that all pages take when full."""
-        return self.num_pages * self.page_size * self.spec.bytes_per_token
+        return self.num_pages * self.page_size * self.spec.bytes_per_token + self.states.bytes
 
     def pages(self, layer: int) -> tuple[Tensor, ...]:
         """``[pages, page_size, heads, head_dim]`` each tensor of a layer: the pool itself, not a copy."""

@@ -22,6 +22,9 @@ REST_SHARE = 0.1
 # All stores of a model together, of the memory that was free when the first of them was made.
 LIMIT_SHARE = 0.95
 
+# Of the memory for KV, what states of layers that keep one in its place may take.
+STATE_SHARE = 0.5
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -93,11 +96,12 @@ def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size:
     check_page_size(page_size)
     budget = left if kv_budget is None else parse_size(kv_budget)
     page_bytes = page_size * spec.bytes_per_token
+    whole, budget = budget, budget if not spec.states else int((1 - STATE_SHARE) * budget)
     if budget >= page_bytes:
         return budget // page_bytes
     page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
     if kv_budget is not None:
-        raise ValueError(f"kv_budget={budget} bytes holds no page; {page}; raise kv_budget")
+        raise ValueError(f"kv_budget={whole} bytes holds no page; {page}; raise kv_budget")
     raise ValueError(
         f"the memory left for KV ({budget} bytes) holds no page; {page}, "
         f"and a step {workspace / 2**20:.0f} MiB besides; "

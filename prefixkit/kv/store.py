@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from prefixkit.kv.budget import Budget
-from prefixkit.kv.kv_pool import KVPool
+from prefixkit.kv.budget import Budget, KVBudgetTooSmall
+from prefixkit.kv.kv_pool import KVPool, free_memory
+from prefixkit.kv.limits import STATE_SHARE
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.state_slots import StateSlots
 
 
 class KVStore:
@@ -26,6 +29,8 @@ class KVStore:
         version: Of the weights that the KV is of; None: not known.
         runners: What runs steps over the pool, by what runs in them; CUDA graphs hold its addresses.
         notes: What callers keep with the store, by what it is.
+        most_state_bytes: What states may take; None: half of what :attr:`free` says.
+        free: Bytes that the store may take besides.
     """
 
     tree: PrefixTree
@@ -36,11 +41,15 @@ class KVStore:
         self.version: Hashable = None
         self.runners: dict[Hashable, Any] = {}
         self.notes: dict[Hashable, Any] = {}
+        self.most_state_bytes: int | None = None
+        self.free: Callable[[], int] = partial(free_memory, pool.spec.device)
         self.restart()
 
     def restart(self) -> None:
         """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
         self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
+        if self.pool.spec.states:
+            self.tree.states = StateSlots(self.tree.root, self.pool.states.slots)
         self.cache = PrefixCache(self.tree, POLICIES[self.eviction])
         self._pinned: list[Sequence] = []
 
@@ -111,6 +120,27 @@ class KVStore:
         """The model computes something else from now on: no KV of before is used again."""
         self.cache.clear()
         self.tree.invalidate_kv()
+
+    def have_slots(self, wanted: int, least: int) -> None:
+        """Have slots for ``wanted`` states of sequences, or as many as there is memory for, where layers keep states.
+
+        Raises:
+            KVBudgetTooSmall: that is fewer than ``least``; nothing has changed.
+        """
+        states, size = self.pool.states, self.pool.spec.bytes_per_state
+        if self.tree.states is None or wanted <= states.slots:
+            return
+        half = states.bytes + int(STATE_SHARE * max(0, self.free() - states.bytes))
+        most = half if self.most_state_bytes is None else self.most_state_bytes
+        slots = min(wanted, most // size)
+        if slots < least:
+            raise KVBudgetTooSmall(
+                f"layers that keep a state need {least * size / 2**20:.1f} MiB for {least} states at once, and may take "
+                f"{most / 2**20:.1f} MiB; raise kv_budget, of which they take half, or ask for fewer samples at once"
+            )
+        if slots > states.slots:
+            states.grow(slots)
+            self.tree.states.grow(slots)
 
     def grow(self, pages: int) -> None:
         """Add pages: the pool is copied to a larger one, and its runners are dropped.

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
@@ -103,6 +104,7 @@ class ModelStores:
                     f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
                 )
             store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction)
+            store.free = partial(self.free, kind.spec.device)
             self._all.add(store)
             return store
 

@@ -20,17 +20,23 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.kv.layer_kinds import LayerKind, PlanKind
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL
+from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.cache import Probed
 from prefixkit.models.probe.passes import probe
+from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
 
 log = logging.getLogger("prefixkit")
+
+# Of a model whose layers all keep states: steps are planned, and nothing attends.
+_NO_ATTENTION = PlanKind(HeadShape(1, 1, 1, 4), ALL, expands=True)
 
 # Of each model, by what may change it: what its probe has found.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
@@ -99,8 +105,9 @@ class ModelFacts:
             found = probe(self.inner)
             _check_storage(self.inner, found.layers)
             name = type(self.inner).__name__
-            kinds = "; ".join(dict.fromkeys(map(str, found.layers)))
-            log.info("measured the attention layers of %s by passes over four tokens: %s", name, kinds)
+            kinds = [*map(str, found.layers), *(f"states {', '.join(map(str, of))}" for of in found.states)]
+            kinds = "; ".join(dict.fromkeys(kinds))
+            log.info("measured the layers of %s by passes over four tokens: %s", name, kinds)
             known[key] = found
         return known[key]
 
@@ -112,13 +119,21 @@ class ModelFacts:
     @cached_property
     def spec(self) -> KVSpec:
         """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
+        states = self.probed.states
+        if not self.layers:  # a tree numbers tokens by the slots of pages, so each has one element
+            return KVSpec(((CachedTensor(1, 1),),), torch.float32, self.inner.device, states)
         layer = self.layers[0]
-        return KVSpec(tuple(kind.cached for kind in self.layers if kind.cached), layer.dtype, layer.device)
+        return KVSpec(tuple(kind.cached for kind in self.layers if kind.cached), layer.dtype, layer.device, states)
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
         """What a step's plans are made for, in the order of the first layer of each."""
-        return tuple(dict.fromkeys(kind.plan_kind for kind in self.layers))
+        return tuple(dict.fromkeys(kind.plan_kind for kind in self.layers)) or (_NO_ATTENTION,)
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """The modules that keep a state in place of KV, in the order of ``spec.states``."""
+        return [*mixers(self.inner).values()] if self.spec.states else []
 
     @property
     def counts_from_zero(self) -> bool:
@@ -132,10 +147,11 @@ class ModelFacts:
         return min(found, default=None)
 
     def _attention(self) -> list[nn.Module]:
-        """The modules that :func:`attention_layers` finds, in its order."""
+        """The modules that :func:`attention_layers` finds, in its order, and those that keep a state."""
         indices = {module: attention_index(module) for module in dict.fromkeys(self.state.modules)}
         found = [(index, module) for module, index in indices.items() if index is not None]
-        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
+        states = [module for module in indices if is_mixer(module)]
+        return [*(module for _, module in sorted(found, key=operator.itemgetter(0))), *states]
 
 
 def facts_of(model: object) -> ModelFacts:
@@ -165,6 +181,8 @@ def kv_spec(model: object) -> KVSpec:
 def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
     """Raise UnsupportedModel unless one pool holds what all layers cache."""
     name = type(model).__name__
+    if not layers:
+        return
     if len(found := dict.fromkeys(f"{layer.dtype} on {layer.device}" for layer in layers)) > 1:
         raise UnsupportedModel(
             f"the layers of {name} cache {', '.join(found)}, and a pool holds one dtype on one device; convert the "

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from prefixkit.models.attention_class import is_own_forward, original_class
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.states.mixer_class import mixers
 
 # Names in the code of an attention class that follows the interface.
 _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
@@ -78,7 +79,7 @@ def _follows_interface(cls: type[nn.Module]) -> bool:
 def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Module]]) -> None:
     """Raise UnsupportedModel unless there is one attention module for each of the layers 0, 1, 2, ..."""
     indices = [index for index, _, _ in found]
-    if not found:
+    if not found and not mixers(pretrained):
         classes = {type(module).__name__ for module in pretrained.modules()}
         kinds = sorted(name for name in classes if "attention" in name.lower())
         raise UnsupportedModel(
@@ -92,6 +93,8 @@ def _check_order(pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Mod
             f"{_of(pretrained)}: {' and '.join(names)} both keep the KV of layer {twice}; a tree has one attention for "
             "each layer, no cross-attention and no second decoder"
         )
+    if mixers(pretrained):
+        return  # other layers keep states, or nothing
     depth = max(indices[-1] + 1, getattr(text_config(pretrained), "num_hidden_layers", 0) or 0)
     if len(found) < depth:
         missing = [index for index in range(depth) if index not in indices]

@@ -16,7 +16,7 @@ class LayerPages:
     """What a step needs to know of one attention layer.
 
     Attributes:
-        index: The layer's number.
+        index: The layer's number in the model.
         kind: Its kind.
         plan: Which of a step's plans is for it.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
@@ -28,13 +28,16 @@ class LayerPages:
     pages: tuple[Tensor, ...]
 
 
-def layer_pages(kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool) -> list[LayerPages]:
-    """Of each layer, its kind, plan and pages."""
+def layer_pages(
+    kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool, numbers: Sequence[int] | None = None
+) -> list[LayerPages]:
+    """Of each attention layer, its kind, plan and pages; ``numbers``: of the layers, where others lie between them."""
+    names = range(len(kinds)) if numbers is None else numbers
     number = iter(range(len(kinds)))
     own = {index: next(number) for index, kind in enumerate(kinds) if kind.cached}
     return [
         LayerPages(
-            index,
+            names[index],
             kind,
             plan_kinds.index(kind.plan_kind),
             pool.pages(own[index if kind.reads is None else kind.reads]),

@@ -23,6 +23,7 @@ from prefixkit.models.generate.generating_class import (
     wrap_forward,
 )
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
+from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.weights.content import COMPARE, SETTING, Compare
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,12 +60,16 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     if compare_weights not in COMPARE:
         raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
-    layers = attention_layers(model).values()
+    layers = [*attention_layers(model).values()]
     modules = [module for module in layers if not is_tree_class(type(module))]
     whole = pretrained_model(model)
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash
+        for module in mixers(whole).values():
+            if not is_tree_class(type(module)):
+                modules.append(module)
+                become(module, mixer_class(original_class(module)))  # type: ignore[arg-type]
         for module in known_bodies(whole.modules()):
             if not is_tree_class(type(module)):
                 modules.append(module)
@@ -79,7 +84,7 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
                 become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
             wrap_forward(whole)
             set_mode(whole, tree_cache)
-        for module in layers:
+        for module in (*layers, *mixers(whole).values()):
             module.__dict__[SETTING] = compare_weights
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])

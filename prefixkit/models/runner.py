@@ -88,7 +88,9 @@ class ModelRunner:
             )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
-        self.cache = StepCache(pool, layer_pages(facts.layers, facts.plan_kinds, pool))
+        layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
+        self.cache = StepCache(pool, layers, facts.mixers)
+        self.cache.takes = None if facts.layers else inner
         self.vocab_size = facts.vocab_size
         _warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
@@ -219,7 +221,11 @@ def runner_of(
     if device.type == "cuda" and any(kind.expands for kind in facts.layers):
         log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
     counts = Counter(kind.plan_kind for kind in facts.layers)
-    layer_counts = tuple(counts[kind] for kind in facts.plan_kinds)
+    layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
+    if facts.spec.states:
+        if graphs and device.type == "cuda":
+            log.info("decoding without CUDA graphs: some layers keep a state in place of KV")
+        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts)
     plannings = None
     if graphs and device.type == "cuda":
         plannings = graph_plannings(device, planners)

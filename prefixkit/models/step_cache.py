@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partialmethod
 from typing import Any, NoReturn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.models.attention_class import EXPAND, layer_number
+from prefixkit.models.attention_class import EXPAND, layer_number, original_class
 from prefixkit.models.layer import Bias, Layer, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
+from prefixkit.models.states.step_states import run_step
 from prefixkit.ops.backend import plain_torch
 
 
@@ -25,6 +27,14 @@ def empty_mask(device: torch.device) -> Tensor:
     that no padding was dropped before.
     """
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def step_inputs(model: nn.Module, cache: LayeredCache, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a step for a model: one without attention may have no positions, and another name for a cache."""
+    names = inspect.signature(original_class(model).forward).parameters
+    if "past_key_values" in names or "cache_params" not in names:
+        return {"past_key_values": cache, **given}
+    return {"cache_params": cache, **{name: value for name, value in given.items() if name in names}}
 
 
 class StepCache(LayeredCache):
@@ -41,15 +51,20 @@ class StepCache(LayeredCache):
 
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
-        layer_pages: Of each layer, its kind, plan and pages.
-        attended: ``[layers]`` how often each layer has attended in the current step.
+        layer_pages: Of each attention layer, its kind, plan and pages.
+        mixers: The modules that keep a state, and which of the pool's they are.
+        attended: ``[layers + mixers]`` how often each has run in the current step.
         position_ids: ``[1, T]`` int64 positions of the current step.
+        takes: The model whose keywords :meth:`inputs` are for; None: as most models have them.
     """
 
-    def __init__(self, pool: KVPool, layers: Sequence[LayerPages]) -> None:
+    def __init__(self, pool: KVPool, layers: Sequence[LayerPages], mixers: Sequence[nn.Module] = ()) -> None:
         super().__init__(len(layers))
+        self.takes: nn.Module | None = None
         self.pool, self.layer_pages = pool, layers
-        self.attended = [0] * len(layers)
+        self.places = {layer.index: place for place, layer in enumerate(layers)}
+        self.mixers = {module: number for number, module in enumerate(mixers)}
+        self.attended = [0] * (len(layers) + len(mixers))
         self.position_ids: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
@@ -77,19 +92,25 @@ class StepCache(LayeredCache):
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
-        return {
+        given = {
             "input_ids": self.step.tokens[None],
             "position_ids": self.position_ids,
             "attention_mask": self._no_mask,
-            "past_key_values": self,
             "use_cache": True,
         }
+        return {"past_key_values": self, **given} if self.takes is None else step_inputs(self.takes, self, given)
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> CacheLayer:
         """The same, after a check that the positions are the step's."""
         layer = CacheLayer(self, module)
         layer.check_positions(position_ids)
         return layer
+
+    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The tokens of the step through a module that keeps a state, which goes on in the pool's slots."""
+        number = self.mixers[module]
+        self.attended[len(self.layer_pages) + number] += 1
+        return run_step(module, args, kwargs, self.step, self.pool.states, number)
 
     def end(self) -> None:
         """Finish the step, and check that it went through every layer.
@@ -104,7 +125,7 @@ class StepCache(LayeredCache):
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
-                f"StepCache.end: layers {missed} of {len(self.attended)} did not attend to the tree exactly once. "
+                f"StepCache.end: layers {missed} of {len(self.attended)} did not run over the tree exactly once. "
                 "Something calls their forward behind the patch (a wrapper, a compiled copy), or the model skips "
                 "layers: patch the model again after whatever wrapped it"
             )
@@ -137,12 +158,13 @@ class CacheLayer(Layer):
 
     def __init__(self, cache: StepCache, module: nn.Module) -> None:
         index = layer_number(module)
-        if not 0 <= index < len(cache.attended):
+        if index not in cache.places:
             raise ValueError(
                 f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
-                f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
+                f"{len(cache.layer_pages)} layers; make it with KVPool(kv_spec(model), ...)"
             )
-        super().__init__(cache.layer_pages[index], cache.step)
+        self.place = cache.places[index]
+        super().__init__(cache.layer_pages[self.place], cache.step)
         self.cache, self.module, self.index = cache, module, index
         self.appended = False
 
@@ -150,7 +172,7 @@ class CacheLayer(Layer):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The same, after a check of the layer, the shapes and the dtypes."""
-        if layer_idx != self.index or self.appended or self.cache.attended[self.index]:
+        if layer_idx != self.index or self.appended or self.cache.attended[self.place]:
             raise IncompleteStep(
                 f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
                 "attention layer must run once a step, on KV of its own"
@@ -195,7 +217,7 @@ class CacheLayer(Layer):
             out = self._attend_expanded(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
-        self.cache.attended[self.index] += 1
+        self.cache.attended[self.place] += 1
         return out
 
     def _attend_expanded(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.sampling.specification import SamplingBatch
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.state_slots import StateMoves
 
 # From ``[rows, vocab]`` float32 logits, which it may change, to those that tokens are sampled from.
 Process = Callable[[Tensor], Tensor]
@@ -30,12 +31,14 @@ class Batch:
         tokens: ``[T]`` their ids.
         outputs: What the rows give.
         steps: Steps that its sequences, and those that start after its prompts, may still take, this one included.
+        states: What layers that keep a state do; None where there are none.
     """
 
     tree: StepTree
     tokens: NDArray[np.int32]
     outputs: Outputs
     steps: int = 1
+    states: StateMoves | None = None
 
     @cached_property
     def decodes(self) -> bool:
@@ -199,6 +202,14 @@ def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[
 
     ``nodes`` are those of its query runs, in order.
     """
+    queries, snapshot, states = batch.tree.queries, batch.tree.snapshot, tree.states
+    if states is not None:
+        outputs = batch.outputs
+        last = np.cumsum(queries.end - queries.begin) - 1
+        ends = np.isin(last, outputs.logits)
+        goes_on = (np.isin(last, outputs.rows) | ends).tolist()
+        batch = replace(batch, states=states.plan(nodes, queries.begin, queries.end, goes_on, ends.tolist()))
     runner.launch(batch)
-    queries, snapshot = batch.tree.queries, batch.tree.snapshot
     tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some ran once more
+    if states is not None and batch.states is not None:
+        states.take(batch.states)

@@ -18,6 +18,7 @@ from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling
 from prefixkit.runners.sampler import Sampler, top_tokens
+from prefixkit.tree.state_slots import StateMoves
 
 
 class CompiledModel(Protocol):
@@ -64,6 +65,7 @@ class EagerRunner:
         self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
         self.hidden, self.compiled = hidden, compiled
         self._sampler: Sampler | None = None
+        self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
 
@@ -87,7 +89,7 @@ class EagerRunner:
     def launch(self, batch: Batch, compiling: bool = False) -> None:
         """The same; ``compiling``: whether layers may be compiled for this step."""
         self._unread.clear()
-        self._tree = batch.tree
+        self._tree, self._states = batch.tree, batch.states
         outputs = batch.outputs
         if len(outputs.hidden):
             self._unread.append(Results(hidden=self._run(batch.tokens, outputs.hidden, compiling, hidden=True)))
@@ -112,6 +114,7 @@ class EagerRunner:
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         self._tree = self._tree.grown(1)
+        self._states = None if self._states is None else self._states.repeated()
         if tokens is not None:
             self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)))
             return
@@ -120,6 +123,7 @@ class EagerRunner:
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
         self._tree, self._last = self._tree.select_rows(rows), self._last[rows]
+        self._states = None if self._states is None else self._states.select_rows(rows.tolist())
         assert self._sampler is not None, "a batch with rows was launched"
         self._sampler.select_rows(upload([rows.astype(np.int64)], self._sampler.device)[0])
 
@@ -137,7 +141,8 @@ class EagerRunner:
         hidden: bool = False,
     ) -> Tensor:
         """Run a step; returns the logits of the rows that are wanted, or their last hidden states."""
-        step = self._step = build_step(self._tree, tokens, wanted, self.planners, self.device, self.layer_counts)
+        layers = self.planners, self.device, self.layer_counts
+        step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states)
         if self.compiled is not None and self.compiled.serves(step, compiling):
             return self.compiled.hidden(step) if hidden else self.compiled(step)
         if not hidden:

@@ -55,7 +55,8 @@ def compute_wanted(
 def _next_step(tree: PrefixTree, node: Longs, offset: Longs, chunk: int) -> StepTree | None:
     """The next ``chunk`` tokens, where something is wanted after these, ascending."""
     wanted, first = np.unique(node, return_index=True)
-    return choose_queries(tree.snapshot(), (), wanted, chunk, offset[first])
+    states = None if tree.states is None else tree.nodes()
+    return choose_queries(tree.snapshot(), (), wanted, chunk, offset[first], states)
 
 
 def _rows(step: StepTree, node: Longs, offset: Longs) -> Longs:

@@ -40,6 +40,8 @@ def make_engine(
     stores = stores_of(facts.inner)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
+    if kv_budget is not None:
+        store.most_state_bytes = num_pages * page_size * spec.bytes_per_token
     return engine_of(facts, store, settings, graphs=graphs, compiled=compiled)
 
 

@@ -249,6 +249,7 @@ class SessionMemory:
             self.store = self._stores.hold(self._kind, self, self._size)
         else:
             self.store = self._stores.make(self._kind, self._size(0))
+            self.store.most_state_bytes = self.store.pool.bytes
         spec, tokens = self._kind.spec, self.store.pool.num_pages * self._page_size
         log.info(
             "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device

@@ -60,7 +60,7 @@ def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
             continue
         most_pages -= need - freed
         node = tree.add_leaf(parent, tokens, tree.allocator.allocate(need), donor)
-        node.computed = len(tokens)
+        node.computed, node.state = len(tokens), chain[-1].state
         source += [each.slots for each in chain]
         target.append(node.slots)
         for above, each in pairwise([parent, *chain]):

@@ -10,6 +10,7 @@ from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
+from prefixkit.tree.state_slots import StateSlots
 
 _NO_PAGES = np.empty(0, np.int32)
 _GAP = 2  # slots left free between leaves that begin in one page: most leaves are removed before they fill them
@@ -36,6 +37,7 @@ class TreeEdits:
         self.identity = object()  # of its snapshots: versions of two trees may be equal
         self.touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
         self.included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
+        self.states: StateSlots | None = None  # of models whose layers keep a state
         self._excluded = 0  # how many sequences snapshots leave out
 
     @property
@@ -137,6 +139,8 @@ class TreeEdits:
             by.adopt(child)
         self.num_cached -= node.cached and by.cached
         by.cached |= node.cached
+        if by.computed == node.computed:
+            by.state = max(by.state, node.state)
         by.uses, by.used_at = max(by.uses, node.uses), max(by.used_at, node.used_at)
         self.allocator.release(node.pages)
         self.version += 1

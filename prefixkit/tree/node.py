@@ -46,6 +46,8 @@ class Node:
         start: position of the first token.
         length: number of tokens; 0 only for the root.
         computed: how many of them, from the first, have KV in the pool.
+        state: slot of the state after its ``computed`` tokens, for models that keep one; -1 where there is none.
+        checkpoints: slots of states after fewer of its tokens, by their number; -1 for a state that is wanted.
         first_slot: slots of the first page that lie before the first token.
         reserved: pages held after those of the tokens, for later tokens; 0 where there are children.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
@@ -57,6 +59,7 @@ class Node:
         "_token_buffer",
         "branches",
         "cached",
+        "checkpoints",
         "computed",
         "first_slot",
         "id",
@@ -70,6 +73,7 @@ class Node:
         "reserved",
         "sequences",
         "start",
+        "state",
         "used_at",
         "uses",
     )
@@ -85,6 +89,8 @@ class Node:
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
         self.computed = 0
+        self.state = -1
+        self.checkpoints: dict[int, int] = {}
         self.next_in_page: Node | None = None
         self.previous_in_page: Node | None = None
         self.first_slot = first_slot
@@ -158,6 +164,13 @@ class Node:
         """Slots after this node's end in its last page that no node holds."""
         return 0 if self.next_in_page is not None else -self.end_slot % self._page_size
 
+    def state_at(self, offset: int) -> int:
+        """Slot of the state after the first ``offset`` tokens, of the parent's end for 0; -1 where there is none."""
+        if offset:
+            return self.state if offset == self.computed else self.checkpoints.get(offset, -1)
+        parent = self.parent
+        return -1 if parent is None or parent.parent is None else parent.state_at(parent.length)
+
     def appends(self, count: int) -> bool:
         """Whether the one sequence that ends here may append ``count`` tokens to this node, not to a new child."""
         if self.branches or len(self.sequences) != 1 or self.cached or self.parent is None:
@@ -212,6 +225,15 @@ class Node:
         old.parent, new.parent = None, self
 
     # -- changing --------------------------------------------------------------------------------------------------
+
+    def set_computed(self, computed: int) -> None:
+        """Say how many tokens have KV; a state after fewer than before stays, as a checkpoint."""
+        if computed == self.computed:
+            return
+        before, self.computed = self.computed, computed
+        if self.state >= 0 and before and before < computed:
+            self.checkpoints[before] = self.state
+        self.state = self.checkpoints.pop(computed, -1)
 
     def grow(self, tokens: Ints, pages: Ints) -> None:
         """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
@@ -268,7 +290,8 @@ class Node:
         """Keep the first ``length`` tokens (at least one); the pages after theirs are the caller's to release."""
         pages, held, self.reserved = self.pages, self.num_pages, 0
         self.length = length
-        self.computed = min(self.computed, length)
+        self.set_computed(min(self.computed, length))
+        self.checkpoints = {at: slot for at, slot in self.checkpoints.items() if at < length}
         if self.num_pages < held and self.next_in_page is not None:
             self.next_in_page.previous_in_page = None
             self.next_in_page = None
@@ -292,7 +315,10 @@ class Node:
         upper.link_after(self.previous_in_page)
         self.link_after(upper if offset else None)
         upper.computed = min(self.computed, at)
+        upper.state = self.state_at(upper.computed) if upper.computed else -1
+        upper.checkpoints = {offset: slot for offset, slot in self.checkpoints.items() if offset < at}
         upper.uses, upper.used_at = self.uses, self.used_at
+        wanted = at in self.checkpoints
         self.parent.replace_child(self, upper)
 
         self._token_buffer = self._token_buffer[at:]
@@ -300,7 +326,11 @@ class Node:
         self.first_slot = offset
         self.start += at
         self.length -= at
+        self.state = self.state if self.computed > at else -1
         self.computed = max(self.computed - at, 0)
+        self.checkpoints = {offset - at: slot for offset, slot in self.checkpoints.items() if offset > at}
+        if wanted and upper.computed < at:
+            upper.checkpoints[at] = -1
         upper.adopt(self)
         return upper
 
@@ -316,6 +346,12 @@ class Node:
         self._token_buffer = np.concatenate([parent.tokens, self.tokens])
         self.first_slot = parent.first_slot
         self.start = parent.start
+        own = {parent.length + offset: slot for offset, slot in self.checkpoints.items()}
+        self.checkpoints = {**parent.checkpoints, **own}
+        if self.computed:
+            self.checkpoints[parent.computed] = parent.state
+        else:
+            self.state = parent.state
         self.length += parent.length
         self.computed += parent.computed
         self.link_after(parent.previous_in_page)

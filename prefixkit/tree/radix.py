@@ -296,7 +296,7 @@ class PrefixTree(TreeEdits):
             if not 0 <= value <= node.length or node.parent is None:
                 raise ValueError(f"cannot mark {value} tokens of {node} computed: it has left the tree or has fewer")
         for node, value in zip(nodes, values, strict=True):
-            node.computed = value
+            node.set_computed(value)
         self.touched.update(nodes)
 
     def longest_match(self, prompts: Iterable[Ints]) -> int:
@@ -310,6 +310,7 @@ class PrefixTree(TreeEdits):
             nodes.extend(node.children)
         for node in nodes:
             node.computed, node.cached = 0, False
+            node.state, node.checkpoints = -1, {}
         self.num_cached = 0
         self.version += 1
         for node in reversed(nodes):

@@ -182,7 +182,11 @@ class SampleRun:
             return store.tree.release(sequence)
         held = sequence.length - len(self.state.request.tokens)
         if more := sample.tokens[held:-1]:
+            before, state = sequence.node, sequence.node.state
+            before.state = -1  # it is after the last of these tokens by now
             store.tree.extend(sequence, more)
+            store.tree.mark_computed([sequence.node], [sequence.node.length])
+            sequence.node.state = state
         store.tree.mark_computed([sequence.node], [sequence.node.length])
         store.retain(sequence)
 

@@ -15,6 +15,9 @@ from prefixkit.runners.wanted_tokens import OutputsOf, compute_wanted
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 
+_SPARE = 4  # slots for states that are made before others are dropped
+
+
 @dataclass(eq=False)
 class ContextRun:
     """Computes texts, as many at a time as the store holds.
@@ -60,7 +63,11 @@ class ContextRun:
     def _admit(self, contexts: Contexts, begin: int) -> int:
         """Insert contexts from ``begin`` on until one does not fit; returns which."""
         tree, unshared = self.store.tree, 0
-        for tokens in contexts.tokens[begin:]:
+        most = len(contexts.tokens)
+        if tree.states is not None:  # each has a fork above it at most
+            self.store.have_slots(most - begin + _SPARE, 2 * _SPARE)
+            most = tree.states.count - _SPARE
+        for tokens in contexts.tokens[begin : begin + most]:
             if (sequence := self.store.admit(tokens, alone=not self._held)) is None:
                 break
             self._held.append(sequence)

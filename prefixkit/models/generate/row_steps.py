@@ -25,6 +25,7 @@ from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
+_SPARE = 8  # slots for states where prompts part
 _RUNNER, _ZEROS, _PADDING = "runner of rows", "ignores zeros", "ignores padding"
 
 
@@ -70,6 +71,8 @@ class RowSteps:
             epoch = self._stores.epoch
             self._version: int | None = kv_version(self.model, found, facts.state)
             self.store.use_version((epoch, self._version))
+            states = len(prompts) * (3 if fork else 2) + _SPARE
+            self.store.have_slots(states, states)
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork)
         except BaseException:
             self._stores.return_(self.store, self._rests)
@@ -171,9 +174,14 @@ class RowSteps:
         if self._ahead:
             tokens = torch.stack(self._ahead, 1).cpu().numpy().astype(np.int32)
             self._ahead = []
-            rows.extend(tokens)
             nodes = [sequence.node for sequence in rows.sequences]
+            states = [node.state for node in nodes]  # which are after the last of these tokens by now
+            for node in nodes:
+                node.state = -1
+            rows.extend(tokens)
             rows.tree.mark_computed(nodes, [node.length for node in nodes])
+            for node, state in zip(nodes, states, strict=True):
+                node.state = state
         return rows
 
     def extend(self, tokens: Tensor) -> None:
@@ -225,6 +233,8 @@ class RowSteps:
         leaves = np.array([node.index for node in nodes], np.int32)
         uncomputed = snapshot.length - snapshot.computed
         if uncomputed.sum() != len(leaves) or (uncomputed[leaves] != 1).any():
+            return None
+        if tree.states is not None and any(node.state_at(node.length - 1) < 0 for node in nodes):
             return None
         order = np.argsort(leaves, kind="stable")
         last = np.array([node.last_token for node in nodes], np.int32)[order]

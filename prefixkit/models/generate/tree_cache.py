@@ -270,7 +270,7 @@ class TreeCache(DynamicCache):
 
     def copy_to(self, cache: Cache) -> None:
         """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
-        if self.unplaced and self._steps is not None:
+        if self._computes_again and self._steps is not None:
             with self.in_use:
                 rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
                 return compute_again(self.model, rows, cache, device)
@@ -278,11 +278,16 @@ class TreeCache(DynamicCache):
         for layer, module in enumerate(list(modules)[: len(self)]):
             cache.update(*cached_by(module, *self.kv(layer)), layer)
 
+    @property
+    def _computes_again(self) -> bool:
+        """Whether the pool does not hold what another cache of the same rows does: other positions, or states."""
+        return self.unplaced or (self._steps is not None and bool(self._steps.store.pool.spec.states))
+
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
-        if self.unplaced:
+        if self._computes_again:
             self.copy_to(cache := DynamicCache())
             whole: Any = cache.layers[layer]
             return whole.keys, whole.values

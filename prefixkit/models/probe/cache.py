@@ -16,6 +16,8 @@ from prefixkit.models.attention_class import EXPAND, SCALES, layer_number, origi
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.states.measure import measure_state
+from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
@@ -28,10 +30,14 @@ class Probed:
     Attributes:
         layers: The kind of each.
         counts_from_zero: Keys are the same without position_ids as with those that count from 0.
+        numbers: Of these layers in the model, where others lie between them.
+        states: Of each module that keeps a state, what it keeps of a sequence.
     """
 
     layers: tuple[LayerKind, ...]
     counts_from_zero: bool = True
+    numbers: tuple[int, ...] = ()
+    states: States = ()
 
 
 class Enough(Exception):
@@ -45,10 +51,20 @@ class ProbeCache(LayeredCache):
         length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
             mask must arrive.
         shapes_only: The pass ends at the first attention, as tensors have no values.
+        mixers: Modules that keep a state, by name.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], length: int | None, shapes_only: bool = False) -> None:
+    def __init__(
+        self,
+        layers: dict[str, nn.Module],
+        length: int | None,
+        shapes_only: bool = False,
+        mixers: dict[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__(len(layers))
+        self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
+        self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
+        self.numbers = tuple(map(layer_number, layers.values()))
         self.length, self.shapes_only = length, shapes_only
         self.is_initialized = length != 0
         self.names = list(layers)
@@ -58,6 +74,23 @@ class ProbeCache(LayeredCache):
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
         return ProbedLayer(self, module)
+
+    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Each row is a text of its own for modules that keep a state, which are measured apart."""
+        name = self.mixers[module]
+
+        def refuse(what: str) -> NoReturn:
+            raise UnsupportedModel(f"{name} ({original_class(module).__name__}) {what}")
+
+        if module in self.states:
+            refuse("runs twice in one pass, and a tree holds one state of each module")
+        made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse)
+        return made
+
+    @property
+    def found_states(self) -> States:
+        """What each module that keeps a state keeps, in their order."""
+        return tuple(self.states.get(module, ()) for module in self.mixers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length or 0
@@ -79,8 +112,9 @@ class ProbedLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._cached or layer_idx != len(self._cache.kinds):
-            self._refuse(f"caches KV out of order, of layer {layer_idx} after {len(self._cache.kinds)} layers")
+        numbers, at = self._cache.numbers, len(self._cache.kinds)
+        if self._cached or layer_idx != (numbers[at] if at < len(numbers) else -1):
+            self._refuse(f"caches KV out of order, of layer {layer_idx} after {at} layers")
         for states in (key_states, value_states):
             if states.ndim != 4 or states.shape[0] != 1 or states.shape[2] != ROWS:
                 self._refuse(
@@ -152,7 +186,7 @@ class ProbedLayer:
         )
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
-        if self._cache.shapes_only:
+        if self._cache.shapes_only and not self._cache.mixers:
             raise Enough
         if self._cache.length is None:
             if not isinstance(self._mask, Tensor) or self._mask.numel():

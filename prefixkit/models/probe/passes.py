@@ -28,7 +28,8 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
 from prefixkit.models.probe.cache import ROWS, Enough, ProbeCache, Probed, close
-from prefixkit.models.step_cache import empty_mask
+from prefixkit.models.states.mixer_class import mixer_class, mixers
+from prefixkit.models.step_cache import empty_mask, step_inputs
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3
@@ -44,17 +45,19 @@ def probe(model: nn.Module) -> Probed:
         UnsupportedModel: what attention over a tree takes for granted does not hold; the message says what.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
+    states = mixers(inner)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
-    with torch.no_grad(), _taking_trees(inner, layers.values()), fake or nullcontext():
+    with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
-            cache = ProbeCache(layers, None, shapes_only=True)
+            cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
             _run(inner, cache, [1] * ROWS)
-            return Probed(tuple(cache.kinds) * len(layers))
+            kinds = tuple(cache.kinds) if states else tuple(cache.kinds) * len(layers)
+            return Probed(kinds, numbers=cache.numbers, states=cache.found_states)
         if random_part(inner) is None:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
-            found, probed = _look(inner, layers, _tokens(inner, attempt))
+            found, probed = _look(inner, layers, states, _tokens(inner, attempt))
             if found is None:
                 return probed
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
@@ -64,25 +67,27 @@ def probe(model: nn.Module) -> Probed:
     return probed
 
 
-def _look(model: PreTrainedModel, layers: dict[str, nn.Module], text: Sequence[int]) -> tuple[str | None, Probed]:
+def _look(
+    model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
+) -> tuple[str | None, Probed]:
     """One probe: what is not as it should be, and what layers work on."""
     length = _length(model)
     order = torch.tensor([[*range(ROWS - 1), 0]], device=_device(model))
-    step, plain, long = (ProbeCache(layers, tokens) for tokens in (None, 0, length))
+    step, plain, long = (ProbeCache(layers, tokens, mixers=states) for tokens in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
         given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
     logits = _run(model, step, text, **given)
     _run(model, long, text, position_ids=_positions(model, length))
     if random_part(model) is not None:
-        return None, Probed(tuple(long.kinds))
+        return None, Probed(tuple(long.kinds), numbers=step.numbers, states=step.found_states)
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
         _run(model, plain, text)
     counts_from_zero = not plain.rows or all(
         close(rows[:-1], others[:-1], kind.dtype)
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
-    return _difference(step, logits), Probed(tuple(long.kinds), counts_from_zero)
+    return _difference(step, logits), Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states)
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
@@ -90,9 +95,10 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
     model computes, bit by bit, nor the masks that its layers get.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
+    states = mixers(inner)
 
     def seen(length: int, *names: str) -> tuple[list[LayerKind], list[Any]]:
-        cache, count = ProbeCache(layers, length), ROWS + length * whole
+        cache, count = ProbeCache(layers, length, mixers=states), ROWS + length * whole
         given = {name: torch.zeros(1, count, dtype=torch.int64, device=_device(inner)) for name in names}
         logits = _run(inner, cache, _tokens(inner, 0), position_ids=_positions(inner, length), **given)
         return cache.kinds, [*cache.rows, logits]
@@ -102,7 +108,7 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
         return kinds == others and all(map(torch.equal, rows, other_rows))
 
     try:
-        with torch.no_grad(), _taking_trees(inner, layers.values()):
+        with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
     except UnsupportedModel:
         return False
@@ -111,8 +117,9 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
 def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:
     """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``."""
     input_ids = torch.tensor([tokens], device=_device(model))
+    given = step_inputs(model, cache, {"input_ids": input_ids, "use_cache": True, **given})
     try:
-        logits = logits_of(_call_of(model)(input_ids=input_ids, use_cache=True, past_key_values=cache, **given))
+        logits = logits_of(_call_of(model)(**given))
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -123,12 +130,13 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one "
             f"length: {_place(error)}{type(error).__name__}: {said}"
         ) from error
-    if len(cache.rows) != len(cache.names):
+    if len(cache.rows) != len(cache.names) or len(cache.states) != len(cache.mixers):
         why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"
         other = "those after them did not attend to the cache that the model was given"
         checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
         raise UnsupportedModel(
-            f"{type(model).__name__}: {len(cache.rows)} of {len(cache.names)} layers attended; "
+            f"{type(model).__name__}: {len(cache.rows) + len(cache.states)} of {len(cache.names) + len(cache.mixers)} "
+            "layers attended or kept a state; "
             f"{why if checkpointing else other}"
         )
     return None if logits is None else logits[0].float()[[0, -1]]
@@ -160,7 +168,9 @@ def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
                 f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
                 "gets other keys among other tokens"
             )
-    if logits is not None and not close(logits[0], logits[-1], step.kinds[-1].dtype):
+    dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.found_states for one in of)]
+    smallest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    if logits is not None and not close(logits[0], logits[-1], smallest):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"
     return None
 
@@ -202,9 +212,10 @@ def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
 
 
 @contextmanager
-def _taking_trees(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+def _taking_trees(model: nn.Module, layers: Iterable[nn.Module], states: Iterable[nn.Module]) -> Iterator[None]:
     """Let attention modules that are not patched take our caches, and layers that were compiled run as they are."""
     classes = {module: tree_class(original_class(module)) for module in layers}  # type: ignore[arg-type]  # classes hash
+    classes |= {module: mixer_class(original_class(module)) for module in states}  # type: ignore[arg-type]
     classes |= {module: body_class(original_class(module)) for module in known_bodies(model.modules())}  # type: ignore[arg-type]
     changed = [module for module in classes if not is_tree_class(type(module))]
     try:

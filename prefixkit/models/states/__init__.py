@@ -1,0 +1,1 @@
+"""Layers that keep a state in place of KV: recurrent attention, state-space models, short convolutions."""

@@ -1,0 +1,116 @@
+"""The replacement class of modules that keep a state in place of KV, made from the original one.
+
+When one of our caches arrives, the packed tokens of a step go through the original ``forward`` in batches of sequences
+of equal length, each from the state before it; see ``attention/state_batches.py``.  With any other cache the original
+``forward`` runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from prefixkit.kv.state_pool import StateTensor
+from prefixkit.models.attention_class import cache_among, original_class, subclass
+from prefixkit.models.states.segment_cache import SegmentCache
+
+_UPDATES = {"update_conv_state", "update_recurrent_state"}
+_INDEX = "layer_idx"
+
+
+class KeepsStates(Protocol):
+    """A cache of ours, as modules that keep a state use it."""
+
+    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns for the tokens of a step."""
+
+
+def mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that keep a state in place of KV, patched or not, by name."""
+    return {name: module for name, module in model.named_modules() if is_mixer(module)}
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module keeps a state in a cache of transformers."""
+    return isinstance(getattr(module, _INDEX, None), int) and keeps_state(original_class(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def keeps_state(cls: type[nn.Module]) -> bool:
+    """Whether the code of a class's methods writes states to a cache, and does not attend."""
+    names = set[str]()
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            names.update(() if code is None else code.co_names)
+    return bool(_UPDATES & names) and "get_interface" not in names
+
+
+@functools.cache
+def mixer_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a class that also understands our caches; the same for one original."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = cache_among(args, kwargs)
+        if cache is None:
+            return original.forward(self, *args, **kwargs)
+        return (not_traced if torch.compiler.is_compiling() else on_tree)(self, cache, args, kwargs)
+
+    def on_tree(self: nn.Module, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cache.run_state(self, args, kwargs)
+
+    not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
+    return subclass(original, _blank, {"forward": forward})
+
+
+def _blank(original: type[nn.Module]) -> nn.Module:
+    cls = mixer_class(original)  # type: ignore[arg-type]  # classes hash
+    return cls.__new__(cls)
+
+
+Select = Callable[[Tensor], Tensor]
+
+
+def run_texts(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tokens: int,
+    select: Select,
+    states: Sequence[StateTensor] = (),
+    values: Sequence[Tensor] | None = None,
+) -> tuple[Any, SegmentCache]:
+    """The original ``forward`` for some sequences of a step, and the cache with the states after them.
+
+    Args:
+        module, args, kwargs: As it was called, for ``[1, tokens]``.
+        tokens: Of the step.
+        select: From ``[1, tokens, ...]`` to ``[sequences, length, ...]``.
+        states, values: See :class:`SegmentCache`.
+    """
+    original = original_class(module)
+    cache = SegmentCache(getattr(module, _INDEX), states, values)
+
+    def given(value: Any) -> Any:
+        if isinstance(value, Cache):
+            return cache
+        if isinstance(value, Tensor):
+            if not value.numel():
+                return None  # the mask of a step, which has no padding
+            return select(value) if value.ndim >= 2 and value.shape[:2] == (1, tokens) else value
+        if isinstance(value, tuple):
+            return tuple(map(given, value))
+        return value
+
+    called = original.forward
+    made = called(module, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
+    return made, cache

@@ -1,0 +1,60 @@
+"""The cache that a module which keeps a state gets for some tokens of a step, as transformers' own caches are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from prefixkit.kv.state_pool import StateTensor
+
+_MOST_STATES = 8  # of one layer
+
+
+class SegmentCache(Cache):
+    """States of some sequences for one call of a module.
+
+    Args:
+        layer_idx: The module's layer.
+        states: What it keeps; None: it is not known yet.
+        values: ``[sequences, *shape]`` of each; None at the beginning of texts.
+    """
+
+    def __init__(
+        self, layer_idx: int, states: Sequence[StateTensor] = (), values: Sequence[Tensor] | None = None
+    ) -> None:
+        self.layer = layer = LinearAttentionLayer(number_of_states=_MOST_STATES)  # type: ignore[no-untyped-call]
+        super().__init__(layers=[layer] * (layer_idx + 1))
+        for state, value in zip(states, values or (), strict=values is not None):
+            layer.device, layer.dtype = value.device, value.dtype
+            if state.recurrent:
+                layer.recurrent_states[state.index], layer.is_recurrent_states_initialized[state.index] = value, True
+            else:
+                layer.conv_states[state.index], layer.is_conv_states_initialized[state.index] = value, True
+                layer.conv_kernel_size[state.index] = value.shape[-1]
+            layer.has_previous_state[state.index] = True
+
+    def found(self) -> list[StateTensor]:
+        """What the module keeps, after a call for texts."""
+        kinds = (False, self.layer.conv_states), (True, self.layer.recurrent_states)
+        return [
+            StateTensor(recurrent, index, tuple(value.shape[1:]), value.dtype)
+            for recurrent, values in kinds
+            for index, value in values.items()
+            if isinstance(value, Tensor)
+        ]
+
+    def values(self, states: Sequence[StateTensor]) -> list[Tensor]:
+        """``[sequences, *shape]`` of each after the call."""
+        found = [(self.layer.recurrent_states if one.recurrent else self.layer.conv_states)[one.index] for one in states]
+        assert all(isinstance(value, Tensor) for value in found), "a module keeps the same states in each call"
+        return [value for value in found if isinstance(value, Tensor)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.layer.device

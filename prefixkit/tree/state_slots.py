@@ -1,0 +1,179 @@
+"""Which slots hold the states of nodes, for models with layers that keep a state in place of KV.
+
+A state follows a number of a node's tokens: a checkpoint, from which later tokens go on without those before.  It is
+written where a step ends, where the tree forks, and where somebody wants one; and it is dropped, as long as nothing
+goes on from it, when slots are needed: then its tokens run once more from the checkpoint before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from prefixkit.tree.arrays import Ints
+from prefixkit.tree.node import Node
+
+_BATCH = 16  # at least 1 / _BATCH of the slots are freed at once: finding them reads the whole tree
+
+
+class OutOfStateSlots(RuntimeError):
+    """More states are needed at once than there are slots."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a step that one state runs over.
+
+    Attributes:
+        row: The query row of the first.
+        length: How many.
+        source: Slot of the state before them; -1 at the beginning of a text.
+        target: Slot that receives the state after them; -1 for none, where nothing goes on from it.
+        wave: After how many other pieces of the step it runs.
+    """
+
+    row: int
+    length: int
+    source: int
+    target: int
+    wave: int
+
+
+@dataclass(frozen=True, eq=False)
+class StateMoves:
+    """What the layers that keep a state do in a step.
+
+    Attributes:
+        pieces: Of all query rows.
+        made: The node, and after how many of its tokens, of each slot that is written.
+    """
+
+    pieces: list[Piece]
+    made: list[tuple[Node, int, int]]
+
+    def repeated(self) -> StateMoves:
+        """Those of the decode step after this one: each row's state goes on in its slot."""
+        pieces = [piece._replace(length=1, source=piece.target, wave=0) for piece in self.pieces]
+        return StateMoves(pieces, [])
+
+    def select_rows(self, rows: Iterable[int]) -> StateMoves:
+        """Those of a decode step of these rows, which are pieces, ascending."""
+        return StateMoves([self.pieces[row]._replace(row=i) for i, row in enumerate(rows)], [])
+
+
+class StateSlots:
+    """The slots of a tree.
+
+    Args:
+        root: Of the tree.
+        count: Slots that there are.
+    """
+
+    def __init__(self, root: Node, count: int = 0) -> None:
+        self.root, self.count = root, 0
+        self._free: list[int] = []
+        self._busy = set[int]()  # of the step that is being planned
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Have ``count`` slots, no fewer than before."""
+        self._free += range(self.count, count)
+        self.count = max(self.count, count)
+
+    def plan(self, nodes: Sequence[Node], begin: Ints, end: Ints, goes_on: Sequence[bool], ends: Sequence[bool]) -> StateMoves:
+        """The pieces of a step whose query runs are tokens ``[begin, end)`` of ``nodes``, in depth-first order.
+
+        Args:
+            nodes, begin, end: A state exists before each run, or is made in this step.
+            goes_on: Of each run, whether more tokens follow its last.
+            ends: Whether a prompt ends with it: the state before its last token is kept too, for one that is equal.
+
+        Raises:
+            OutOfStateSlots: nothing has changed but for states that nothing goes on from.
+        """
+        pieces, made = list[Piece](), list[tuple[Node, int, int]]()
+        last: dict[Node, Piece] = {}
+        row, runs = 0, zip(nodes, begin.tolist(), end.tolist(), goes_on, ends, strict=True)
+        self._busy.clear()
+        for node, first, stop, more, prompt in runs:
+            above = last.get(node.parent) if first == 0 and node.parent is not None else None
+            source = node.state_at(first) if above is None else above.target
+            self._busy.add(source)
+            wave = 0 if above is None else above.wave + 1
+            in_place = first > 0 and first == node.computed and not prompt and source >= 0
+            needed = more or stop < node.length or bool(node.branches)
+            wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
+            wanted |= {stop - 1} if prompt and stop - 1 > first else set()
+            at = first
+            for offset in [*sorted(wanted), stop]:
+                slot = source if in_place and offset == stop and at == first else self._take(offset == stop and needed)
+                if slot < 0 and offset < stop:
+                    continue
+                if slot >= 0:
+                    made.append((node, offset, slot))
+                piece = last[node] = Piece(row, offset - at, source, slot, wave)
+                pieces.append(piece)
+                row, at, source, wave = row + offset - at, offset, slot, wave + 1
+            if in_place and pieces[-1].target == pieces[-1].source:
+                node.state = -1  # it changes now, and is the node's again once the step is under way
+        return StateMoves(pieces, made)
+
+    def take(self, moves: StateMoves) -> None:
+        """Note the states of a step that was launched, whose tokens are marked computed."""
+        for node, offset, slot in moves.made:
+            if node.parent is None:
+                continue
+            if offset == node.computed:
+                node.state = slot
+            else:
+                node.checkpoints[offset] = slot
+
+    def _take(self, needed: bool) -> int:
+        """A free slot; -1 where there is none, unless it is ``needed``."""
+        if not self._free:
+            self._collect()
+        if not self._free:
+            if needed:
+                raise OutOfStateSlots(f"all {self.count} slots for states of recurrent layers are in use at once")
+            return -1
+        slot = self._free.pop()
+        self._busy.add(slot)
+        return slot
+
+    def _collect(self) -> None:
+        """Find the slots that no node names; where they are few, drop states that nothing goes on from."""
+        nodes = [self.root]
+        for node in nodes:  # the list grows while it is read
+            nodes.extend(node.children)
+        used, spare = set(self._busy), list[tuple[int, int, Node]]()
+        for node in nodes:
+            goes_on = bool(node.sequences) or any(child.computed == 0 for child in node.children)
+            for offset, slot in ((node.computed, node.state), *node.checkpoints.items()):
+                if slot >= 0:
+                    used.add(slot)
+                    if slot not in self._busy and not (goes_on and offset == node.computed):
+                        spare.append((node.used_at, -offset, node))
+        self._free = [slot for slot in range(self.count) if slot not in used]
+        lacking = max(1, self.count // _BATCH) - len(self._free)
+        for _, offset, node in sorted(spare, key=lambda one: one[:2])[: max(0, lacking)]:
+            self._free.append(_drop(node, -offset))
+
+
+def _drop(node: Node, offset: int) -> int:
+    """Drop the state of a node after some of its tokens; returns its slot."""
+    if offset == node.computed and node.state >= 0:
+        slot, node.state = node.state, -1
+        return slot
+    return node.checkpoints.pop(offset)
+
+
+def want(node: Node, positions: Iterable[int]) -> None:
+    """Ask for states after these numbers of a sequence's tokens, which ends at ``node``."""
+    for position in positions:
+        above = node
+        while above.start >= position and above.parent is not None:
+            above = above.parent
+        offset = position - above.start
+        if 0 < offset < above.length and offset != above.computed:
+            above.checkpoints.setdefault(offset, -1)
+
