@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
+
+from prefixkit.models.attention_class import original_class
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -24,3 +27,9 @@ def random_part(model: nn.Module) -> str | None:
             if "drop" in what and isinstance(rate, float) and rate > 0:
                 return f"{name}.{what}"
     return None
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """The keyword of a model's ``forward`` that takes a cache: models without attention have another."""
+    names = inspect.signature(original_class(model).forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"

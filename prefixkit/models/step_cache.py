@@ -15,6 +15,7 @@ from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import EXPAND, layer_number, original_class
 from prefixkit.models.layer import Bias, Layer, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.ops.backend import plain_torch
@@ -31,10 +32,10 @@ def empty_mask(device: torch.device) -> Tensor:
 
 def step_inputs(model: nn.Module, cache: LayeredCache, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a step for a model: one without attention may have no positions, and another name for a cache."""
-    names = inspect.signature(original_class(model).forward).parameters
-    if "past_key_values" in names or "cache_params" not in names:
-        return {"past_key_values": cache, **given}
-    return {"cache_params": cache, **{name: value for name, value in given.items() if name in names}}
+    keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
+    if keyword != "past_key_values":
+        given = {name: value for name, value in given.items() if name in names}
+    return {keyword: cache, **given}
 
 
 class StepCache(LayeredCache):
@@ -235,6 +236,10 @@ class CacheLayer(Layer):
             None if sinks is None else sinks.to(query.dtype),
         )[0]
         return out[None]
+
+    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :meth:`StepCache.run_state`, of a module inside an attention module."""
+        return self.cache.run_state(module, args, kwargs)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""

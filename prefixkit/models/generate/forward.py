@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import random_part
+from prefixkit.models.model_calls import cache_keyword, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.runner import graph_plannings, planners_of
@@ -33,12 +35,21 @@ log = logging.getLogger("prefixkit")
 _FEWEST_SHARED, _SHARE, _FEWEST_REPLAYED = 32, 0.25, 32
 # Arguments of a forward pass that attention over a tree understands, and those that change nothing it does.
 _UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
-_UNDERSTOOD |= {"cache_position", "return_dict", "num_items_in_batch"}
+_UNDERSTOOD |= {"cache_params", "cache_position", "return_dict", "num_items_in_batch"}
 # What generate() needs for itself, and passes on to models that do not ask for it.
 _OF_GENERATE = {"tokenizer", "assistant_tokenizer"}
 # The kind of each token, which processors give: of text it is 0.
 _KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+@dataclass
+class _OutputWithStates(ModelOutput):
+    """What a model without attention returns."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache_params: Any = None
 
 
 class NotOnTree(ValueError):
@@ -54,7 +65,7 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
     """A forward pass of a padded batch over the tree of its rows."""
     given.pop("self")
     if cache.fell_back:
-        return whole(**given | {"past_key_values": cache.fallback})
+        return whole(**given | {cache_keyword(model): cache.fallback})
     began = not cache.get_seq_length()
     try:
         with cache.in_use:
@@ -66,8 +77,9 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
         log.info("generate() keeps transformers' own cache: %s", error)
         if began:
             cache.reset()
-        return whole(**given | {"past_key_values": cache.fall_back()})
-    out = CausalLMOutputWithPast(logits=logits.to(cache.steps.dtype), past_key_values=cache)
+        return whole(**given | {cache_keyword(model): cache.fall_back()})
+    made = CausalLMOutputWithPast if cache_keyword(model) == "past_key_values" else _OutputWithStates
+    out = made(**{"logits": logits.to(cache.steps.dtype), cache_keyword(model): cache})
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
 
@@ -114,7 +126,9 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
             f"cache and {tokens.shape[1]} are to come"
         )
-    if mask is not None and cache.repeats:  # what is before was checked when the first of these steps came
+    if mask is None and cache_keyword(model) != "past_key_values":  # generate() gives these models one for prompts alone
+        pad = cache.padding
+    elif mask is not None and cache.repeats:  # what is before was checked when the first of these steps came
         pad = cache.padding if bool(mask[:, length:].all()) else np.full(len(tokens), until)
     else:
         pad = _padding(mask, tokens)

@@ -16,6 +16,7 @@ from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.model_stores import drop_stores, stores_of
 
 log = logging.getLogger("prefixkit")
@@ -53,10 +54,11 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         **kwargs: Any,
     ) -> Any:
         """Let transformers make a cache, and put a tree cache in its place where a tree may pay."""
-        before, beams = model_kwargs.get("past_key_values"), generation_config.num_beams or 1
+        keyword = cache_keyword(self)
+        before, beams = model_kwargs.get(keyword), generation_config.num_beams or 1
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         done = inherited(self, *arguments, *args, **kwargs)
-        made, mode = model_kwargs.get("past_key_values"), self.__dict__.get(_MODE, "auto")
+        made, mode = model_kwargs.get(keyword), self.__dict__.get(_MODE, "auto")
         rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
         wanted = mode == "always" or (
             mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
@@ -68,7 +70,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
             elif _takes_caches(self):
                 tree = TreeCache(self)
                 tree.fallback, tree.always = made, mode == "always"
-                made = model_kwargs["past_key_values"] = tree
+                made = model_kwargs[keyword] = tree
             else:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):

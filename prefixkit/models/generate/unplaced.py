@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import text_config
-from prefixkit.models.model_calls import logits_of
+from prefixkit.models.model_calls import cache_keyword, logits_of
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 
@@ -98,7 +98,7 @@ def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None
 def _call(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor, at: Tensor | None, cache: Cache, keep: int = 0
 ) -> Tensor:
-    given = {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    given = {"input_ids": tokens, "attention_mask": mask, cache_keyword(model): cache, "use_cache": True}
     if at is not None:
         given["position_ids"] = at
     if keep and "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:

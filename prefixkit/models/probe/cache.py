@@ -124,6 +124,9 @@ class ProbedLayer:
         self._cached = key_states, value_states
         return key_states, value_states
 
+    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._cache.run_state(module, args, kwargs)
+
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
         if not self._cached:

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from prefixkit.kv.state_pool import StateTensor
-from prefixkit.models.attention_class import cache_among, original_class, subclass
+from prefixkit.models.attention_class import original_class, subclass
 from prefixkit.models.states.segment_cache import SegmentCache
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
@@ -60,7 +59,7 @@ def mixer_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_among(args, kwargs)
+        cache = _among(args, kwargs)
         if cache is None:
             return original.forward(self, *args, **kwargs)
         return (not_traced if torch.compiler.is_compiling() else on_tree)(self, cache, args, kwargs)
@@ -70,6 +69,11 @@ def mixer_class(original: type[nn.Module]) -> type[nn.Module]:
 
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
     return subclass(original, _blank, {"forward": forward})
+
+
+def _among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache that a module was called with, or an attention module's part of it, if it is one of ours."""
+    return next((value for value in (*args, *kwargs.values()) if hasattr(value, "run_state")), None)
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
@@ -101,7 +105,7 @@ def run_texts(
     cache = SegmentCache(getattr(module, _INDEX), states, values)
 
     def given(value: Any) -> Any:
-        if isinstance(value, Cache):
+        if hasattr(value, "run_state"):
             return cache
         if isinstance(value, Tensor):
             if not value.numel():
