@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
 
 NAME = "prefixkit"
+# Attention modules that are told their layer's number at each call, and do not know it themselves (Zamba).
+numbered_by_model: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's scales queries by their position in a batch; a tree's own position counts instead.
@@ -89,7 +92,7 @@ def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, 
 def layer_number(module: nn.Module) -> int:
     """The layer of an attention module, by the attribute that its class has for it."""
     own = own_code(original_class(module)) or OwnCode()  # type: ignore[arg-type]
-    number: int = module.__dict__[own.index]
+    number: int = numbered_by_model[module] if module in numbered_by_model else module.__dict__[own.index]
     return number
 
 

@@ -14,7 +14,7 @@ import operator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from prefixkit.models.attention_class import is_own_forward, original_class
+from prefixkit.models.attention_class import is_own_forward, numbered_by_model, original_class
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.states.mixer_class import mixers
@@ -35,6 +35,7 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
         raise UnsupportedModel(f"{_of(pretrained)} is an encoder-decoder; prefixkit runs decoders alone")
     found: list[tuple[int, str, nn.Module]] = []
     for name, module in pretrained.named_modules():
+        _note_number(name, module)
         if (index := attention_index(module)) is not None:
             _check_layer(name, module)
             found.append((index, name, module))
@@ -65,8 +66,16 @@ def attention_index(module: nn.Module) -> int | None:
     cls = original_class(module)
     if (own := own_code(cls)) is not None:  # type: ignore[arg-type]  # classes hash
         return module.__dict__.get(own.index)
-    index = getattr(module, "layer_idx", None)
+    index = numbered_by_model.get(module, getattr(module, "layer_idx", None))
     return index if isinstance(index, int) and _follows_interface(cls) else None  # type: ignore[arg-type]
+
+
+def _note_number(name: str, module: nn.Module) -> None:
+    """Note the layer of an attention module that does not know it: the place in its list of layers."""
+    if getattr(module, "layer_idx", 0) in (None, -1) and _follows_interface(original_class(module)):  # type: ignore[arg-type]
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if numbers:
+            numbered_by_model[module] = numbers[0]
 
 
 @functools.cache

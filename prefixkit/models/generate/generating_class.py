@@ -18,6 +18,7 @@ from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.model_stores import drop_stores, stores_of
+from prefixkit.models.states.mixer_class import mixers
 
 log = logging.getLogger("prefixkit")
 
@@ -65,7 +66,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         )
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
         if wanted and plain and made is not None and not isinstance(made, TreeCache):
-            if type(made) is not DynamicCache:
+            if type(made) is not DynamicCache and not mixers(self):
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):
                 tree = TreeCache(self)

@@ -96,8 +96,10 @@ def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None
 
 @torch.no_grad()
 def _call(
-    model: PreTrainedModel, tokens: Tensor, mask: Tensor, at: Tensor | None, cache: Cache, keep: int = 0
+    model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, at: Tensor | None, cache: Cache, keep: int = 0
 ) -> Tensor:
+    if cache_keyword(model) != "past_key_values" and mask.shape[1] > tokens.shape[1]:
+        mask = None  # as generate() has it: such a model takes a mask for new tokens alone
     given = {"input_ids": tokens, "attention_mask": mask, cache_keyword(model): cache, "use_cache": True}
     if at is not None:
         given["position_ids"] = at

@@ -35,9 +35,16 @@ def _roformer(body: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {"embed_positions": lambda shape, *args: embed(shape, 0, positions[0])}
 
 
+def _minimax(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """It takes its own class of caches alone, where it is told to use one; layers take what they are given."""
+    given["use_cache"] = False
+    return {}
+
+
 _KNOWN: dict[tuple[str, str], tuple[Attributes, bool]] = {
     ("transformers.models.bloom.modeling_bloom", "BloomModel"): (_bloom, True),
     ("transformers.models.falcon.modeling_falcon", "FalconModel"): (_falcon, True),
+    ("transformers.models.minimax.modeling_minimax", "MiniMaxModel"): (_minimax, True),
     ("transformers.models.roformer.modeling_roformer", "RoFormerEncoder"): (_roformer, False),
 }
 

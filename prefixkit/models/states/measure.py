@@ -35,7 +35,7 @@ def measure_state(
     states = tuple(cache.found())
     if not states:
         refuse("keeps nothing of a text in its cache")
-    whole, _ = run(0, tokens)
+    whole, _ = run_texts(module, args, kwargs, tokens, lambda packed: packed, plain=True)
     middle = tokens // 2
     first, before = run(0, middle)
     alone, _ = run(middle, tokens)

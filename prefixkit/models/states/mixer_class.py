@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prefixkit.kv.state_pool import StateTensor
 from prefixkit.models.attention_class import original_class, subclass
+from prefixkit.models.states.scan_bodies import states_body
 from prefixkit.models.states.segment_cache import SegmentCache
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
@@ -37,7 +38,10 @@ def mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module keeps a state in a cache of transformers."""
-    return isinstance(getattr(module, _INDEX, None), int) and keeps_state(original_class(module))  # type: ignore[arg-type]
+    cls = original_class(module)
+    if states_body(cls) is not None:  # type: ignore[arg-type]  # classes hash
+        return True
+    return isinstance(getattr(module, _INDEX, None), int) and keeps_state(cls)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -92,6 +96,7 @@ def run_texts(
     select: Select,
     states: Sequence[StateTensor] = (),
     values: Sequence[Tensor] | None = None,
+    plain: bool = False,
 ) -> tuple[Any, SegmentCache]:
     """The original ``forward`` for some sequences of a step, and the cache with the states after them.
 
@@ -100,13 +105,15 @@ def run_texts(
         tokens: Of the step.
         select: From ``[1, tokens, ...]`` to ``[sequences, length, ...]``.
         states, values: See :class:`SegmentCache`.
+        plain: Without any cache, by the original code.
     """
     original = original_class(module)
-    cache = SegmentCache(getattr(module, _INDEX), states, values)
+    cache = SegmentCache(getattr(module, _INDEX, 0), states, values)
+    with_cache = None if plain else cache
 
     def given(value: Any) -> Any:
         if hasattr(value, "run_state"):
-            return cache
+            return with_cache
         if isinstance(value, Tensor):
             if not value.numel():
                 return None  # the mask of a step, which has no padding
@@ -115,6 +122,9 @@ def run_texts(
             return tuple(map(given, value))
         return value
 
-    called = original.forward
+    if plain:
+        called, kwargs = original.forward, kwargs | dict.fromkeys({"use_cache"} & kwargs.keys(), False)
+    else:
+        called = states_body(original) or original.forward  # type: ignore[arg-type]
     made = called(module, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
     return made, cache
