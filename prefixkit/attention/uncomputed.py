@@ -78,8 +78,7 @@ def _from_states(snapshot: TreeSnapshot, queries: Queries, nodes: Sequence[Node]
     for index in left:  # the list grows while it is read
         node, first = nodes[index], begin[index]
         if first and node.state_at(first) < 0:
-            states = [node.computed if node.state >= 0 else 0, *(at for at, slot in node.checkpoints.items() if slot >= 0)]
-            first = begin[index] = max((at for at in states if at <= first), default=0)
+            first = begin[index] = max((at for at in node.states if at <= first), default=0)
         above = int(snapshot.parent[index])
         if first == 0 and above >= 0 and above not in begin and node.state_at(0) < 0:
             begin[above] = end[above] = int(snapshot.length[above])

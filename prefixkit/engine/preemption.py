@@ -50,11 +50,13 @@ class SwappedKV:
         start: Position of its first token.
         kv: Of all sequences that were swapped with it, as :meth:`KVPool.read` gives it.
         places: Which of its tokens are the sequence's, in order.
+        state: The state after them, of layers that keep one; none where there is none.
     """
 
     start: int
     kv: list[Tensor]
     places: NDArray[np.int64]
+    state: tuple[Tensor, ...] = ()
 
 
 class Preemption:
@@ -92,15 +94,19 @@ class Preemption:
         in_order, first = np.unique(every, return_index=True)
         own = every[np.sort(first)]  # one sequence after another: what comes back at once lies together
         place = np.argsort(np.argsort(first))
-        swap = self._swaps(len(own))
+        sequences = sum(len(run.sequences) for run in runs)
+        swap = self._swaps(len(own), sequences)
         if swap:
             kv = self.store.pool.host_parts(len(own))
             began = time.perf_counter()
             self.store.pool.read(own, kv)
             self.copying.add(len(own) * self.store.pool.spec.bytes_per_token, time.perf_counter() - began)
-            self.bytes_swapped += len(own) * self.store.pool.spec.bytes_per_token
+            spec = self.store.pool.spec
+            self.bytes_swapped += len(own) * spec.bytes_per_token + sequences * spec.bytes_per_state
             for run, of in slots.items():
-                self._held[run] = [SwappedKV(start, kv, place[np.searchsorted(in_order, each)]) for each in of]
+                places = [place[np.searchsorted(in_order, each)] for each in of]
+                states = [self.store.read_state(one.node) for one in run.sequences]
+                self._held[run] = [SwappedKV(start, kv, *of) for of in zip(places, states, strict=True)]
             self.swapped += len(runs)
         else:
             self.recomputed += len(runs)
@@ -110,11 +116,14 @@ class Preemption:
         for sequence in [one for run in runs for one in run.sequences]:
             drop(sequence)
 
-    def _swaps(self, tokens: int) -> bool:
-        """Whether the KV of this number of tokens is to go to host memory."""
-        policy, size = self.policy, tokens * self.store.pool.spec.bytes_per_token
-        held = {id(one.kv): sum(part.nbytes for part in one.kv) for of in self._held.values() for one in of}
-        if not tokens or self.store.tree.states is not None or policy.preemption == "recompute" or sum(held.values()) + size > int(policy.swap_space):
+    def _swaps(self, tokens: int, sequences: int) -> bool:
+        """Whether the KV of this number of tokens, and states of sequences, are to go to host memory."""
+        policy, spec = self.policy, self.store.pool.spec
+        size = tokens * spec.bytes_per_token + sequences * spec.bytes_per_state
+        every = [one for of in self._held.values() for one in of]
+        held = sum({id(one.kv): sum(part.nbytes for part in one.kv) for one in every}.values())
+        held += sum(part.nbytes for one in every for part in one.state)
+        if not tokens or policy.preemption == "recompute" or held + size > int(policy.swap_space):
             return False
         return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
 
@@ -157,7 +166,7 @@ class Preemption:
         """
         end = swapped.start + len(swapped.places)
         if end <= computed:
-            return
+            return self._write_state(sequence.node, swapped, end)
         places = swapped.places[computed - swapped.start :]
         began = time.perf_counter()
         self.store.pool.write(sequence.slots()[computed:end], swapped.kv, places)
@@ -167,6 +176,11 @@ class Preemption:
             held = min(node.length, max(node.computed, end - node.start))
             self.store.tree.mark_computed([node], [held])
             node = node.parent
+        self._write_state(sequence.node, swapped, end)
+
+    def _write_state(self, node: Node, swapped: SwappedKV, end: int) -> None:
+        if node.start + node.computed == end:
+            self.store.write_state(node, swapped.state)
 
 
 def _first_own(runs: Sequence[Run]) -> int:

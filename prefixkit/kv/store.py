@@ -7,11 +7,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
 from prefixkit.kv.kv_pool import KVPool, free_memory
 from prefixkit.kv.limits import STATE_SHARE
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
+from prefixkit.tree.node import Node
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
 from prefixkit.tree.state_slots import StateSlots
@@ -121,6 +125,18 @@ class KVStore:
         self.cache.clear()
         self.tree.invalidate_kv()
 
+    def read_state(self, node: Node) -> tuple[Tensor, ...]:
+        """Host copies of the state after a node's computed tokens; none where there is none."""
+        if node.state < 0:
+            return ()
+        return tuple(self.pool.states.read(np.array([node.state])))
+
+    def write_state(self, node: Node, state: tuple[Tensor, ...]) -> None:
+        """Give a node, whose tokens have KV as they had then, what :meth:`read_state` gave, where a slot is free."""
+        states = self.tree.states
+        if states is not None and state and node.state < 0 and (slot := states.place(node)) >= 0:
+            self.pool.states.write(np.array([slot]), state)
+
     def have_slots(self, wanted: int, least: int) -> None:
         """Have slots for ``wanted`` states of sequences, or as many as there is memory for, where layers keep states.
 
@@ -135,8 +151,8 @@ class KVStore:
         slots = min(wanted, most // size)
         if slots < least:
             raise KVBudgetTooSmall(
-                f"layers that keep a state need {least * size / 2**20:.1f} MiB for {least} states at once, and may take "
-                f"{most / 2**20:.1f} MiB; raise kv_budget, of which they take half, or ask for fewer samples at once"
+                f"layers that keep a state need {least * size / 2**20:.1f} MiB for {least} states at once, and may "
+                f"take {most / 2**20:.1f} MiB; raise kv_budget, of which they take half, or sample fewer at once"
             )
         if slots > states.slots:
             states.grow(slots)

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
@@ -106,8 +106,8 @@ class ModelFacts:
             _check_storage(self.inner, found.layers)
             name = type(self.inner).__name__
             kinds = [*map(str, found.layers), *(f"states {', '.join(map(str, of))}" for of in found.states)]
-            kinds = "; ".join(dict.fromkeys(kinds))
-            log.info("measured the layers of %s by passes over four tokens: %s", name, kinds)
+            said = "; ".join(dict.fromkeys(kinds))
+            log.info("measured the layers of %s by passes over four tokens: %s", name, said)
             known[key] = found
         return known[key]
 

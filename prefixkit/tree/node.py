@@ -164,6 +164,12 @@ class Node:
         """Slots after this node's end in its last page that no node holds."""
         return 0 if self.next_in_page is not None else -self.end_slot % self._page_size
 
+    @property
+    def states(self) -> list[int]:
+        """After how many of its tokens there are states."""
+        ends = [self.computed] if self.state >= 0 else []
+        return ends + [offset for offset, slot in self.checkpoints.items() if slot >= 0]
+
     def state_at(self, offset: int) -> int:
         """Slot of the state after the first ``offset`` tokens, of the parent's end for 0; -1 where there is none."""
         if offset:

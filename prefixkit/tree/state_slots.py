@@ -80,7 +80,9 @@ class StateSlots:
         self._free += range(self.count, count)
         self.count = max(self.count, count)
 
-    def plan(self, nodes: Sequence[Node], begin: Ints, end: Ints, goes_on: Sequence[bool], ends: Sequence[bool]) -> StateMoves:
+    def plan(
+        self, nodes: Sequence[Node], begin: Ints, end: Ints, goes_on: Sequence[bool], ends: Sequence[bool]
+    ) -> StateMoves:
         """The pieces of a step whose query runs are tokens ``[begin, end)`` of ``nodes``, in depth-first order.
 
         Args:
@@ -127,6 +129,12 @@ class StateSlots:
                 node.state = slot
             else:
                 node.checkpoints[offset] = slot
+
+    def place(self, node: Node) -> int:
+        """A slot for the state after a node's computed tokens, which the caller writes; -1 where none is free."""
+        self._busy.clear()
+        node.state = self._take(needed=False)
+        return node.state
 
     def _take(self, needed: bool) -> int:
         """A free slot; -1 where there is none, unless it is ``needed``."""
@@ -176,4 +184,3 @@ def want(node: Node, positions: Iterable[int]) -> None:
         offset = position - above.start
         if 0 < offset < above.length and offset != above.computed:
             above.checkpoints.setdefault(offset, -1)
-

@@ -14,7 +14,6 @@ from prefixkit.runners.batch import Outputs, Results, Runner
 from prefixkit.runners.wanted_tokens import OutputsOf, compute_wanted
 from prefixkit.tree.radix import Sequence as TreeSequence
 
-
 _SPARE = 4  # slots for states that are made before others are dropped
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
@@ -78,8 +78,10 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
         if began:
             cache.reset()
         return whole(**given | {cache_keyword(model): cache.fall_back()})
-    made = CausalLMOutputWithPast if cache_keyword(model) == "past_key_values" else _OutputWithStates
-    out = made(**{"logits": logits.to(cache.steps.dtype), cache_keyword(model): cache})
+    logits = logits.to(cache.steps.dtype)
+    out: ModelOutput = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    if cache_keyword(model) != "past_key_values":
+        out = _OutputWithStates(logits=logits, cache_params=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
 
@@ -126,7 +128,9 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
             f"cache and {tokens.shape[1]} are to come"
         )
-    if mask is None and cache_keyword(model) != "past_key_values":  # generate() gives these models one for prompts alone
+    if (
+        mask is None and cache_keyword(model) != "past_key_values"
+    ):  # generate() gives these models one for prompts alone
         pad = cache.padding
     elif mask is not None and cache.repeats:  # what is before was checked when the first of these steps came
         pad = cache.padding if bool(mask[:, length:].all()) else np.full(len(tokens), until)
@@ -193,6 +197,8 @@ def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
     steps = cache.steps
     if steps.scales_from is not None and cache.padding.any() and until > steps.scales_from:
         raise NotOnTree(f"the model scales queries after {steps.scales_from} tokens, padding counted")
+    if cache.padding.any() and not steps.keeps_padding_out():
+        raise NotOnTree("rows are padded, and the model lets padding into the state that its layers keep")
     if cache.unplaced and cache.padding.any() and not steps.ignores_padding(max(until, cache.final_length)):
         raise NotOnTree("rows are padded, but there are no position_ids, without which padding counts as text")
     for name in _KINDS:

@@ -16,9 +16,8 @@ from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import cache_keyword
+from prefixkit.models.model_calls import cache_keyword, empty_cache
 from prefixkit.models.model_stores import drop_stores, stores_of
-from prefixkit.models.states.mixer_class import mixers
 
 log = logging.getLogger("prefixkit")
 
@@ -64,9 +63,11 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         wanted = mode == "always" or (
             mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
         )
+        if made is None and before is None and generation_config.use_cache and generation_mode is not None:
+            made = empty_cache(self)  # of a model that makes its own later
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
         if wanted and plain and made is not None and not isinstance(made, TreeCache):
-            if type(made) is not DynamicCache and not mixers(self):
+            if type(made) is not DynamicCache and type(made) is not type(empty_cache(self)):
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):
                 tree = TreeCache(self)

@@ -14,7 +14,7 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.unplaced import example_of, ignores_padding, known_positions
+from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out, known_positions
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import runner_of
@@ -113,6 +113,13 @@ class RowSteps:
             return ignores_padding(self.model, self._example.to(self.store.pool.spec.device), reach)
 
         return until <= known and self._measured((_PADDING, reach), measure)
+
+    def keeps_padding_out(self) -> bool:
+        """Whether padding that is masked changes no state of the model."""
+        if not self.store.pool.spec.states:
+            return True
+        example = self._example.to(self.store.pool.spec.device)
+        return self._measured((_PADDING, "states"), partial(keeps_padding_out, self.model, example))
 
     def _measured(self, what: tuple[Hashable, ...], measure: Callable[[], bool]) -> bool:
         """What was measured of the model with its present weights, or is now."""

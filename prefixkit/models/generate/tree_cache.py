@@ -19,11 +19,12 @@ from transformers import Cache, DynamicCache
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import cached_by, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.families import attention_layers, pretrained_model, text_config
+from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.unplaced import compute_again
+from prefixkit.models.model_calls import empty_cache
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
@@ -209,7 +210,7 @@ class TreeCache(DynamicCache):
     def fall_back(self) -> Cache:
         """Become a cache of transformers, with the KV that there is."""
         if self.fallback is None:
-            self.fallback = DynamicCache(config=text_config(self.model))
+            self.fallback = empty_cache(self.model)
         if not self.fell_back:
             self.copy_to(self.fallback)
             self.reset()
@@ -288,7 +289,7 @@ class TreeCache(DynamicCache):
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         if self._computes_again:
-            self.copy_to(cache := DynamicCache())
+            self.copy_to(cache := empty_cache(self.model))
             whole: Any = cache.layers[layer]
             return whole.keys, whole.values
         with self.in_use:

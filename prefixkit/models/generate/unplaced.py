@@ -8,15 +8,16 @@ the same is measured; keys at positions of the model's own are computed again wh
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import text_config
-from prefixkit.models.model_calls import cache_keyword, logits_of
+from prefixkit.models.model_calls import cache_keyword, empty_cache, logits_of
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 
@@ -70,6 +71,17 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
             module.rope_deltas = deltas
 
 
+def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
+    """Whether a row behind padding that is masked, at positions from zero, gets what it gets without padding.
+
+    Some layers that keep a state let padding into it.
+    """
+    if cache_keyword(model) != "past_key_values":
+        return _unmoved(model, example, _PADDING)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
+
+
 def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torch.device) -> None:
     """Fill an empty cache of transformers with the KV of rows, at the positions that the model counts by itself."""
     mask = torch.from_numpy(np.arange(rows.length) >= rows.pad[:, None]).long().to(device)
@@ -80,12 +92,12 @@ def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None
     """Logits ``[count, vocab]`` of the example's text, of which the last token comes in a pass of its own, and each
     layer's keys of it; at positions from ``first`` on, or at those that the model counts by itself.
     """
-    device, cache, length = example.device, DynamicCache(config=text_config(model)), pad + count
+    device, cache, length = example.device, empty_cache(model), pad + count
     tokens = torch.cat((example[:1].expand(pad), example[1 : 1 + count]))[None]
     mask, at, logits = (torch.arange(length, device=device)[None] >= pad).long(), None, list[Tensor]()
     for begin, end in ((0, length - 1), (length - 1, length)):
         if begin < end:
-            at = None if first is None else first + torch.arange(begin, end, device=device)[None]
+            at = None if first is None else (first + torch.arange(begin, end, device=device)[None]).clamp(min=0)
             logits.append(_call(model, tokens[:, begin:end], mask[:, :end], at, cache))
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
     return [
@@ -98,9 +110,14 @@ def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None
 def _call(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, at: Tensor | None, cache: Cache, keep: int = 0
 ) -> Tensor:
-    if cache_keyword(model) != "past_key_values" and mask.shape[1] > tokens.shape[1]:
+    if cache_keyword(model) != "past_key_values" and mask is not None and mask.shape[1] > tokens.shape[1]:
         mask = None  # as generate() has it: such a model takes a mask for new tokens alone
-    given = {"input_ids": tokens, "attention_mask": mask, cache_keyword(model): cache, "use_cache": True}
+    given: dict[str, Any] = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        cache_keyword(model): cache,
+        "use_cache": True,
+    }
     if at is not None:
         given["position_ids"] = at
     if keep and "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
@@ -120,8 +137,10 @@ def _same_at(model: PreTrainedModel, example: Tensor, counted: Tensor, first: in
 
 def _unmoved(model: PreTrainedModel, example: Tensor, pad: int) -> bool:
     """Whether a model that takes no positions gives a text the same logits behind padding; and a token alone, whose
-    distance is 0, bit by bit.
+    distance is 0, bit by bit, unless nothing attends: then there are no positions, and padding shifts how scans round.
     """
+    if cache_keyword(model) != "past_key_values":
+        return _close(*(_states(model, example, of, None)[0] for of in (0, pad)))
     alone = (torch.equal(*(_states(model, example, of, None, 1)[0] for of in (0, pad))) for _ in range(_ATTEMPTS))
     return any(alone) and _close(*(_states(model, example, of, None)[0] for of in (0, pad)))
 

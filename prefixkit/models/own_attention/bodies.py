@@ -44,7 +44,7 @@ def _minimax(body: Any, given: dict[str, Any]) -> dict[str, Any]:
 _KNOWN: dict[tuple[str, str], tuple[Attributes, bool]] = {
     ("transformers.models.bloom.modeling_bloom", "BloomModel"): (_bloom, True),
     ("transformers.models.falcon.modeling_falcon", "FalconModel"): (_falcon, True),
-    ("transformers.models.minimax.modeling_minimax", "MiniMaxModel"): (_minimax, True),
+    ("transformers.models.minimax.modeling_minimax", "MiniMaxModel"): (_minimax, False),
     ("transformers.models.roformer.modeling_roformer", "RoFormerEncoder"): (_roformer, False),
 }
 

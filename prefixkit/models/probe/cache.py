@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
+from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.attention_class import EXPAND, SCALES, layer_number, original_class
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.states.measure import measure_state
-from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
+from prefixkit.models.states.measure import measure_state
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
 

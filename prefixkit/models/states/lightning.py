@@ -18,14 +18,14 @@ def lightning(
     attention_mask: None = None,
     past_key_values: Any = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, None]:
     """The body that runs in place of the ``forward`` of ``MiniMaxLightningAttention``.
 
     Its state, ``recurrent_states[0]``, is ``[batch, heads, head_dim, head_dim]`` in the model's dtype. Tokens run in
     blocks from any state, where transformers takes those that continue one by one.
 
     Returns:
-        ``(outputs, state)`` as the original's, ``[batch, tokens, hidden_size]`` and the state after the last token.
+        ``[batch, tokens, hidden_size]``, and None for the state, which the original gives to nobody who reads it.
     """
     layer = layer_of(attention, past_key_values)
     heads = (attention.num_attention_heads, 3 * attention.head_dim)
@@ -41,7 +41,7 @@ def lightning(
         outputs.append(out)
     hold(layer, state)
     normed = attention.norm(torch.cat(outputs, 2).transpose(1, 2).flatten(2))
-    return attention.out_proj(F.sigmoid(attention.output_gate(hidden_states)) * normed), state
+    return attention.out_proj(F.sigmoid(attention.output_gate(hidden_states)) * normed), None
 
 
 def _block(attention: Any, queries: Tensor, keys: Tensor, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

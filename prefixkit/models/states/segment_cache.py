@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
@@ -25,7 +25,8 @@ class SegmentCache(Cache):
     def __init__(
         self, layer_idx: int, states: Sequence[StateTensor] = (), values: Sequence[Tensor] | None = None
     ) -> None:
-        self.layer = layer = LinearAttentionLayer(number_of_states=_MOST_STATES)  # type: ignore[no-untyped-call]
+        layer: Any = LinearAttentionLayer(number_of_states=_MOST_STATES)
+        self.layer = layer
         super().__init__(layers=[layer] * (layer_idx + 1))
         for state, value in zip(states, values or (), strict=values is not None):
             layer.device, layer.dtype = value.device, value.dtype
@@ -48,13 +49,8 @@ class SegmentCache(Cache):
 
     def values(self, states: Sequence[StateTensor]) -> list[Tensor]:
         """``[sequences, *shape]`` of each after the call."""
-        found = [(self.layer.recurrent_states if one.recurrent else self.layer.conv_states)[one.index] for one in states]
-        assert all(isinstance(value, Tensor) for value in found), "a module keeps the same states in each call"
-        return [value for value in found if isinstance(value, Tensor)]
+        kinds = self.layer.conv_states, self.layer.recurrent_states
+        return [kinds[one.recurrent][one.index] for one in states]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
-
-    @property
-    def device(self) -> torch.device | None:
-        return self.layer.device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,46 +24,43 @@ def run_step(
         pool: Where states lie.
         number: Which of its modules this is.
     """
-    states, tensors, made = pool.states[number], pool.tensors[number], None
+    states, tensors = pool.states[number], pool.tensors[number]
+    made: list[Any] = []
     for batch in step.states:
         source = None if batch.source is None else [tensor.index_select(0, batch.source) for tensor in tensors]
-        select = partial(_select, batch)
-        out, cache = run_texts(module, args, kwargs, step.num_rows, select, states, source)
-        for tensor, values in zip(tensors, cache.values(states), strict=True):
-            tensor.index_copy_(0, batch.target, values if batch.writes is None else values.index_select(0, batch.writes))
-        if batch.rows is None:
-            return _map(out, partial(_flat, step.num_rows))
-        made = _map(out, partial(_empty, step.num_rows)) if made is None else made
-        _write(made, out, batch.rows)
-    return made
+        out, cache = run_texts(module, args, kwargs, step.num_rows, partial(_select, batch), states, source)
+        for tensor, after in zip(tensors, cache.values(states), strict=True):
+            tensor.index_copy_(0, batch.target, after if batch.writes is None else after.index_select(0, batch.writes))
+        parts = out if isinstance(out, tuple) else (out,)
+        made = made or [_empty(part, batch, step.num_rows) for part in parts]
+        for index, part in enumerate(parts):
+            made[index] = _put(made[index], part, batch)
+    return tuple(made) if isinstance(out, tuple) else made[0]
 
 
 def _select(batch: StateBatch, packed: Tensor) -> Tensor:
     """``[1, T, ...]`` to ``[B, L, ...]``."""
     rows = packed[0] if batch.rows is None else packed[0].index_select(0, batch.rows)
-    return rows.unflatten(0, (-1, batch.length))
+    return rows.view(-1, batch.length, *rows.shape[1:])
 
 
-def _map(made: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns, with its tensors changed: one, or several in a tuple."""
-    if isinstance(made, tuple):
-        return tuple(_map(part, of) for part in made)
-    return of(made) if isinstance(made, Tensor) else made
+def _of_tokens(part: Any, batch: StateBatch) -> bool:
+    """Whether a part of what a module returns is ``[B, L, ...]``, of each token."""
+    return isinstance(part, Tensor) and part.ndim > 2 and part.shape[1] == batch.length
 
 
-def _flat(rows: int, out: Tensor) -> Tensor:
-    return out.reshape(1, rows, *out.shape[2:])
+def _empty(part: Any, batch: StateBatch, rows: int) -> Any:
+    """Where ``[1, T, ...]`` of all batches comes, unless one batch has all rows."""
+    whole = batch.rows is None or not _of_tokens(part, batch)
+    return None if whole else part.new_empty(1, rows, *part.shape[2:])
 
 
-def _empty(rows: int, out: Tensor) -> Tensor:
-    return out.new_empty(1, rows, *out.shape[2:])
-
-
-def _write(made: Any, out: Any, rows: Tensor) -> None:
-    """Put ``[B, L, ...]`` rows of one batch where they belong in ``[1, T, ...]``."""
-    if isinstance(out, tuple):
-        for whole, part in zip(made, out, strict=True):
-            _write(whole, part, rows)
-    elif isinstance(out, Tensor):
-        made[0].index_copy_(0, rows, out.flatten(0, 1))
-
+def _put(made: Any, part: Any, batch: StateBatch) -> Any:
+    """The rows of a batch among those of all, or what is not of tokens as it is."""
+    if not _of_tokens(part, batch):
+        return part
+    rows = part.flatten(0, 1)
+    if batch.rows is None:
+        return rows[None]
+    made[0].index_copy_(0, batch.rows, rows)
+    return made
