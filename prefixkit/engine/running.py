@@ -183,6 +183,8 @@ class RunningBatch:
         if results.logits is not None:
             for state, logits in zip(self.scheduled.prompts, results.logits, strict=True):
                 state.first_logits = logits.clone()  # a view would keep the whole step's logits
+        if self.tree.states is not None:
+            self.tree.states.ahead = self._launched > self._read
         alive = self._alive[rows]
         if len(broken := rows[alive & (results.tokens < 0)]):
             raise _broken_logits(self._runs[int(broken[0])])

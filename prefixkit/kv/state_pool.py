@@ -43,7 +43,7 @@ States = tuple[tuple[StateTensor, ...], ...]
 
 
 class StatePool:
-    """``[slots, *shape]`` of each tensor of each module that keeps a state.
+    """``[1 + slots, *shape]`` of each tensor of each module that keeps a state; slot 0 is for rows that are none.
 
     Attributes:
         states: What they are.
@@ -69,13 +69,13 @@ class StatePool:
         larger = self._made(slots)
         for mine, its in zip(self.tensors, larger, strict=True):
             for before, after in zip(mine, its, strict=True):
-                after[: self.slots] = before
+                after[: 1 + self.slots] = before
         self.tensors, self.slots = larger, slots
 
     def _made(self, slots: int) -> list[list[Tensor]]:
         with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
             return [
-                [torch.zeros((slots, *one.shape), dtype=one.dtype, device=self.device) for one in module]
+                [torch.zeros((1 + slots, *one.shape), dtype=one.dtype, device=self.device) for one in module]
                 for module in self.states
             ]
 

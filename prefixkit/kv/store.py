@@ -157,6 +157,8 @@ class KVStore:
         if slots > states.slots:
             states.grow(slots)
             self.tree.states.grow(slots)
+            for runner in self.runners.values():
+                runner.drop_graphs()  # which hold the tensors of before
 
     def grow(self, pages: int) -> None:
         """Add pages: the pool is copied to a larger one, and its runners are dropped.

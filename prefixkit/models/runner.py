@@ -222,10 +222,9 @@ def runner_of(
         log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
     counts = Counter(kind.plan_kind for kind in facts.layers)
     layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
-    if facts.spec.states:
-        if graphs and device.type == "cuda":
-            log.info("decoding without CUDA graphs: some layers keep a state in place of KV")
-        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts)
+    if compiled and facts.spec.states:
+        log.info("layers run without torch.compile: some of them keep a state in place of KV")
+        compiled = False
     plannings = None
     if graphs and device.type == "cuda":
         plannings = graph_plannings(device, planners)
@@ -248,4 +247,5 @@ def runner_of(
         least_rows=least_rows,
         weights=partial(weights_places, model),
         moves=moves,
+        keep_states=bool(facts.spec.states),
     )

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
 from prefixkit.runners.waiting import RefuseWaiting
+from prefixkit.tree.state_slots import StateMoves
 
 log = logging.getLogger("prefixkit")
 
@@ -55,6 +57,7 @@ class GraphRunner:
         weights: Says where what the model reads lies, and in which modes its modules run, such as their adapters;
             called at the start of a call and of a capture.  Graphs are captured again once that differs.
         moves: Counts what may have moved it; called before each step, and ``weights`` again when it has changed.
+        keep_states: Whether layers of the model keep a state.
         capture: Makes what captures graphs.
 
     Attributes:
@@ -75,13 +78,15 @@ class GraphRunner:
         least_rows: int = 1,
         weights: Callable[[], Hashable] = lambda: None,
         moves: Callable[[], int] = lambda: 0,
+        keep_states: bool = False,
         capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self.eager, self.model, self.plannings, self.page_size = eager, model, tuple(plannings), page_size
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
         self.weights, self.moves, self.make_capture = weights, moves, capture
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
-        self._pace, self._eagerly = pace, False
+        self._pace, self._eagerly, self._keep_states = pace, False, keep_states
+        self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
         self._graphs: dict[tuple[int, GraphOutput], Captured] = {}  # by bucket and output
@@ -172,6 +177,10 @@ class GraphRunner:
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
             tree = self._tree_after(self._steps).select_rows(rows)
             arrays.upload_tree(tree)
+            if self._states is not None:
+                before = self._states.repeated() if self._steps else self._states
+                self._states = before.select_rows(rows.tolist())
+                arrays.upload_states(self._states)
             self._start_batch(arrays, tree, bucket)
 
     def read(self) -> Results:
@@ -234,6 +243,8 @@ class GraphRunner:
         if not self._output.uploads_batch:
             arrays.upload_tokens(batch.tokens)
             arrays.upload_tree(tree)
+        self._states = batch.states
+        arrays.upload_states(batch.states)
         self._start_batch(arrays, tree, bucket)
 
     def _replay(self) -> None:
@@ -247,6 +258,8 @@ class GraphRunner:
             self._steps += 1
             self.graph_steps += 1
             captured.graph.replay()
+            if self._steps == 1:
+                arrays.continue_states()
             if self._sampling is None:
                 return
             if captured.logits is not None:
@@ -278,7 +291,7 @@ class GraphRunner:
             self.drop_graphs()
             self._arrays = None  # before the new ones are made
             rows = self._bucket_for(len(tree.queries.node))
-            self._arrays = GraphArrays(tree, rows, self.plannings, self.page_size, self.device)
+            self._arrays = GraphArrays(tree, rows, self.plannings, self.page_size, self.device, self._keep_states)
         return self._arrays
 
     @property
@@ -305,7 +318,9 @@ class GraphRunner:
             return
         began = time.perf_counter()
         arrays.clear()
-        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], arrays.plans(arrays.first), self.eager.layer_counts)
+        counts, plans = self.eager.layer_counts, arrays.plans(arrays.first)
+        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], plans, counts)
+        step = replace(step, states=arrays.states(rows))
         with torch.inference_mode():
             # First without a graph: everything lazy has happened then.  The arrays hold no row, so nothing is written.
             try:

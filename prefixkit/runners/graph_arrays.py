@@ -13,6 +13,7 @@ from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.state_batches import StateBatch
 from prefixkit.ops.backend import GraphPlanning
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results
@@ -20,6 +21,7 @@ from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
 from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
+from prefixkit.tree.state_slots import StateMoves
 
 # Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
@@ -100,7 +102,13 @@ class GraphArrays:
     sampler: Sampler  # made before the first graph
 
     def __init__(
-        self, tree: StepTree, rows: int, plannings: Sequence[GraphPlanning], page_size: int, device: torch.device
+        self,
+        tree: StepTree,
+        rows: int,
+        plannings: Sequence[GraphPlanning],
+        page_size: int,
+        device: torch.device,
+        keep_states: bool = False,
     ) -> None:
         need = DecodeCapacity.of(tree)
         self.first = tree
@@ -117,6 +125,8 @@ class GraphArrays:
             for planning in plannings
         ]
         self.wanted = torch.arange(rows, device=device)
+        # Slots of the states before and after a step; 0 for rows that are none.
+        self._states = torch.zeros((2, rows), dtype=torch.int64, device=device) if keep_states else None
         self.ring = Ring(rows, device)
         self._beams = 0  # rows of the sampler, where all are those of beams
         self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
@@ -181,6 +191,25 @@ class GraphArrays:
         """Upload the tokens that the first step of a batch runs."""
         self.sampler.tokens[: len(tokens)] = upload([tokens.astype(np.int64)], self.tree.leaf.device)[0]
 
+    def states(self, rows: int) -> tuple[StateBatch, ...]:
+        """What layers that keep a state do in a captured step; nothing where there are none."""
+        if self._states is None:
+            return ()
+        source, target = self._states[:, :rows]
+        return (StateBatch(1, None, source, target, None),)
+
+    def upload_states(self, states: StateMoves | None) -> None:
+        """Upload the slots of a decode step's rows, on the current stream."""
+        if self._states is not None and states is not None:
+            _, _, source, target, _ = zip(*states.pieces, strict=True)
+            self._states.zero_()
+            self._states[:, : len(source)] = upload([np.array((source, target), np.int64)], self._states.device)[0]
+
+    def continue_states(self) -> None:
+        """Let the states of the next step go on where those of the last one are."""
+        if self._states is not None:
+            self._states[0].copy_(self._states[1])
+
     def upload_tree(self, tree: StepTree) -> None:
         """Upload the tree of decode steps and plan them, on the current stream."""
         self.tree.upload(tree)
@@ -204,6 +233,8 @@ class GraphArrays:
         self.tree.tokens.zero_()
         self.tree.positions.zero_()
         self.tree.slots.fill_(-1)
+        if self._states is not None:
+            self._states.zero_()
         for kind in self.kinds:
             kind.clear()
 

@@ -67,17 +67,20 @@ class StateSlots:
     Args:
         root: Of the tree.
         count: Slots that there are.
+
+    Attributes:
+        ahead: Whether rows whose runs have ended may have run on meanwhile: then their states are after other tokens.
     """
 
     def __init__(self, root: Node, count: int = 0) -> None:
-        self.root, self.count = root, 0
+        self.root, self.count, self.ahead = root, 0, False
         self._free: list[int] = []
         self._busy = set[int]()  # of the step that is being planned
         self.grow(count)
 
     def grow(self, count: int) -> None:
         """Have ``count`` slots, no fewer than before."""
-        self._free += range(self.count, count)
+        self._free += range(self.count + 1, count + 1)  # slot 0 is for rows of steps that are none
         self.count = max(self.count, count)
 
     def plan(
@@ -161,7 +164,7 @@ class StateSlots:
                     used.add(slot)
                     if slot not in self._busy and not (goes_on and offset == node.computed):
                         spare.append((node.used_at, -offset, node))
-        self._free = [slot for slot in range(self.count) if slot not in used]
+        self._free = [slot for slot in range(1, self.count + 1) if slot not in used]
         lacking = max(1, self.count // _BATCH) - len(self._free)
         for _, offset, node in sorted(spare, key=lambda one: one[:2])[: max(0, lacking)]:
             self._free.append(_drop(node, -offset))

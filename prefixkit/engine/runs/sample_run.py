@@ -186,7 +186,7 @@ class SampleRun:
             before.state = -1  # it is after the last of these tokens by now
             store.tree.extend(sequence, more)
             store.tree.mark_computed([sequence.node], [sequence.node.length])
-            sequence.node.state = state
+            sequence.node.state = -1 if store.tree.states is None or store.tree.states.ahead else state
         store.tree.mark_computed([sequence.node], [sequence.node.length])
         store.retain(sequence)
 
