@@ -112,7 +112,8 @@ def have_states(store: KVStore, requests: Sequence[Request], most_running: int) 
     each = [states_per_run(request.params) for request in requests]
     runs = sum(len(request.sample_indices) * states for request, states in zip(requests, each, strict=True))
     largest = max(each, default=1)
-    wanted = STATES_PER_PROMPT * len(requests) + min(runs, most_running * largest)
+    checkpoints = sum(len(request.tokens) for request in requests) // store.tokens_per_checkpoint
+    wanted = checkpoints + STATES_PER_PROMPT * len(requests) + min(runs, most_running * largest)
     store.have_slots(wanted + STATES_PER_PROMPT, 2 * STATES_PER_PROMPT + largest)
 
 

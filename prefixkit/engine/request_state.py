@@ -26,6 +26,7 @@ class RequestState:
         started, finished: How many of its runs have started and finished.
         running: How many are running.
         preempted: Those that were preempted, in the order in which they started.
+        forks: Where later requests of its submission part from its prompt: after how many tokens.
         first_logits: ``[vocab]`` the logits after the prompt's last token, while it is in flight.
     """
 
@@ -33,6 +34,7 @@ class RequestState:
     order: int
     waiting_since: int = 0
     prompt: Sequence | None = None
+    forks: tuple[int, ...] = ()
     started: int = 0
     finished: int = 0
     running: int = 0

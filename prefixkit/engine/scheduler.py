@@ -25,6 +25,8 @@ from prefixkit.engine.runs.sample_run import SampleRun
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
+from prefixkit.tree.state_slots import want
+from prefixkit.tree.tokens import forks_of
 
 COMPACT_EVERY = 16  # steps of beams, in which the tree of a search gets about five nodes deeper
 
@@ -66,8 +68,12 @@ class Scheduler:
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
-        for request in admission_order(requests):
-            self.queue.add(RequestState(request, next(self._orders), self.steps))
+        ordered = admission_order(requests)
+        forks = forks_of([request.tokens for request in ordered]) if self.store.tree.states is not None else []
+        for place, request in enumerate(ordered):
+            state = RequestState(request, next(self._orders), self.steps)
+            state.forks = forks[place] if forks else ()
+            self.queue.add(state)
 
     @property
     def idle(self) -> bool:
@@ -138,6 +144,7 @@ class Scheduler:
             state.prompt = self.store.admit(state.request.tokens, lookahead + pages, alone=not self.in_flight)
             if state.prompt is None:
                 return
+            want(state.prompt.node, state.forks)
             state.first_logits = self._known_logits(state.prompt)
             self.in_flight.append(state)
             self._of_prompts[state.prompt.id] = state

@@ -20,6 +20,9 @@ from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
 from prefixkit.tree.state_slots import StateSlots
 
+# A state less than this many tokens after another saves little.
+_FEWEST_A_CHECKPOINT = 256
+
 
 class KVStore:
     """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
@@ -53,9 +56,17 @@ class KVStore:
         """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
         self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
         if self.pool.spec.states:
-            self.tree.states = StateSlots(self.tree.root, self.pool.states.slots)
+            self.tree.states = StateSlots(self.tree.root, self.pool.states.slots, self.tokens_per_checkpoint)
         self.cache = PrefixCache(self.tree, POLICIES[self.eviction])
         self._pinned: list[Sequence] = []
+
+    @property
+    def tokens_per_checkpoint(self) -> int:
+        """Tokens of a text after each of which its state stays, for calls that part there unforeseen.
+
+        So many that states take no more bytes than the KV of the same text, and running the tokens once more is short.
+        """
+        return max(_FEWEST_A_CHECKPOINT, -(-self.pool.spec.bytes_per_state // self.pool.spec.bytes_per_token))
 
     # -- admission -----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ goes on from it, when slots are needed: then its tokens run once more from the c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,11 +70,12 @@ class StateSlots:
         count: Slots that there are.
 
     Attributes:
+        every: After how many tokens of a text there is a checkpoint, where nothing else asks for one.
         ahead: Whether rows whose runs have ended may have run on meanwhile: then their states are after other tokens.
     """
 
-    def __init__(self, root: Node, count: int = 0) -> None:
-        self.root, self.count, self.ahead = root, 0, False
+    def __init__(self, root: Node, count: int = 0, every: int = sys.maxsize) -> None:
+        self.root, self.count, self.every, self.ahead = root, 0, every, False
         self._free: list[int] = []
         self._busy = set[int]()  # of the step that is being planned
         self.grow(count)
@@ -109,6 +111,7 @@ class StateSlots:
             needed = more or stop < node.length or bool(node.branches)
             wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
             wanted |= {stop - 1} if prompt and stop - 1 > first else set()
+            wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
             at = first
             for offset in [*sorted(wanted), stop]:
                 slot = source if in_place and offset == stop and at == first else self._take(offset == stop and needed)

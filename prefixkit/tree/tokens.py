@@ -63,3 +63,12 @@ def in_front_coding(sequences: Sequence[Ints]) -> Iterator[tuple[int, int]]:
         shared = common_prefix(before, tokens)
         before = before if shared == len(tokens) else tokens
         yield number, shared
+
+
+def forks_of(ordered: Sequence[Ints]) -> list[tuple[int, ...]]:
+    """After how many tokens of each sequence later ones part from it; sequences are in lexicographic order."""
+    found: list[tuple[int, ...]] = [()] * len(ordered)
+    for i in reversed(range(len(ordered) - 1)):
+        shared = common_prefix(ordered[i], ordered[i + 1])
+        found[i] = (*(at for at in found[i + 1] if at < shared), *((shared,) if shared else ()))
+    return found
