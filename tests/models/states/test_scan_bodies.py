@@ -180,6 +180,17 @@ def test_a_recurrent_block_stores_nothing_in_itself_and_begins_anew_at_position_
     check("recurrent_gemma", mixer, texts, again)
 
 
+@FAMILIES
+def test_weights_that_accelerate_loads_for_each_call(family: str) -> None:
+    mixer, texts = mixer_of(family), torch.randn(2, TOKENS, 64)
+    wanted = in_pieces(family, mixer, texts, cuts_of(0))
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(mixer, execution_device=torch.device("cpu"))
+    assert {weight.device.type for weight in mixer.parameters()} == {"meta"}
+    mixer._hf_hook.pre_forward(mixer)  # as a call of the module does
+    assert torch.equal(in_pieces(family, mixer, texts, cuts_of(0)), wanted)
+
+
 def test_classes_that_transformers_continues_by_itself_need_no_body() -> None:
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
