@@ -18,7 +18,7 @@ from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain
 
 Body = Callable[..., Any]
 
-# What makes a body of the class's own ``forward``, and the modules in it whose weights the body reads without calling them.
+# What makes a body of the class's own ``forward``, and the modules whose weights the body reads without a call of them.
 _KNOWN: dict[tuple[str, str], tuple[Callable[[Body], Body], list[str]]] = {
     ("falcon_mamba", "FalconMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
     ("jamba", "JambaMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
