@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from prefixkit.models.states.scan_bodies import states_body
 from prefixkit.models.states.unnumbered import numbers_by_place
@@ -40,10 +40,12 @@ def with_bodies(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def cache_for(family: str, model: PreTrainedModel) -> Cache:
-    """What transformers would make; with a layer of states for each recurrent block, which it does not make."""
-    if family != "recurrent_gemma":
-        return DynamicCache(config=model.config)
-    return Cache(layers=[LinearAttentionLayer(), LinearAttentionLayer(), DynamicSlidingWindowLayer(7)])
+    """What transformers would make; with layers of states for modules that have them elsewhere."""
+    if family == "minimax":
+        return Cache(layers=[DynamicLayer(), LinearAttentionLayer()])
+    if family == "recurrent_gemma":
+        return Cache(layers=[LinearAttentionLayer(), LinearAttentionLayer(), DynamicSlidingWindowLayer(7)])
+    return DynamicCache(config=model.config)
 
 
 def logits(model: PreTrainedModel, tokens: Tensor, **given: Any) -> Tensor:
@@ -53,16 +55,17 @@ def logits(model: PreTrainedModel, tokens: Tensor, **given: Any) -> Tensor:
 
 
 def in_pieces(family: str, model: PreTrainedModel, tokens: Tensor, cuts: list[int]) -> Tensor:
+    """Logits of pieces of texts. MiniMax's model takes any cache where it is told to use none."""
     cache, pieces, first = cache_for(family, model), [], 0
     for piece in tokens.split(cuts, 1):
         positions = torch.arange(first, first + piece.shape[1])[None]
         given = {"cache_params": cache} if "mamba" in family else {"past_key_values": cache, "position_ids": positions}
-        pieces.append(logits(model, piece, use_cache=True, **given))
+        pieces.append(logits(model, piece, use_cache=family != "minimax", **given))
         first += piece.shape[1]
     return torch.cat(pieces, 1)
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "zamba", "minimax", "recurrent_gemma"])
 def test_a_model_runs_texts_in_pieces(family: str) -> None:
     """As near to transformers' own code in float64 as it is itself: at once or, where it can, token by token.
 
@@ -72,7 +75,7 @@ def test_a_model_runs_texts_in_pieces(family: str) -> None:
     tokens = torch.randint(100, 256, (3, TOKENS))
     truth = logits(copy.deepcopy(original).double(), tokens, use_cache=False)
     theirs = [(logits(original, tokens, use_cache=False) - truth).abs()]
-    if family != "recurrent_gemma":
+    if family not in ("minimax", "recurrent_gemma"):
         theirs.append((in_pieces(family, original, tokens, [1] * TOKENS) - truth).abs())
     mine = (in_pieces(family, with_bodies(copy.deepcopy(original)), tokens, CUTS) - truth).abs()
     assert mine.norm() <= 1.5 * max(each.norm() for each in theirs)
