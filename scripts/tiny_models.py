@@ -123,6 +123,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},  # as its checkpoints, not as its default
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "minimax": {"block_size": 8},
     "mistral4": {"head_dim": 16},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
@@ -150,7 +151,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
     },
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 8,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,  # whose attention shares its weights
+    },
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
 }
 LONG_CHUNKS = "chunks longer than the texts"  # which are shorter than a chunk: nothing to refuse
@@ -169,10 +176,14 @@ _FEATURES: list[tuple[str, str, dict[str, Any]]] = [
     ("queries scaled by position", "floor_scale", _SCALED),
     ("queries scaled by position, long chunks", "floor_scale", _SCALED | {"attention_chunk_size": 64}),
 ]
+_ADAPTERS = {"use_mem_rope": True, "use_shared_attention_adapter": True, "num_key_value_heads": 4}
+_NGRAMS = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "eos_token_id": 2}
 # The same of one model_type: arguments of tiny_config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"alibi": {"alibi": True}, "the new decoder": {"new_decoder_architecture": True}},
     "olmoe": {"a window that the config was given": {"sliding_window": WINDOW}},
+    "qwen4_exp_text": {"embeddings of n-grams": _NGRAMS},
+    "zamba2": {"rotation and adapters": _ADAPTERS},
 }
 _SCALE = "llama_4_scaling_beta"  # of rotary embeddings that scale queries beyond their original positions
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # the part of the config that the class takes

@@ -45,7 +45,7 @@ def griffin(
     if before is None:
         before = inputs.new_zeros(inputs.shape[:2], dtype=torch.float32)
     unit = _from_state(block.rg_lru, before)
-    recurrent = unit(inputs.mT, position_ids)
+    recurrent = type(unit).forward(unit, inputs.mT, position_ids)  # not by a hook, which runs the module itself
     hold(layer, unit.recurrent_states)
     return block.linear_out(recurrent * block.act_fn(block.linear_y(input_states))), None
 

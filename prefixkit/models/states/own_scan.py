@@ -1,9 +1,10 @@
 """Linear recurrences from an initial state, in plain torch.
 
-A recurrence is ``state[t] = decay[t] * state[t - 1] + added[t]``, elementwise. Tokens form about ``sqrt(tokens)``
-blocks of as many tokens. All blocks run side by side, each as if no token came before it; then the state at the start
-of each block follows from the blocks before; then each token's state receives what its block's start still weighs
-there. So 1,024 tokens take 64 steps, and each element is read a few times. Nothing is divided, so decays may underflow.
+A recurrence is ``state[t] = decay[t] * state[t - 1] + added[t]``, elementwise. Where a state is large, tokens run one
+after the other. Where it is so small that a step would be the launch of a kernel and little else, they form up to
+``sqrt(tokens)`` blocks. All blocks run side by side, each as if no token came before it; then the state at the start of
+each block follows from the blocks before; then each token's state receives what its block's start still weighs there.
+So 1,024 tokens take 64 steps, and each element is read a few times. Nothing is divided, so decays may underflow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_ELEMENTS = 2**25  # of the states that one pass makes, 128 MiB of float32
+# By device: how many elements a step should have at least, and how many elements of states one pass makes at most: on a
+# CPU they should stay in its cache, on a GPU they take 128 MiB in float32.
+_STEP = {"cpu": 2**12, "cuda": 2**18}
+_PASS = {"cpu": 2**18, "cuda": 2**25}
 
 
 def scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
@@ -29,17 +33,20 @@ def scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
         ``[tokens, ...]``.
     """
     tokens = len(decay)
-    width = math.ceil(math.sqrt(tokens))
+    blocks = min(math.ceil(math.sqrt(tokens)), math.ceil(_STEP.get(state.device.type, _STEP["cuda"]) / state.numel()))
+    width = math.ceil(tokens / blocks)
     blocks = math.ceil(tokens / width)
     after = blocks * width - tokens  # tokens after the last, which no result depends on
-    decay, added = (
-        torch.cat([each, each.new_zeros(after, *each.shape[1:])]).reshape(blocks, width, *each.shape[1:])
-        for each in (decay, added)
-    )
-    within = [added[:, 0]]
+    if after:
+        decay, added = (torch.cat([each, each.new_zeros(after, *each.shape[1:])]) for each in (decay, added))
+    decay, added = (each.reshape(blocks, width, *each.shape[1:]) for each in (decay, added))
+    within = [added[:, 0] if blocks > 1 else torch.addcmul(added[:, 0], decay[:, 0], state)]
     for token in range(1, width):
         within.append(torch.addcmul(added[:, token], decay[:, token], within[-1]))
-    states, left = torch.stack(within, 1), decay.cumprod(1)
+    states = torch.stack(within, 1)
+    if blocks == 1:
+        return states[0]
+    left = decay.cumprod(1)
     starts = [state]
     for block in range(blocks - 1):
         starts.append(torch.addcmul(states[block, -1], left[block, -1], starts[-1]))
@@ -72,7 +79,7 @@ def selective_scan(
         each.to(dtype).movedim(-2, 0) for each in (inward, outward)
     )  # [tokens, batch, groups, state_size]
     rate, state = rate.to(dtype), state.to(dtype)
-    outputs, span = [], max(1, _ELEMENTS // state.numel())
+    outputs, span = [], max(1, _PASS.get(state.device.type, _PASS["cuda"]) // state.numel())
     for start in range(0, len(inputs), span):
         now = slice(start, start + span)
         decay = torch.exp(time_step[now, ..., None] * rate)

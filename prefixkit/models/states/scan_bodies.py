@@ -1,6 +1,6 @@
 """The classes with states whose own code does not continue a state by several tokens, by file and name.
 
-Nothing of transformers is imported here: a class is looked up once a model brings it.
+No file of a model is imported here: a class is looked up once a model brings it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers.integrations.accelerate import force_accelerate_hooks
 
 from prefixkit.models.states.griffin import griffin
 from prefixkit.models.states.lightning import lightning
@@ -17,14 +18,14 @@ from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain
 
 Body = Callable[..., Any]
 
-# What makes a body of the class's own ``forward``.
-_KNOWN: dict[tuple[str, str], Callable[[Body], Body]] = {
-    ("falcon_mamba", "FalconMambaMixer"): functools.partial(mamba, parameters=normed),
-    ("jamba", "JambaMambaMixer"): functools.partial(mamba, parameters=normed),
-    ("mamba", "MambaMixer"): functools.partial(mamba, parameters=plain),
-    ("minimax", "MiniMaxLightningAttention"): lambda original: lightning,
-    ("recurrent_gemma", "RecurrentGemmaRecurrentBlock"): lambda original: griffin,
-    ("zamba", "ZambaMambaMixer"): functools.partial(mamba, parameters=of_each_head, heads=True),
+# What makes a body of the class's own ``forward``, and the modules whose weights the body reads without a call of them.
+_KNOWN: dict[tuple[str, str], tuple[Callable[[Body], Body], list[str]]] = {
+    ("falcon_mamba", "FalconMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
+    ("jamba", "JambaMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
+    ("mamba", "MambaMixer"): (functools.partial(mamba, parameters=plain), ["conv1d", "dt_proj"]),
+    ("minimax", "MiniMaxLightningAttention"): (lambda original: lightning, []),
+    ("recurrent_gemma", "RecurrentGemmaRecurrentBlock"): (lambda original: griffin, ["conv_1d", "rg_lru"]),
+    ("zamba", "ZambaMambaMixer"): (functools.partial(mamba, parameters=of_each_head, heads=True), ["conv1d"]),
 }
 
 
@@ -41,5 +42,8 @@ def states_body(cls: type[nn.Module]) -> Body | None:
     folder = cls.__module__.rpartition(".modeling_")[2]
     if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":
         return None
-    make = _KNOWN.get((folder, cls.__qualname__))
-    return make(cls.forward) if make else None
+    if (known := _KNOWN.get((folder, cls.__qualname__))) is None:
+        return None
+    make, read = known
+    body: Body = force_accelerate_hooks(read)(make(cls.forward))
+    return body
