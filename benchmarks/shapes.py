@@ -99,5 +99,6 @@ def _model(config: Any, device: torch.device | str, dtype: torch.dtype, seed: in
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
 FAMILIES = {name: Family(**found) for name, found in TABLE["families"].items()}
+HYBRIDS = {name: Family(**found) for name, found in TABLE["hybrids"].items()}
 CALLS = {name: Calls(**found) for name, found in TABLE["calls"].items()}
 LLAMA_8B, TINY = SHAPES["Llama-3.1-8B"], SHAPES["tiny"]

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from prefixkit.models.attention_class import layer_number
+from prefixkit.models.families import attention_layers
 from prefixkit.models.states.scan_bodies import states_body
-from prefixkit.models.states.unnumbered import numbers_by_place
 
 pytestmark = pytest.mark.skipif(not Path("scripts/tiny_models.py").exists(), reason="needs the repository's scripts")
 TOKENS, CUTS = 23, [5, 2, 1, 1, 9, 5]
@@ -30,11 +31,11 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 def with_bodies(model: PreTrainedModel) -> PreTrainedModel:
-    numbers = numbers_by_place(model)
+    for module in attention_layers(model).values():
+        module.layer_idx = layer_number(module)
     for name, module in model.named_modules():
-        if name in numbers:
-            module.layer_idx = numbers[name]
         if (body := states_body(type(module))) is not None:
+            module.layer_idx = next(int(part) for part in name.split(".") if part.isdigit())
             module.forward = functools.partial(body, module)
     return model
 

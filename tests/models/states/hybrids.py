@@ -1,0 +1,75 @@
+"""Tiny random models whose layers keep states, and what judges their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from prefixkit.models.attention_class import forward_below
+
+VOCAB = 128
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_HALF = ["linear_attention", "full_attention"]
+# Of each kind of state one model: gated delta nets, Mamba 2, short convolutions, Mamba 1 beside attention and alone.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA
+    | {"num_hidden_layers": 4, "layer_types": _HALF * 2, "num_experts": 4, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
+    | {"mamba_dt_rank": 8, "num_experts": 2, "num_experts_per_tok": 2, "use_mamba_kernels": False},
+    "mamba": {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 8},
+}
+
+
+def make_hybrid(model_type: str, head_dim: int = 16) -> PreTrainedModel:
+    """A float32 model in eval mode, of weights that are large enough for states to matter."""
+    own = HYBRIDS[model_type]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, "head_dim": head_dim, **own})
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "norm" not in name and "A_log" not in name:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+def whole_logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """``[tokens, vocab]`` log-probabilities by one forward pass of the unpatched model without a cache."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    with torch.no_grad():
+        logits: torch.Tensor = forward_below(model)(input_ids=ids, use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def assert_logprobs(model: Any, prompts: Sequence[Sequence[int]], samples: Iterable[Any], allowed: float) -> None:
+    """Each token of each sample has the log-probability that one forward pass over the whole text gives it."""
+    for sample in samples:
+        prompt = list(prompts[sample.prompt_index])
+        of = whole_logprobs(model, prompt + list(sample.tokens))[len(prompt) - 1 : -1]
+        chosen = of.gather(1, torch.tensor(list(sample.tokens), device=of.device)[:, None])[:, 0]
+        got = torch.tensor(sample.logprobs, device=of.device)
+        assert (chosen - got).abs().max() <= allowed, (sample.prompt_index, sample.index)
