@@ -38,6 +38,6 @@ def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(model: Any
 def test_beams_and_graphs_give_what_beams_without_graphs_do(model: Any) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, 20).tolist() for _ in range(2)]
-    fast = prefixkit.beam_search(model, prompts, num_beams=3, max_new_tokens=12)
-    slow = prefixkit.beam_search(model.to("cpu"), prompts, num_beams=3, max_new_tokens=12)
+    fast = prefixkit.beam_search(model, None, prompts, num_beams=3, max_new_tokens=12)
+    slow = prefixkit.beam_search(model.to("cpu"), None, prompts, num_beams=3, max_new_tokens=12)
     assert [one.tokens for one in fast] == [one.tokens for one in slow]
