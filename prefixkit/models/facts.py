@@ -36,7 +36,7 @@ from prefixkit.ops.arguments import FLOATS
 log = logging.getLogger("prefixkit")
 
 # Of a model whose layers all keep states: steps are planned, and nothing attends.
-_NO_ATTENTION = PlanKind(HeadShape(1, 1, 1, 4), ALL, expands=True)
+_NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False)
 
 # Of each model, by what may change it: what its probe has found.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
@@ -121,7 +121,7 @@ class ModelFacts:
         """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
         states = self.probed.states
         if not self.layers:  # a tree numbers tokens by the slots of pages, so each has one element
-            return KVSpec(((CachedTensor(1, 1),),), torch.float32, self.inner.device, states)
+            return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states)
         layer = self.layers[0]
         return KVSpec(tuple(kind.cached for kind in self.layers if kind.cached), layer.dtype, layer.device, states)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 
+_RERUN = 64  # tokens that run once more as fast as the last one alone, about
 _BATCH = 16  # at least 1 / _BATCH of the slots are freed at once: finding them reads the whole tree
 
 
@@ -110,7 +111,7 @@ class StateSlots:
             in_place = first > 0 and first == node.computed and not prompt and source >= 0
             needed = more or stop < node.length or bool(node.branches)
             wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
-            wanted |= {stop - 1} if prompt and stop - 1 > first else set()
+            wanted |= {stop - 1} if prompt and stop - first > _RERUN else set()
             wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
             at = first
             for offset in [*sorted(wanted), stop]:
