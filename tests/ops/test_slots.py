@@ -15,13 +15,13 @@ CPU = {name: getattr(torch.ops.prefixkit, name) for name in OPS}
 
 
 def kv_append_on_gpu(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    append_on_gpu("kv_append", key, value, k_pages, v_pages, slots)
+    append_on_gpu("kv_append", (key, value), (k_pages, v_pages), slots)
 
 
 def rotary_append_on_gpu(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
-    append_on_gpu("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    append_on_gpu("rotary_append", (rotate(key, cos, sin), value), (k_pages, v_pages), slots)
     return rotate(q, cos, sin)
 
 
