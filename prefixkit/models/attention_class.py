@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from prefixkit.models.layer import LayerCache, LayeredCache
+from prefixkit.models.indexers import indexer_of
+from prefixkit.models.layer import LayerCache, LayeredCache, SelectingLayer
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
 
@@ -178,7 +179,16 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     copy.__dict__[_LAYER] = layer
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False
+    if (found := indexer_of(module)) is not None:
+        name, indexer = found
+        # An attribute of the instance is found before a submodule of that name.
+        copy.__dict__[name] = functools.partial(_select, cast(SelectingLayer, layer), indexer)
     return copy
+
+
+def _select(layer: SelectingLayer, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What an attention module's own code calls in place of its indexer."""
+    return layer.select(indexer, args, kwargs)
 
 
 class _TreeConfig:
@@ -204,6 +214,7 @@ def tree_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
@@ -217,6 +228,7 @@ def tree_attention_forward(
         sliding_window: Tokens that a query sees, itself included; None for all.
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
+        indices: ``[1, T, k]`` the tokens that an indexer has selected for each row; None: it sees all.
         **kwargs: Other keywords of the family; each must be known not to change the result.
 
     Returns:
@@ -229,7 +241,15 @@ def tree_attention_forward(
     if layer is None:
         _refuse_global_use()
     layer.check(key, value, attention_mask)
-    return layer.attend(query, _scale(module, scaling, dropout, kwargs), sliding_window, softcap, s_aux), None
+    scale = _scale(module, scaling, dropout, kwargs)
+    if indices is None:
+        return layer.attend(query, scale, sliding_window, softcap, s_aux), None
+    if not hasattr(layer, "attend_selected"):
+        raise ValueError(
+            f"{type(module).__name__} passed indices of tokens, which {type(layer).__name__} does not take"
+        )
+    selecting = cast(SelectingLayer, layer)
+    return selecting.attend_selected(indices, query, scale, sliding_window, softcap, s_aux), None
 
 
 def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dict[str, Any]) -> float:

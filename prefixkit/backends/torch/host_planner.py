@@ -51,8 +51,8 @@ class BoundPlan:
     ) -> Program:
         """The program for K in pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
 
-        ``v_dim``: the size of V's heads, where it is another; ``expanded``, ``scored``: as :func:`compile_program` takes
-        them.
+        ``v_dim``: the size of V's heads, where it is another; ``expanded``, ``scored``: as
+        :func:`compile_program` takes them.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
