@@ -44,12 +44,14 @@ def _cuda() -> Backend:
 
     append = kv.Append()
     appends = append.kv_append, append.rotary_append, index_append
-    ops = linear_pair, attention.TreeAttention(), kv.advance, sampling.sample
     return Backend(
         "cuda",
         device_planner.planner_for,
         *appends,
-        *ops,
+        linear_pair,
+        attention.TreeAttention(),
+        kv.advance,
+        sampling.sample,
         plan_launch.plan_tree,
         expert_product,
         graph_planning=device_planner.graph_planning,

@@ -245,9 +245,8 @@ def tree_attention_forward(
     if indices is None:
         return layer.attend(query, scale, sliding_window, softcap, s_aux), None
     if not hasattr(layer, "attend_selected"):
-        raise ValueError(
-            f"{type(module).__name__} passed indices of tokens, which {type(layer).__name__} does not take"
-        )
+        names = type(module).__name__, type(layer).__name__
+        raise ValueError("{} passed indices of tokens, which {} does not take".format(*names))
     selecting = cast(SelectingLayer, layer)
     return selecting.attend_selected(indices, query, scale, sliding_window, softcap, s_aux), None
 

@@ -33,7 +33,7 @@ _MOST_PADDING = 2
 def indexer_of(module: nn.Module) -> tuple[str, nn.Module] | None:
     """The indexer of an attention module, by the name that it has there; None where there is none."""
     for name, part in module.__dict__["_modules"].items():
-        if part is not None and is_indexer(type(part)):
+        if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
             return name, part
     return None
 
@@ -194,6 +194,6 @@ def _block(pieces: list[_Piece], tree: StepTree, device: torch.device) -> Block:
     grid = firsts[:, None] + np.minimum(np.arange(rows.max()), rows[:, None] - 1)
     real = np.flatnonzero(np.arange(rows.max()) < rows[:, None])
     slots = np.stack([np.pad(piece.slots, (0, tokens.max() - len(piece.slots)), "edge") for piece in pieces])
-    there = upload([grid.astype(np.int64), real, slots, tree.positions[grid]], device)
-    visible = torch.arange(int(tokens.max()), device=device) <= there[3][..., None]
-    return Block(pieces[0].first, pieces[-1].last, *there[:3], visible)
+    at, flat, of, positions = upload([grid.astype(np.int64), real, slots, tree.positions[grid]], device)
+    visible = torch.arange(int(tokens.max()), device=device) <= positions[..., None]
+    return Block(pieces[0].first, pieces[-1].last, at, flat, of, visible)

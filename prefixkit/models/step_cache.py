@@ -227,14 +227,14 @@ class CacheLayer(Layer):
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """See :class:`SelectingLayer`: the indexer's keys go to the pool, and it scores those of each row's text."""
-        return StepIndexer(self.own, self.step, self.cache.blocks).select(self, indexer, args, kwargs)
+        return StepIndexer(self.own, self.cache.step, self.cache.blocks).select(self, indexer, args, kwargs)
 
     def attend_selected(
         self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """:meth:`attend`, to selected tokens."""
         if indices.shape[2]:
-            positions = self.step.plans[self.own.plan].tree.positions
+            positions = self.cache.step.plans[self.own.plan].tree.positions
             self._selected = selected_of(indices, int(positions.max()) + 1)
         return self.attend(query, scale, window, cap, sinks)
 

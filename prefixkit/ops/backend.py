@@ -116,7 +116,8 @@ class Backend:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, index_append, linear_pair, tree_attention, advance, sample, plan_tree, expert_product: The ops.
+        kv_append, rotary_append, index_append, linear_pair, tree_attention, advance, sample, plan_tree,
+            expert_product: The ops.
         expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
             selected for each query; None where there is none.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
