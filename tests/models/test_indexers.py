@@ -90,6 +90,7 @@ def test_a_cache_goes_on_with_more_text(family, rng):
     given = padded(rng)
 
     def turns(cache: Any) -> torch.Tensor:
+        cache.activate_past_recording()
         ids, mask = given["input_ids"], given["attention_mask"]
         for turn in range(3):
             ids = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache, max_new_tokens=5)
@@ -140,22 +141,30 @@ def test_a_session_saves_what_it_has_computed_and_another_finds_it(family, tmp_p
 
 def test_samples_that_make_way_for_others_come_back(family, rng):
     """With less memory than all need: preempted, their KV and index keys are copied out and back."""
-    model = prefixkit.patch(make_model(family))
+    model, memory = prefixkit.patch(make_model(family)), prefixkit.MemoryPolicy(preemption="swap", headroom=0)
     prompts = [rng.integers(3, VOCAB, 20).tolist() for _ in range(3)]
-    options = {"n": 3, "max_new_tokens": 30, "stop_token_ids": ()}
-    want = prefixkit.generate(model, prompts, **options)
-    pages = 16 * kv_spec(model).bytes_per_token
-    got = prefixkit.generate(model, prompts, kv_budget=14 * pages, **options)
-    assert got.report.preemptions
-    assert [sample.tokens for sample in got] == [sample.tokens for sample in want]
+    found = []
+    for pages in (200, 12):
+        budget = pages * 16 * kv_spec(model).bytes_per_token
+        with prefixkit.Session(model, kv_budget=budget, memory=memory) as session:
+            found.append(session.generate(prompts, n=3, max_new_tokens=30, seed=5, stop_token_ids=()))
+    assert found[1].report.preempted_swapped
+    assert [sample.tokens for sample in found[1]] == [sample.tokens for sample in found[0]]
 
 
 def test_scores_are_the_log_probabilities_of_the_original_model(family, dense_logits, rng):
     model, tokens = make_model(family), rng.integers(3, VOCAB, 30).tolist()
     want = dense_logits(model, tokens).log_softmax(-1)[range(19, 29), tokens[20:]]
-    (score,) = prefixkit.score(prefixkit.patch(model), [tokens[:20]], [[tokens[20:]]])
-    print(score)
-    assert (torch.tensor(score[0].token_logprobs) - want).abs().max() <= 1e-4
+    (score,) = prefixkit.score(prefixkit.patch(model), None, tokens[:20], [tokens[20:]])
+    assert (torch.from_numpy(score.logprobs) - want).abs().max() <= 1e-4
+
+
+def test_a_search_finds_what_the_unpatched_model_finds(family, rng):
+    model, ids = make_model(family), torch.from_numpy(rng.integers(3, VOCAB, (1, 24)))
+    want = generate(model, {"input_ids": ids}, do_sample=False, num_beams=3, max_new_tokens=10)
+    found = prefixkit.beam_search(prefixkit.patch(model), None, ids, num_beams=3, max_new_tokens=10)
+    best = list(found)[0].tokens
+    assert list(best) == want[0, 24 : 24 + len(best)].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -163,8 +172,9 @@ def test_it_errs_no_more_than_the_unpatched_model(family, dtype, drive, dense_lo
     """Against the same weights in float64, over several models: rounding makes each select other tokens now and then."""
     theirs = ours = 0.0
     for seed in range(6):
-        model = make_model(family, seed, num_experts_per_tok=4).to(dtype)
+        model = make_model(family, seed, num_experts_per_tok=4, index_topk=24).to(dtype)
         exact, tokens = copy.deepcopy(model).double(), rng.integers(3, VOCAB, 40).tolist()
+        exact.config._experts_implementation = "eager"  # the default has no float64
         reference, own = dense_logits(exact, tokens).double(), dense_logits(model, tokens).double()
         run = drive(model)
         run.tree.insert(tokens)
