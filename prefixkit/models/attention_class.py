@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from prefixkit.models.indexers import indexer_of
+from prefixkit.models.indexing.indexers import indexer_of
 from prefixkit.models.layer import LayerCache, LayeredCache, SelectingLayer
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode

@@ -23,7 +23,7 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
-from prefixkit.models.indexers import is_indexer
+from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.cache import Probed

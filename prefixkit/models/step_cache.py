@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import EXPAND, layer_number
-from prefixkit.models.index_keys import StepIndexer
-from prefixkit.models.indexers import Block, blocks_of, selected_of
+from prefixkit.models.indexing.index_keys import StepIndexer
+from prefixkit.models.indexing.indexers import Block, blocks_of, selected_of
 from prefixkit.models.layer import Bias, Layer, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep

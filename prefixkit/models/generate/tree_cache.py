@@ -24,7 +24,7 @@ from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.unplaced import compute_again
-from prefixkit.models.index_keys import index_keys_at
+from prefixkit.models.indexing.index_copies import copy_index_keys
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
@@ -278,25 +278,15 @@ class TreeCache(DynamicCache):
         modules = attention_layers(self.model).values() if len(self) else ()
         for layer, module in enumerate(list(modules)[: len(self)]):
             cache.update(*cached_by(module, *self.kv(layer)), layer)
-        self._copy_index_keys(cache)
-
-    def _copy_index_keys(self, cache: Cache) -> None:
-        """Put the keys of indexers into a cache of transformers."""
-        for layer, dtype in self._index_dtypes():
+        if self._steps is not None:
             with self.in_use:
-                assert self._steps is not None, "it has layers"
-                pages, slots = self._steps.store.pool.pages(layer)[-1], self._steps.flushed().slots()
-                keys = index_keys_at(pages, torch.from_numpy(slots).to(pages.device), dtype)
-            cache.update_indexer(keys, layer)
-
-    def _index_dtypes(self) -> list[tuple[int, torch.dtype]]:
-        """The layers that have index keys, and the dtype of these."""
-        kinds = [kind for kind in facts_of(self.model).layers if kind.cached] if len(self) else []
-        return [(layer, kind.index_dtype) for layer, kind in enumerate(kinds) if kind.index_dtype is not None]
+                pool, slots = self._steps.store.pool, self._steps.flushed().slots()
+                copy_index_keys(self._steps.index_dtypes, pool, slots, cache)
 
     def _empty(self) -> DynamicCache:
         """An empty cache of transformers, whose layers take what the model caches."""
-        return DynamicCache(config=text_config(self.model)) if self._index_dtypes() else DynamicCache()
+        indexed = self._steps is not None and self._steps.index_dtypes
+        return DynamicCache(config=text_config(self.model)) if indexed else DynamicCache()
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""

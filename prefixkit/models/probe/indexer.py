@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.indexers import Block, IndexKeys, run_indexer
+from prefixkit.models.indexing.indexers import Block, IndexKeys, run_indexer
 from prefixkit.models.probe.mask import window_of
 
 _KEYS, _MOST_KEYS = 1 << 12, 1 << 16  # of which it must leave some out

@@ -163,13 +163,13 @@ def test_a_search_finds_what_the_unpatched_model_finds(family, rng):
     model, ids = make_model(family), torch.from_numpy(rng.integers(3, VOCAB, (1, 24)))
     want = generate(model, {"input_ids": ids}, do_sample=False, num_beams=3, max_new_tokens=10)
     found = prefixkit.beam_search(prefixkit.patch(model), None, ids, num_beams=3, max_new_tokens=10)
-    best = list(found)[0].tokens
+    best = next(iter(found)).tokens
     assert list(best) == want[0, 24 : 24 + len(best)].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_it_errs_no_more_than_the_unpatched_model(family, dtype, drive, dense_logits, rng):
-    """Against the same weights in float64, over several models: rounding makes each select other tokens now and then."""
+    """Against the same weights in float64, over several models: rounding makes any of them select other tokens."""
     theirs = ours = 0.0
     for seed in range(6):
         model = make_model(family, seed, num_experts_per_tok=4, index_topk=24).to(dtype)

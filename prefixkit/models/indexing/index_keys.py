@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
-from prefixkit.models.indexers import Block, IndexKeys, joined, run_indexer
+from prefixkit.models.indexing.indexers import Block, IndexKeys, joined, run_indexer
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
 

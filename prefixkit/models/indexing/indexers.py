@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs
 
@@ -147,15 +146,18 @@ class _Piece:
     slots: Longs
 
 
-def blocks_of(tree: StepTree, device: torch.device) -> list[Block]:
-    """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them."""
+def blocks_of(tree: StepTree, device: torch.device, most_scores: int = _MOST_SCORES) -> list[Block]:
+    """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
+
+    ``most_scores``: rows times tokens of a block at most, but for a single row.
+    """
     blocks, pieces, scores = list[Block](), list[_Piece](), 0
-    for piece in _pieces(tree):
+    for piece in _pieces(tree, most_scores):
         rows, tokens = piece.last - piece.first, len(piece.slots)
         most = max([rows, *(other.last - other.first for other in pieces)])
         longest = max([tokens, *(len(other.slots) for other in pieces)])
         padded = (len(pieces) + 1) * most * longest
-        if pieces and padded > min(_MOST_SCORES, _MOST_PADDING * (scores + rows * tokens)):
+        if pieces and padded > min(most_scores, _MOST_PADDING * (scores + rows * tokens)):
             blocks.append(_block(pieces, tree, device))
             pieces, scores = [], 0
         pieces.append(piece)
@@ -163,14 +165,14 @@ def blocks_of(tree: StepTree, device: torch.device) -> list[Block]:
     return [*blocks, _block(pieces, tree, device)]
 
 
-def _pieces(tree: StepTree) -> Iterator[_Piece]:
+def _pieces(tree: StepTree, most_scores: int) -> Iterator[_Piece]:
     """Query runs, split where they have too many scores."""
     paths, first, queries = dict[int, Longs](), 0, tree.queries
     for node, begin, end in zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True):
         path = _path(tree, node, paths)
         above, at = int(tree.snapshot.start[node]), begin
         while at < end:
-            stop = min(end, at + max(1, _MOST_SCORES // (above + end)))
+            stop = min(end, at + max(1, most_scores // (above + end)))
             yield _Piece(first, first + stop - at, path[: above + stop])
             first, at = first + stop - at, stop
 
@@ -194,6 +196,7 @@ def _block(pieces: list[_Piece], tree: StepTree, device: torch.device) -> Block:
     grid = firsts[:, None] + np.minimum(np.arange(rows.max()), rows[:, None] - 1)
     real = np.flatnonzero(np.arange(rows.max()) < rows[:, None])
     slots = np.stack([np.pad(piece.slots, (0, tokens.max() - len(piece.slots)), "edge") for piece in pieces])
-    at, flat, of, positions = upload([grid.astype(np.int64), real, slots, tree.positions[grid]], device)
+    arrays = grid.astype(np.int64), real, slots, tree.positions[grid]
+    at, flat, of, positions = (torch.from_numpy(array).to(device) for array in arrays)
     visible = torch.arange(int(tokens.max()), device=device) <= positions[..., None]
     return Block(pieces[0].first, pieces[-1].last, at, flat, of, visible)
