@@ -25,8 +25,12 @@ def rotary_append_on_gpu(
     return rotate(q, cos, sin)
 
 
+def index_append_on_gpu(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
+    append_on_gpu("index_append", (keys,), (pages,), slots)
+
+
 # The way of plain torch on a GPU runs on any device; as on a GPU it reads no slots on the host.
-TORCH = {"kv_append": kv_append_on_gpu, "rotary_append": rotary_append_on_gpu}
+TORCH = {"kv_append": kv_append_on_gpu, "rotary_append": rotary_append_on_gpu, "index_append": index_append_on_gpu}
 BACKENDS = {"cpu": CPU, "torch": TORCH}
 
 
