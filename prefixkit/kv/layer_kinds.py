@@ -12,19 +12,20 @@ from prefixkit.attention.visible import ALL, Visible
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """One tensor that a layer caches: ``[heads, head_dim]`` for each token.
+    """One tensor that a layer caches: ``[heads, head_dim]`` for each token; of no element where a layer of latents has
+    no rotary keys.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: no heads, or a size below 0.
     """
 
     heads: int
     head_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"CachedTensor: {name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("heads", 1), ("head_dim", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"CachedTensor: {name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def size(self) -> int:

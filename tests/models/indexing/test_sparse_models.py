@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 import prefixkit
@@ -226,6 +226,19 @@ def test_index_keys_wider_than_the_pool_keep_all_their_bits():
     assert first.dtype == torch.bfloat16
     assert first.index_dtype == torch.float32
     assert first.cached[-1].head_dim == 2 * 16
+
+
+def test_a_layer_of_latents_may_have_no_rotary_keys(rng):
+    """Mistral Large 4 has such layers, and scales the queries of its indexers by their positions."""
+    if "mistral_large4" not in CONFIG_MAPPING:
+        pytest.skip("a later transformers has it")
+    config = tiny_config("mistral_large4", text_config={"no_rope_layers": [1, 0]})
+    model = tiny_model(config, "", AutoModelForImageTextToText)
+    sizes = [[tensor.head_dim for tensor in kind.cached] for kind in facts_of(model).layers]
+    assert sizes == [[24, 8, 16], [24, 0, 16]]
+    want, got, cache = compared(model, padded(rng), max_new_tokens=12, do_sample=False)
+    assert isinstance(cache, TreeCache)
+    assert torch.equal(got, want)
 
 
 def _unmasked(indexer: Any) -> type:
