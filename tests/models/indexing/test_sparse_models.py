@@ -169,8 +169,8 @@ def test_a_search_finds_what_the_unpatched_model_finds(family, rng):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_it_errs_no_more_than_the_unpatched_model(family, dtype, drive, dense_logits, rng):
-    """Against the same weights in float64, over several models: rounding makes any of them select other tokens."""
-    theirs = ours = 0.0
+    """Against the same weights in float64, at most tokens: rounding makes either select others now and then."""
+    theirs, ours = [], []
     for seed in range(6):
         model = make_model(family, seed, num_experts_per_tok=4, index_topk=24).to(dtype)
         exact, tokens = copy.deepcopy(model).double(), rng.integers(3, VOCAB, 40).tolist()
@@ -179,10 +179,11 @@ def test_it_errs_no_more_than_the_unpatched_model(family, dtype, drive, dense_lo
         run = drive(model)
         run.tree.insert(tokens)
         run.run(25)
-        ours += float((run.logits_of(tokens).double() - reference).norm() ** 2)
-        theirs += float((own - reference).norm() ** 2)
-    print(f"errors {ours**0.5:.3f} on a tree, {theirs**0.5:.3f} without")
-    assert ours**0.5 <= 1.5 * theirs**0.5
+        ours.append((run.logits_of(tokens).double() - reference).norm(dim=1)[24:])
+        theirs.append((own - reference).norm(dim=1)[24:])
+    tree, plain = torch.cat(ours).median(), torch.cat(theirs).median()
+    print(f"errors {tree:.4f} on a tree, {plain:.4f} without")
+    assert tree <= 1.5 * plain
 
 
 def test_a_text_no_longer_than_what_is_selected_attends_as_if_all_was(family, drive, rng):
