@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from prefixkit.models.indexing.indexers import indexer_of
+from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.layer import LayerCache, LayeredCache, SelectingLayer
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
@@ -179,10 +179,10 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     copy.__dict__[_LAYER] = layer
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False
-    if (found := indexer_of(module)) is not None:
-        name, indexer = found
-        # An attribute of the instance is found before a submodule of that name.
-        copy.__dict__[name] = functools.partial(_select, cast(SelectingLayer, layer), indexer)
+    for name, part in module.__dict__["_modules"].items():
+        if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
+            # An attribute of the instance is found before a submodule of that name.
+            copy.__dict__[name] = functools.partial(_select, cast(SelectingLayer, layer), part)
     return copy
 
 

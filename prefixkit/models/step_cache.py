@@ -154,6 +154,7 @@ class CacheLayer(Layer):
         super().__init__(cache.layer_pages[index], cache.step)
         self.cache, self.module, self.index = cache, module, index
         self.appended = False
+        self._indexed = self.own.index_pages is None  # whether index keys are where they should be
         self._selected: Tensor | None = None  # of [T, positions], what each row sees
 
     def update(
@@ -199,6 +200,8 @@ class CacheLayer(Layer):
                 f"StepCache: layer {self.index} attends before {'it' if reads is None else f'layer {reads}'} has "
                 "written KV in this step"
             )
+        if not self._indexed:
+            raise IncompleteStep(f"StepCache: layer {self.index} attends, but its indexer has not run in this step")
         query = self._rounded(query)
         if self.own.kind.plan_kind.plain:
             variant = self.variant(cap, sinks is not None, None if bias is None else bias())
@@ -227,7 +230,9 @@ class CacheLayer(Layer):
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """See :class:`SelectingLayer`: the indexer's keys go to the pool, and it scores those of each row's text."""
-        return StepIndexer(self.own, self.cache.step, self.cache.blocks).select(self, indexer, args, kwargs)
+        found = StepIndexer(self.own, self.cache.step, self.cache.blocks).select(self, indexer, args, kwargs)
+        self._indexed = True
+        return found
 
     def attend_selected(
         self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None

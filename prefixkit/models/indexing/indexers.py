@@ -23,18 +23,11 @@ from torch import Tensor, nn
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs
 
-# Rows times texts' tokens of a block: each head's scores of them are in memory at once, and a mask.
-_MOST_SCORES = 1 << 19
+# Rows times texts' tokens of a block: each head's scores of them are in memory at once, and a mask.  With 64 heads these
+# are 128 MiB on a CPU and 1 GiB on a GPU, which more blocks keep waiting for the host.
+_MOST_SCORES = {"cpu": 1 << 19, "cuda": 1 << 22}
 # Rows times tokens of a block are at most this multiple of those without padding.
 _MOST_PADDING = 2
-
-
-def indexer_of(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The indexer of an attention module, by the name that it has there; None where there is none."""
-    for name, part in module.__dict__["_modules"].items():
-        if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
-            return name, part
-    return None
 
 
 @functools.cache
@@ -146,11 +139,12 @@ class _Piece:
     slots: Longs
 
 
-def blocks_of(tree: StepTree, device: torch.device, most_scores: int = _MOST_SCORES) -> list[Block]:
+def blocks_of(tree: StepTree, device: torch.device, most_scores: int | None = None) -> list[Block]:
     """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
 
-    ``most_scores``: rows times tokens of a block at most, but for a single row.
+    ``most_scores``: rows times tokens of a block at most, but for a single row; None: what suits the device.
     """
+    most_scores = _MOST_SCORES[device.type] if most_scores is None else most_scores
     blocks, pieces, scores = list[Block](), list[_Piece](), 0
     for piece in _pieces(tree, most_scores):
         rows, tokens = piece.last - piece.first, len(piece.slots)

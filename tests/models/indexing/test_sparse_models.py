@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 import prefixkit
 from prefixkit import TreeCache
-from prefixkit.models import UnsupportedModel, facts_of, kv_spec
+from prefixkit.models import IncompleteStep, UnsupportedModel, facts_of, kv_spec
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.generate.generating import BEAMS, SAMPLED, compared, generate
 from tests.models.tiny_families import VOCAB
@@ -271,3 +271,13 @@ def test_an_indexer_that_does_something_else_is_refused(changed, message):
         layer.self_attn.indexer.__class__ = changed(layer.self_attn.indexer)
     with pytest.raises(UnsupportedModel, match=rf"layers\.0\.self_attn .*{message}"):
         kv_spec(model)
+
+
+def test_a_step_in_which_an_indexer_does_not_run_is_refused(drive, rng):
+    """It would leave no index keys for later steps."""
+    run = drive(make_model("glm_moe_dsa", indexer_types=["full", "full"]))
+    run.tree.insert(rng.integers(3, VOCAB, 20).tolist())
+    layers = run.model.model.layers
+    layers[1].self_attn.indexer = None
+    with pytest.raises(IncompleteStep, match="layer 1 attends, but its indexer has not run in this step"):
+        run.run()
