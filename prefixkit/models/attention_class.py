@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.layer import LayerCache, LayeredCache, SelectingLayer
+from prefixkit.models.indexing.plain_layer import attend_selected, select
+from prefixkit.models.layer import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
 
@@ -28,7 +29,6 @@ _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's scales queries by their position in a batch; a tree's own position counts instead.
 SCALES = "attn_temperature_tuning"
-EXPAND = "expand_kv"  # makes K and V of cached latents: multi-head latent attention
 WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
@@ -182,13 +182,8 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     for name, part in module.__dict__["_modules"].items():
         if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
             # An attribute of the instance is found before a submodule of that name.
-            copy.__dict__[name] = functools.partial(_select, cast(SelectingLayer, layer), part)
+            copy.__dict__[name] = functools.partial(select, layer, part)
     return copy
-
-
-def _select(layer: SelectingLayer, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What an attention module's own code calls in place of its indexer."""
-    return layer.select(indexer, args, kwargs)
 
 
 class _TreeConfig:
@@ -242,13 +237,9 @@ def tree_attention_forward(
         _refuse_global_use()
     layer.check(key, value, attention_mask)
     scale = _scale(module, scaling, dropout, kwargs)
-    if indices is None:
-        return layer.attend(query, scale, sliding_window, softcap, s_aux), None
-    if not hasattr(layer, "attend_selected"):
-        names = type(module).__name__, type(layer).__name__
-        raise ValueError("{} passed indices of tokens, which {} does not take".format(*names))
-    selecting = cast(SelectingLayer, layer)
-    return selecting.attend_selected(indices, query, scale, sliding_window, softcap, s_aux), None
+    if indices is not None:
+        return attend_selected(layer, indices, query, scale, sliding_window, softcap, s_aux), None
+    return layer.attend(query, scale, sliding_window, softcap, s_aux), None
 
 
 def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dict[str, Any]) -> float:

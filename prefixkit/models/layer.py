@@ -64,20 +64,6 @@ class LayerCache(Protocol):
         """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi."""
 
 
-class SelectingLayer(LayerCache, Protocol):
-    """The same for an attention module that attends to tokens which an indexer selects, its own or an earlier one."""
-
-    def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``[1, T, k]`` int32: what the module's indexer returns for these arguments, in each row's own text; -1 stands
-        for none, and no index at all for every token.
-        """
-
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """``attend``, to the tokens at ``indices [1, T, k]``, which :meth:`select` has returned."""
-
-
 class LayeredCache(Cache):
     """A cache of which every patched attention module gets a part of its own, for the length of a call.
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.models.attention_class import EXPAND, layer_number
-from prefixkit.models.indexing.index_keys import StepIndexer
-from prefixkit.models.indexing.indexers import Block, blocks_of, selected_of
-from prefixkit.models.layer import Bias, Layer, LayeredCache
+from prefixkit.models.attention_class import layer_number
+from prefixkit.models.indexing.indexers import Block
+from prefixkit.models.indexing.plain_layer import PlainLayer
+from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
-from prefixkit.ops.backend import plain_torch
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -55,7 +54,7 @@ class StepCache(LayeredCache):
         self.position_ids: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
-        self._blocks: list[Block] | None = None
+        self.blocks: dict[int, list[Block]] = {}  # what indexers have made of the step
 
     @property
     def step(self) -> Step:
@@ -74,15 +73,9 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step, self._blocks = step, None
+        self._step, self.blocks = step, {}
         self.position_ids = step.positions[None]
         self.attended = [0] * len(self.attended)
-
-    def blocks(self, plan: int) -> list[Block]:
-        """The step's rows as indexers take them, the same for all layers; ``plan``: the number of one of theirs."""
-        if self._blocks is None:
-            self._blocks = blocks_of(self.step.plans[plan].tree, self.pool.spec.device)
-        return self._blocks
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
@@ -121,7 +114,8 @@ class StepCache(LayeredCache):
     def abandon(self, step: Step | None = None) -> None:
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
-            self._step = self._blocks = self.position_ids = None
+            self._step = self.position_ids = None
+            self.blocks = {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -137,7 +131,7 @@ for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "ba
     setattr(StepCache, _method, partialmethod(_refuse, method=_method))
 
 
-class CacheLayer(Layer):
+class CacheLayer(PlainLayer):
     """One layer's part of a :class:`StepCache`, for the length of one forward call.
 
     The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
@@ -152,10 +146,8 @@ class CacheLayer(Layer):
                 f"{len(cache.attended)} layers; make it with KVPool(kv_spec(model), ...)"
             )
         super().__init__(cache.layer_pages[index], cache.step)
-        self.cache, self.module, self.index = cache, module, index
+        self.cache, self.module, self.index, self.blocks = cache, module, index, cache.blocks
         self.appended = False
-        self._indexed = self.own.index_pages is None  # whether index keys are where they should be
-        self._selected: Tensor | None = None  # of [T, positions], what each row sees
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -200,48 +192,14 @@ class CacheLayer(Layer):
                 f"StepCache: layer {self.index} attends before {'it' if reads is None else f'layer {reads}'} has "
                 "written KV in this step"
             )
-        if not self._indexed:
-            raise IncompleteStep(f"StepCache: layer {self.index} attends, but its indexer has not run in this step")
         query = self._rounded(query)
         if self.own.kind.plan_kind.plain:
             variant = self.variant(cap, sinks is not None, None if bias is None else bias())
-            out = self._attend_plain(query, scale, variant, sinks)
+            out = self.attend_plain(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.index] += 1
         return out
-
-    def _attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
-        """The same, over K and V that the layer's own code makes of what it caches, or to tokens that are selected."""
-        attention = plain_torch().expanded_attention
-        assert attention is not None, "plain torch has it"
-        out = attention(
-            self.scaled(query)[0].transpose(0, 1),
-            self.own.pages,
-            getattr(self.module, EXPAND) if self.own.kind.expands else None,
-            self.step.positions,
-            self.plan,
-            scale,
-            variant,
-            None if sinks is None else sinks.to(query.dtype),
-            self._selected,
-        )[0]
-        return out[None]
-
-    def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """See :class:`SelectingLayer`: the indexer's keys go to the pool, and it scores those of each row's text."""
-        found = StepIndexer(self.own, self.cache.step, self.cache.blocks).select(self, indexer, args, kwargs)
-        self._indexed = True
-        return found
-
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """:meth:`attend`, to selected tokens."""
-        if indices.shape[2]:
-            positions = self.cache.step.plans[self.own.plan].tree.positions
-            self._selected = selected_of(indices, int(positions.max()) + 1)
-        return self.attend(query, scale, window, cap, sinks)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""

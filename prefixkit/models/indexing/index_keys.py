@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
-from prefixkit.models.indexing.indexers import Block, IndexKeys, joined, run_indexer
+from prefixkit.models.indexing.indexers import Block, IndexKeys, blocks_of, joined, run_indexer
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
 
@@ -25,13 +24,13 @@ class StepIndexer:
     Args:
         own: The layer.
         step: The step.
-        blocks: Makes the rows' blocks, for the number of the layer's plan.
+        blocks: The rows as :func:`blocks_of` makes them, by the number of a plan; made for the first layer of a step.
 
     Raises:
         IncompleteStep: the probe of the model has seen no indexer in the layer.
     """
 
-    def __init__(self, own: LayerPages, step: Step, blocks: Callable[[int], list[Block]]) -> None:
+    def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
         kind = own.kind
         if own.index_pages is None or kind.index_dtype is None or kind.selects is None:
             raise IncompleteStep(f"StepCache: layer {own.index} had no indexer when the model was measured")
@@ -43,8 +42,10 @@ class StepIndexer:
         tree = self._step.plans[self._own.plan].tree
         if int(tree.positions.max()) < self._most:
             return self._all(cache, indexer, args, kwargs)
+        if self._own.plan not in self._blocks:
+            self._blocks[self._own.plan] = blocks_of(tree, self._pages.device)
         parts = []
-        for block in self._blocks(self._own.plan):
+        for block in self._blocks[self._own.plan]:
             keys = IndexKeys(partial(self._exchange, block))
             parts.append((block, run_indexer(indexer, args, kwargs, cache, keys, block, _is_empty)))
         return joined(parts)

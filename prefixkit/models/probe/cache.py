@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
-from prefixkit.models.attention_class import EXPAND, SCALES, layer_number, original_class
+from prefixkit.models.attention_class import SCALES, layer_number, original_class
+from prefixkit.models.indexing.plain_layer import EXPAND
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
