@@ -40,7 +40,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
         4,
         "num_attention_heads n_heads n_head num_heads encoder_attention_heads decoder_attention_heads attention_heads "
         "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads mamba_num_heads mamba_n_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_value_heads "
+        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
         "indexer_n_heads linear_num_heads index_local_blocks index_kpool adapter_rank num_mel_bins",
     ),
     (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
@@ -56,6 +56,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
         "hidden_size_per_layer_input moe_latent_size laurel_rank",
     ),
     (24, "kv_lora_rank"),
+    (16, "index_n_heads"),  # the scores of few heads are often all 0, and which of equals are selected is not defined
     (
         16,
         "head_dim dim_head d_kv kv_channels d_head attention_head_size linear_head_dim swa_head_dim index_head_dim "

@@ -20,7 +20,7 @@ def _torch() -> Backend:
         run_program,
     )
 
-    appends = plain_kv.kv_append, plain_kv.rotary_append
+    appends = plain_kv.kv_append, plain_kv.rotary_append, plain_kv.index_append
     return Backend(
         "torch",
         host_planner.planner_for,
@@ -39,14 +39,19 @@ def _torch() -> Backend:
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
+    from prefixkit.backends.torch.plain_kv import index_append
     from prefixkit.backends.torch.products import linear_pair
 
     append = kv.Append()
-    ops = append.kv_append, append.rotary_append, linear_pair, attention.TreeAttention(), kv.advance, sampling.sample
+    appends = append.kv_append, append.rotary_append, index_append
     return Backend(
         "cuda",
         device_planner.planner_for,
-        *ops,
+        *appends,
+        linear_pair,
+        attention.TreeAttention(),
+        kv.advance,
+        sampling.sample,
         plan_launch.plan_tree,
         expert_product,
         graph_planning=device_planner.graph_planning,

@@ -76,7 +76,7 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
-    heads = int(config.num_attention_heads) * widest
+    heads = max(int(layer.num_attention_heads) for layer in _layer_configs(config)) * widest
     size = spec.dtype.itemsize
     # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
@@ -84,6 +84,13 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
     # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
     return activations + logits + 2 * MOST_PARTIAL_BYTES
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """The config of each layer, where they have their own and it does not say what differs; else the config."""
+    if not getattr(config, "per_layer_attributes", None):
+        return [config]
+    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
 def pages_per_run(params: SamplingParams | BeamParams, page_size: int) -> int:

@@ -40,7 +40,7 @@ class KVSpec:
     states: States = ()
 
     def __post_init__(self) -> None:
-        if not self.layers or not all(self.layers):
+        if not self.layers or not all(sum(tensor.size for tensor in cached) for cached in self.layers):
             raise ValueError(f"KVSpec: layers must each cache a tensor, and be at least one, got {self.layers}")
         if self.dtype not in FLOATS:
             raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, FLOATS))}, got {self.dtype}")

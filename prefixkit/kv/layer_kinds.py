@@ -12,19 +12,20 @@ from prefixkit.attention.visible import ALL, Visible
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """One tensor that a layer caches: ``[heads, head_dim]`` for each token.
+    """One tensor that a layer caches: ``[heads, head_dim]`` for each token; of no element where a layer of latents has
+    no rotary keys.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: no heads, or a size below 0.
     """
 
     heads: int
     head_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"CachedTensor: {name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("heads", 1), ("head_dim", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"CachedTensor: {name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def size(self) -> int:
@@ -37,11 +38,19 @@ class CachedTensor:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """Layers of one plan: attention heads, what queries see, and whether K and V are made while attention runs."""
+    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, and whether
+    each query sees tokens that are selected for it.
+    """
 
     shape: HeadShape
     visible: Visible
     expands: bool
+    selects: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain torch alone computes it."""
+        return self.expands or self.selects
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,16 @@ class LayerKind:
         heads: Query heads; those of this process under tensor parallelism, as all heads here.
         kv_heads: KV heads that it attends over.
         k_dim, v_dim: Elements of a head of K and of V that it attends over.
-        cached: The tensors that it caches: K and V, or a latent and rotary keys.  Empty where it ``reads`` others.
+        cached: The tensors that it caches: K and V, or a latent and rotary keys, and the keys of its indexer.  Empty
+            where it ``reads`` others.
         dtype: Of what is cached.
         device: Where that is made.
         visible: Which tokens a query sees.
         expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
         reads: The layer whose cached tensors it attends over; None for its own.
+        selects: Of how many tokens, that an indexer selects for it, a query sees at most; None: it sees all.
+        index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
+            numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
     """
 
@@ -72,19 +85,29 @@ class LayerKind:
     expands: bool = False
     reads: int | None = None
     temperature: tuple[float, float] | None = None
+    selects: int | None = None
+    index_dtype: torch.dtype | None = None
+
+    @property
+    def attended(self) -> int:
+        """How many of the cached tensors are K and V, or make them: the first ones."""
+        return len(self.cached) - (self.index_dtype is not None)
 
     @property
     def plan_kind(self) -> PlanKind:
         """What a plan for it must be made for."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
         shape = HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
-        return PlanKind(shape, self.visible, self.expands)
+        return PlanKind(shape, self.visible, self.expands, self.selects is not None)
 
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"
         text = f"{self.heads} query and {self.kv_heads} KV heads of {size}, {self.dtype} on {self.device}"
         if self.expands:
-            text += f", made of {' and '.join(map(str, self.cached))}"
+            text += f", made of {' and '.join(map(str, self.cached[: self.attended]))}"
+        if self.selects is not None:
+            by = "an earlier layer" if self.index_dtype is None else f"index keys of {self.cached[-1]}"
+            text += f", of {self.selects} tokens selected by {by}"
         if self.reads is not None:
             text += f", reading layer {self.reads}"
         return text + (f", {self.visible}" if self.visible != ALL else "")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from prefixkit.models.indexing.indexers import is_indexer
+from prefixkit.models.indexing.plain_layer import attend_selected, select
 from prefixkit.models.layer import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
@@ -30,7 +32,6 @@ _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's scales queries by their position in a batch; a tree's own position counts instead.
 SCALES = "attn_temperature_tuning"
-EXPAND = "expand_kv"  # makes K and V of cached latents: multi-head latent attention
 WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
@@ -181,6 +182,10 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     copy.__dict__[_LAYER] = layer
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False
+    for name, part in module.__dict__["_modules"].items():
+        if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
+            # An attribute of the instance is found before a submodule of that name.
+            copy.__dict__[name] = functools.partial(select, layer, part)
     return copy
 
 
@@ -207,6 +212,7 @@ def tree_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
@@ -220,6 +226,7 @@ def tree_attention_forward(
         sliding_window: Tokens that a query sees, itself included; None for all.
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
+        indices: ``[1, T, k]`` the tokens that an indexer has selected for each row; None: it sees all.
         **kwargs: Other keywords of the family; each must be known not to change the result.
 
     Returns:
@@ -232,7 +239,10 @@ def tree_attention_forward(
     if layer is None:
         _refuse_global_use()
     layer.check(key, value, attention_mask)
-    return layer.attend(query, _scale(module, scaling, dropout, kwargs), sliding_window, softcap, s_aux), None
+    scale = _scale(module, scaling, dropout, kwargs)
+    if indices is not None:
+        return attend_selected(layer, indices, query, scale, sliding_window, softcap, s_aux), None
+    return layer.attend(query, scale, sliding_window, softcap, s_aux), None
 
 
 def _scale(module: nn.Module, scaling: float | None, dropout: float, others: dict[str, Any]) -> float:

@@ -25,6 +25,7 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
+from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.cache import Probed
@@ -211,7 +212,9 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
                 continue
             parts = module.__dict__
             inside += parts["_modules"].values()
-            found.append(original_class(module))
+            found.append(cls := original_class(module))
+            if is_indexer(cls):  # type: ignore[arg-type]  # classes hash
+                found += plain_numbers(module)
             for tensor in (*parts["_parameters"].values(), *parts["_buffers"].values()):
                 found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]

@@ -20,12 +20,14 @@ class LayerPages:
         kind: Its kind.
         plan: Which of a step's plans is for it.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
+        index_pages: That of its indexer's keys; None where it has no indexer.
     """
 
     index: int
     kind: LayerKind
     plan: int
     pages: tuple[Tensor, ...]
+    index_pages: Tensor | None = None
 
 
 def layer_pages(
@@ -35,12 +37,12 @@ def layer_pages(
     names = range(len(kinds)) if numbers is None else numbers
     number = iter(range(len(kinds)))
     own = {index: next(number) for index, kind in enumerate(kinds) if kind.cached}
-    return [
-        LayerPages(
-            names[index],
-            kind,
-            plan_kinds.index(kind.plan_kind),
-            pool.pages(own[index if kind.reads is None else kind.reads]),
-        )
-        for index, kind in enumerate(kinds)
-    ]
+
+    def of(index: int, kind: LayerKind) -> LayerPages:
+        read = index if kind.reads is None else kind.reads
+        pages = pool.pages(own[read])
+        index_pages = None if kind.index_dtype is None else pages[-1]
+        plan = plan_kinds.index(kind.plan_kind)
+        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages)
+
+    return [of(index, kind) for index, kind in enumerate(kinds)]

@@ -183,7 +183,7 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
     spec, made = facts.spec, list[Planner]()
     for kind in facts.plan_kinds:
         backend = backend_for(spec.device)
-        if kind.expands and backend.name != "torch":
+        if kind.plain and backend.name != "torch":
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
     return tuple(made)
@@ -220,6 +220,8 @@ def runner_of(
     plain = ModelRunner(model, pool, call=call, facts=facts)
     if device.type == "cuda" and any(kind.expands for kind in facts.layers):
         log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
+    if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
+        log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
     counts = Counter(kind.plan_kind for kind in facts.layers)
     layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
     if compiled and facts.spec.states:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.models.attention_class import EXPAND, layer_number, original_class
-from prefixkit.models.layer import Bias, Layer, LayeredCache
+from prefixkit.models.attention_class import layer_number, original_class
+from prefixkit.models.indexing.indexers import Block
+from prefixkit.models.indexing.plain_layer import PlainLayer
+from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
-from prefixkit.ops.backend import plain_torch
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -69,6 +70,7 @@ class StepCache(LayeredCache):
         self.position_ids: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
+        self.blocks: dict[int, list[Block]] = {}  # what indexers have made of the step
 
     @property
     def step(self) -> Step:
@@ -87,7 +89,7 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step = step
+        self._step, self.blocks = step, {}
         self.position_ids = step.positions[None]
         self.attended = [0] * len(self.attended)
 
@@ -135,6 +137,7 @@ class StepCache(LayeredCache):
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
             self._step = self.position_ids = None
+            self.blocks = {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -150,7 +153,7 @@ for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "ba
     setattr(StepCache, _method, partialmethod(_refuse, method=_method))
 
 
-class CacheLayer(Layer):
+class CacheLayer(PlainLayer):
     """One layer's part of a :class:`StepCache`, for the length of one forward call.
 
     The original attention ``forward`` receives it as its cache and calls :meth:`update`; then our attention function
@@ -166,7 +169,7 @@ class CacheLayer(Layer):
             )
         self.place = cache.places[index]
         super().__init__(cache.layer_pages[self.place], cache.step)
-        self.cache, self.module, self.index = cache, module, index
+        self.cache, self.module, self.index, self.blocks = cache, module, index, cache.blocks
         self.appended = False
 
     def update(
@@ -213,29 +216,13 @@ class CacheLayer(Layer):
                 "written KV in this step"
             )
         query = self._rounded(query)
-        if self.own.kind.expands:
+        if self.own.kind.plan_kind.plain:
             variant = self.variant(cap, sinks is not None, None if bias is None else bias())
-            out = self._attend_expanded(query, scale, variant, sinks)
+            out = self.attend_plain(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.place] += 1
         return out
-
-    def _attend_expanded(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
-        """The same, over K and V that the layer's own code makes of what it caches."""
-        attention = plain_torch().expanded_attention
-        assert attention is not None, "plain torch has it"
-        out = attention(
-            self.scaled(query)[0].transpose(0, 1),
-            self.own.pages,
-            getattr(self.module, EXPAND),
-            self.step.positions,
-            self.plan,
-            scale,
-            variant,
-            None if sinks is None else sinks.to(query.dtype),
-        )[0]
-        return out[None]
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`StepCache.run_state`, of a module inside an attention module."""

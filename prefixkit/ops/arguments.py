@@ -77,6 +77,18 @@ def check_append(
         _expect_like(k_pages, op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim))
 
 
+def check_index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Arguments of ``index_append``."""
+    op = "index_append"
+    expect(op, "pages", pages, "[pages, page_size, heads, dim]", pages.ndim == 4, FLOATS)
+    if pages.stride(3) != 1:
+        raise BadShape(f"{op}: pages must have stride 1 over dim, got strides {list(pages.stride())}")
+    check_slots(op, "slots", slots, pages.device)
+    shape = (slots.shape[0], *pages.shape[2:])
+    expected = f"{list(shape)} (slots, then heads and dim of the pages)"
+    _expect_like(pages, op, "keys", keys, expected, tuple(keys.shape) == shape)
+
+
 def _expect_like(pages: Tensor, op: str, name: str, tensor: Tensor, shape: str, fits: bool) -> None:
     expect(op, name, tensor, shape, fits, (pages.dtype,), pages.device, " like the pages")
 
@@ -135,6 +147,12 @@ def check_expanded(
             raise BadShape(f"{op}: {name} must have stride 1 over dim, got strides {list(pages.stride())}")
     _expect_like(first, op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
     _check_rows(op, q, q_positions, variant, sinks)
+
+
+def check_selected(op: str, selected: Tensor, q: Tensor) -> None:
+    """``selected``: which positions each row of q sees."""
+    fits = selected.ndim == 2 and selected.shape[0] == q.shape[0]
+    expect(op, "selected", selected, f"[{q.shape[0]}, positions] (rows of q)", fits, (torch.bool,), q.device)
 
 
 def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None) -> None:

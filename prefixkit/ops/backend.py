@@ -116,8 +116,10 @@ class Backend:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, linear_pair, tree_attention, advance, sample, plan_tree, expert_product: The ops.
-        expanded_attention: Attention over K and V that a function makes of what is cached; None where there is none.
+        kv_append, rotary_append, index_append, linear_pair, tree_attention, advance, sample, plan_tree,
+            expert_product: The ops.
+        expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
+            selected for each query; None where there is none.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
         expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
@@ -128,6 +130,7 @@ class Backend:
     planner_for: PlannerFor
     kv_append: Callable[..., None]
     rotary_append: Callable[..., Tensor]
+    index_append: Callable[..., None]
     linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
     advance: Callable[..., None]

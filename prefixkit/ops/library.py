@@ -69,6 +69,20 @@ def rotary_append(
     return q.new_empty(q.shape)
 
 
+def index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Write what a layer caches beside K and V: the index keys by which it selects tokens.
+
+    Args:
+        keys: ``[T, heads, dim]`` in the pages' dtype.
+        pages: ``[pages, page_size, heads, dim]``, written in place.
+        slots: As ``kv_append`` takes them.
+
+    Raises:
+        IndexError: as ``kv_append``.
+    """
+    arguments.check_index_append(keys, pages, slots)
+
+
 def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
     """Products with two weights of one shape that lie one after the other: as one product where rows are few.
 
@@ -311,6 +325,7 @@ _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-
 _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] | None], ...] = (
     (kv_append, ("k_pages", "v_pages"), None),
     (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
+    (index_append, ("pages",), None),
     (linear_pair, (), _refuse_gradients),
     (tree_attention, (), None),
     (advance, ("length", "tokens", "positions", "slots"), advance),

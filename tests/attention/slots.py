@@ -35,7 +35,7 @@ WRONG = {
     "as low as it gets": [7, -(2**63), 9],
     "no row is good": [32, -3],
 }
-OPS = ("kv_append", "rotary_append")
+OPS = ("kv_append", "rotary_append", "index_append")
 
 Append = Callable[..., Any]
 
@@ -56,10 +56,13 @@ class Appended:
         self.rotated: Tensor | None = None
 
     def by(self, name: str, append: Append) -> None:
-        """Run ``kv_append`` or ``rotary_append``."""
+        """Run one of the ops; ``index_append`` once for K and once for V."""
         q, key, value = self.rows
         if name == "kv_append":
             append(key, value, self.k, self.v, self.slots)
+        elif name == "index_append":
+            append(key, self.k, self.slots)
+            append(value, self.v, self.slots)
         else:
             self.rotated = append(q, key, value, self.cos, self.sin, self.k, self.v, self.slots)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.kv.kv_pool import KVPool, KVSpec, spec_of_alike
+from prefixkit.kv.layer_kinds import CachedTensor
 
 
 def filled(pool: KVPool) -> KVPool:
@@ -117,7 +118,8 @@ def test_a_pool_takes_no_memory_until_it_is_written() -> None:
     ("make", "message"),
     [
         (lambda: spec_of_alike(0, 3, 64), "layers must each cache"),
-        (lambda: spec_of_alike(2, 3, 0), "head_dim must be at least 1"),
+        (lambda: spec_of_alike(2, 3, 0), "layers must each cache"),
+        (lambda: spec_of_alike(2, 3, -1), "head_dim must be at least 0"),
         (lambda: spec_of_alike(2, 3, 64, torch.float64), "dtype must be one of"),
         (lambda: KVPool(spec_of_alike(2, 3, 64), 0), "num_pages must be at least 1"),
         (lambda: KVPool(spec_of_alike(2, 3, 64), 5, 129), "page_size must be 1 to 128"),
@@ -167,3 +169,24 @@ def test_kv_that_was_read_is_written_where_it_is_wanted(page_size: int) -> None:
                 pool.pages(layer)[1].fill_(torch.nan)
             pool.write(there, given, places)
             torch.testing.assert_close(torch.cat(pool.read(there)), kv[places], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dims", [(6, 4, 5), (6, 0), (6, 0, 5)], ids=str)
+def test_any_number_of_tensors_of_any_size_is_read_written_and_copied(dims: tuple[int, ...]) -> None:
+    """A latent, rotary keys, of which there may be none, and index keys."""
+    spec = KVSpec((tuple(CachedTensor(1, dim) for dim in dims),) * 2)
+    pool, other = KVPool(spec, 4, 4), KVPool(spec, 3, 4)
+    rng = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        for pages in pool.pages(layer):
+            pages.copy_(torch.randn(pages.shape, generator=rng))
+    slots, there = np.array([3, 4, 9]), np.array([1, 0, 7])
+    parts = pool.read(slots)
+    assert [part.shape for part in parts] == [(3, 2 * sum(dims))]
+    other.write(there, parts, np.arange(3))
+    copied = KVPool(spec, 3, 4)
+    copied.copy(slots, there, pool)
+    for layer in range(2):
+        for mine, others, copies in zip(*(of.pages(layer) for of in (pool, other, copied)), strict=True):
+            for found in (others, copies):
+                assert torch.equal(found.flatten(0, 1)[there], mine.flatten(0, 1)[slots])

@@ -57,6 +57,33 @@ def test_opcheck_kv_append(dtype: torch.dtype, slots: tuple[int, ...], gradient:
     torch.library.opcheck(ops.kv_append.default, (key.requires_grad_(gradient), value, *pages(dtype), where))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [(3, 31, 0), ()])
+def test_opcheck_index_append(dtype: torch.dtype, slots: tuple[int, ...]) -> None:
+    where = torch.tensor(slots, dtype=torch.int64)
+    torch.library.opcheck(ops.index_append.default, (torch.randn(len(slots), 2, 16).to(dtype), pages(dtype)[0], where))
+
+
+@pytest.mark.parametrize(
+    ("keys", "of", "error", "message"),
+    [
+        (torch.zeros(3, 2, 8), torch.zeros(4, 8, 2, 16), BadShape, r"keys must have shape \[3, 2, 16\]"),
+        (torch.zeros(3, 16), torch.zeros(4, 8, 2, 16), BadShape, r"keys must have shape \[3, 2, 16\]"),
+        (
+            torch.zeros(3, 2, 16).half(),
+            torch.zeros(4, 8, 2, 16),
+            BadDtype,
+            r"keys must be torch.float32 like the pages",
+        ),
+        (torch.zeros(3, 2, 16), torch.zeros(4, 8, 32), BadShape, r"pages must have shape \[pages, page_size, heads"),
+        (torch.zeros(3, 2, 16), torch.zeros(4, 8, 16, 2).mT, BadShape, r"pages must have stride 1 over dim"),
+    ],
+)
+def test_index_append_says_what_is_wrong(keys: Tensor, of: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"index_append: {message}"):
+        ops.index_append(keys, of, torch.arange(3))
+
+
 # With gradients the AOT check runs the backward and compares it with eager's; ours refuses in both, which
 # test_gradients_are_refused_by_name checks instead.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -15,18 +15,22 @@ CPU = {name: getattr(torch.ops.prefixkit, name) for name in OPS}
 
 
 def kv_append_on_gpu(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    append_on_gpu("kv_append", key, value, k_pages, v_pages, slots)
+    append_on_gpu("kv_append", (key, value), (k_pages, v_pages), slots)
 
 
 def rotary_append_on_gpu(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
-    append_on_gpu("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    append_on_gpu("rotary_append", (rotate(key, cos, sin), value), (k_pages, v_pages), slots)
     return rotate(q, cos, sin)
 
 
+def index_append_on_gpu(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
+    append_on_gpu("index_append", (keys,), (pages,), slots)
+
+
 # The way of plain torch on a GPU runs on any device; as on a GPU it reads no slots on the host.
-TORCH = {"kv_append": kv_append_on_gpu, "rotary_append": rotary_append_on_gpu}
+TORCH = {"kv_append": kv_append_on_gpu, "rotary_append": rotary_append_on_gpu, "index_append": index_append_on_gpu}
 BACKENDS = {"cpu": CPU, "torch": TORCH}
 
 

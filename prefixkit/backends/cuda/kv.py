@@ -49,7 +49,7 @@ class Append:
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
             if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
-                return append_on_gpu("kv_append", key, value, k_pages, v_pages, slots)
+                return append_on_gpu("kv_append", (key, value), (k_pages, v_pages), slots)
             if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
                 return self.kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
             prepared = self._appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))

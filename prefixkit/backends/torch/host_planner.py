@@ -47,10 +47,12 @@ class BoundPlan:
         v_dim: int | None = None,
         *,
         expanded: bool = False,
+        scored: bool = False,
     ) -> Program:
         """The program for K in pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
 
-        ``v_dim``: the size of V's heads, where it is another; ``expanded``: as :func:`compile_program` takes it.
+        ``v_dim``: the size of V's heads, where it is another; ``expanded``, ``scored``: as
+        :func:`compile_program` takes them.
 
         Raises:
             IndexError: the tree names a slot that the pool does not have.
@@ -58,12 +60,20 @@ class BoundPlan:
         on_cpu = device.type == "cpu"
         costs = tuning.CPU if on_cpu else tuning.GPU
         v_dim = pool_shape[3] if v_dim is None else v_dim
-        signature = (*pool_shape, heads, dtype, device, key, v_dim, expanded, costs)
+        signature = (*pool_shape, heads, dtype, device, key, v_dim, expanded, scored, costs)
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, v_dim, tuning=costs)
             program = compile_program(
-                self.plan, self.tree, num_pages, layer, lookup(key), dtype, on_cpu=on_cpu, expanded=expanded
+                self.plan,
+                self.tree,
+                num_pages,
+                layer,
+                lookup(key),
+                dtype,
+                on_cpu=on_cpu,
+                expanded=expanded,
+                scored=scored,
             )
             self._programs[signature] = program if on_cpu else program.to(device)
         return self._programs[signature]

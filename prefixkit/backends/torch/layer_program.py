@@ -65,6 +65,7 @@ def compile_program(
     *,
     on_cpu: bool,
     expanded: bool = False,
+    scored: bool = False,
 ) -> Program:
     """The program of a step's plan for one pool, one set of heads and one variant.
 
@@ -77,6 +78,7 @@ def compile_program(
         on_cpu: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone, and
             reads float32 keys where they lie.  Else it is for plain torch on a GPU, and runs on tensors of any device.
         expanded: K and V are computed from what the pages hold, for each call.
+        scored: Scores are computed in plain torch whatever the variant, for each row has a mask of its own.
 
     Raises:
         IndexError: a node names a slot that the pool does not have.
@@ -84,7 +86,8 @@ def compile_program(
     # torch's kernel takes K and V of one size.  Padding them costs more than scores in memory do: one row of 16 heads
     # of 192 and 128 on 1,000 keys takes 2,335 us, and 969 with scores.  But scores go with blocks of few rows, and K
     # and V would be expanded again for each.
-    flash = on_cpu and variant.score_mod is None and (expanded or heads.value_dim == heads.head_dim)
+    one_size = expanded or heads.value_dim == heads.head_dim
+    flash = on_cpu and not scored and variant.score_mod is None and one_size
     scored = not flash or variant.mask_mod is not None
     positions = tree.positions
     tiles = make_tiles(plan, tree, variant.visible, heads.tuning.scored_rows if scored else None)

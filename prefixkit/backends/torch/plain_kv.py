@@ -1,7 +1,8 @@
-"""``kv_append``, ``rotary_append`` and ``advance`` in plain torch; see the ops for their contract."""
+"""``kv_append``, ``rotary_append``, ``index_append`` and ``advance`` in plain torch; see the ops for their contract."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,21 @@ import torch
 from torch import Tensor
 
 from prefixkit.checking import checked
-from prefixkit.ops.arguments import check_append, check_append_slots, check_rotary
+from prefixkit.ops.arguments import check_append, check_append_slots, check_index_append, check_rotary
 
 
 @torch.no_grad()
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """``kv_append``."""
     check_append(key, value, k_pages, v_pages, slots)
-    _append("kv_append", key, value, k_pages, v_pages, slots)
+    _append("kv_append", (key, value), (k_pages, v_pages), slots)
+
+
+@torch.no_grad()
+def index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """``index_append``."""
+    check_index_append(keys, pages, slots)
+    _append("index_append", (keys,), (pages,), slots)
 
 
 @torch.no_grad()
@@ -25,7 +33,7 @@ def rotary_append(
 ) -> Tensor:
     """``rotary_append``."""
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
-    _append("rotary_append", rotate(key, cos, sin), value, k_pages, v_pages, slots)
+    _append("rotary_append", (rotate(key, cos, sin), value), (k_pages, v_pages), slots)
     return rotate(q, cos, sin)
 
 
@@ -44,12 +52,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x32 * cos.float()[:, None] + rotated * sin.float()[:, None]).to(x.dtype).contiguous()
 
 
-def _append(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    (_append_on_cpu if slots.device.type == "cpu" else append_on_gpu)(op, key, value, k_pages, v_pages, slots)
+def _append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
+    (_append_on_cpu if slots.device.type == "cpu" else append_on_gpu)(op, states, pages, slots)
 
 
-def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    num_slots = k_pages.shape[0] * k_pages.shape[1]
+def _append_on_cpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
+    num_slots = pages[0].shape[0] * pages[0].shape[1]
     # Plus one, and seen as unsigned, only what is neither -1 nor a slot lies above num_slots; and -1 is 0.
     shifted = slots.numpy().view(np.uint64) + np.uint64(1)
     if len(shifted) and int(shifted.max()) > num_slots:
@@ -59,21 +67,21 @@ def _append_on_cpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages
         )
     if not shifted.all():
         rows = torch.from_numpy(np.flatnonzero(shifted))
-        key, value, slots = key[rows], value[rows], slots[rows]
-    for pages, values in ((k_pages, key), (v_pages, value)):
-        page_size = pages.shape[1]
-        if pages.stride(0) == page_size * pages.stride(1):  # token-major: slots are rows of one matrix
-            pages.flatten(0, 1).index_copy_(0, slots, values)
+        states, slots = [of[rows] for of in states], slots[rows]
+    for each, values in zip(pages, states, strict=True):
+        page_size = each.shape[1]
+        if each.stride(0) == page_size * each.stride(1):  # token-major: slots are rows of one matrix
+            each.flatten(0, 1).index_copy_(0, slots, values)
         else:
-            pages[slots // page_size, slots % page_size] = values
+            each[slots // page_size, slots % page_size] = values
 
 
-def append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def append_on_gpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
     """Write rows to their slots, on any device; the host does not wait to learn which rows have one."""
-    tokens, page_size = slots.shape[0], k_pages.shape[1]
-    num_slots = k_pages.shape[0] * page_size
+    tokens, page_size = slots.shape[0], pages[0].shape[1]
+    num_slots = pages[0].shape[0] * page_size
     if checked():
-        check_append_slots(op, slots, k_pages)
+        check_append_slots(op, slots, pages[0])
     if not tokens or not num_slots:
         return
     valid = (slots >= 0) & (slots < num_slots)
@@ -83,8 +91,8 @@ def append_on_gpu(op: str, key: Tensor, value: Tensor, k_pages: Tensor, v_pages:
     row = torch.where(valid, torch.arange(tokens, device=slots.device), some)
     slot = torch.where(writes, slots[row], 0)
     where = (slot // page_size, slot % page_size)
-    for pages, rows in ((k_pages, key), (v_pages, value)):
-        pages.index_put_(where, torch.where(writes[:, None, None], rows[row], pages[0, 0]))
+    for each, values in zip(pages, states, strict=True):
+        each.index_put_(where, torch.where(writes[:, None, None], values[row], each[0, 0]))
 
 
 def advance(*arguments: Any) -> None:

@@ -88,6 +88,13 @@ def gather(call: Call, pages: Tensor) -> Tensor:
     return keys.reshape(call.batch, call.length, kv_heads, head_dim).transpose(1, 2)
 
 
+def read_kv(call: Call, k_pages: Tensor, v_pages: Tensor, *, on_cpu: bool) -> tuple[Tensor, Tensor]:
+    """K and V of a call as the pages hold them; float32 on a CPU."""
+    if on_cpu:
+        return read_keys(call, k_pages, 0), read_keys(call, v_pages, 1)
+    return gather(call, k_pages), gather(call, v_pages)
+
+
 def expand_keys(
     call: Call, cached: Sequence[Tensor], expand: Expand, heads: Heads, *, on_cpu: bool
 ) -> tuple[Tensor, Tensor]:

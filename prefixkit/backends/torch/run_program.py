@@ -12,9 +12,9 @@ from prefixkit.backends.torch.attention_calls import Call, Positions
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import State, pick, run_merge
-from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, expand_keys, gather, read_keys
+from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded
+from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_selected
 from prefixkit.ops.backend import NotCapturable
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
@@ -42,14 +42,16 @@ def tree_attention(
 def expanded_attention(
     q: Tensor,
     cached: Sequence[Tensor],
-    expand: Expand,
+    expand: Expand | None,
     q_positions: Tensor,
     plan: Sequence[Tensor] | BoundPlan,
     scale: float,
     variant: str,
     sinks: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over K and V that are computed from what the pool holds, such as latents.
+    """Attention over K and V that are computed from what the pool holds, such as latents, or of tokens that are
+    selected for each query.
 
     ``expand`` is called for each kernel call, on the tokens that it reads: so a shared node is expanded once a step,
     and no more than one call's K and V are in memory.
@@ -58,10 +60,12 @@ def expanded_attention(
         q: ``[T, heads, k_dim]`` in the pages' dtype.
         cached: ``[pages, page_size, heads_i, dim_i]`` each, pages as the pool holds them.
         expand: K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of n tokens whose cached tensors are
-            ``[1, heads_i, n, dim_i]``.
+            ``[1, heads_i, n, dim_i]``.  None: ``cached`` are the pages of K and V.
         q_positions, scale, variant, sinks: As ``tree_attention`` takes them.
         plan: ``Step.plan`` of a planner for plain torch, which was made for the heads of K and V that ``expand``
             returns.
+        selected: ``[T, positions]`` bool: which positions of its sequence each query sees, of those that it would see;
+            None for all.
 
     Returns:
         As ``tree_attention``: ``out [T, heads, v_dim]`` and ``lse [T, heads]``.
@@ -78,16 +82,21 @@ def expanded_attention(
         planned = "no heads" if shape is None else f"{shape.heads} heads of {shape.head_dim}"
         raise BadShape(f"{op}: q has {q.shape[1]} heads of {q.shape[2]}, but the plan was made for {planned}")
     pool = (*cached[0].shape[:2], shape.kv_heads, shape.head_dim)
-    program = bound.program(pool, shape.heads, q.dtype, q.device, variant, shape.value_dim, expanded=True)
+    if selected is not None:
+        check_selected(op, selected, q)
+    kinds = {"expanded": expand is not None, "scored": selected is not None}
+    program = bound.program(pool, shape.heads, q.dtype, q.device, variant, shape.value_dim, **kinds)
     if program.on_cpu:
         for index, pages in enumerate(cached):
             check_layout(op, f"cached[{index}]", pages)
 
     def read(call: Call) -> tuple[Tensor, Tensor]:
+        if expand is None:
+            return read_kv(call, *cached, on_cpu=program.on_cpu)
         return expand_keys(call, cached, expand, program.heads, on_cpu=program.on_cpu)
 
     with torch.no_grad():
-        return _finish(program, q, read, scale, modifier, sinks)
+        return _finish(program, q, read, scale, modifier, sinks, selected)
 
 
 def _bound(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
@@ -121,24 +130,36 @@ def run_program(
             check_layout("tree_attention", name, pages)
 
     def read(call: Call) -> tuple[Tensor, Tensor]:
-        if program.on_cpu:
-            return read_keys(call, k_pages, 0), read_keys(call, v_pages, 1)
-        return gather(call, k_pages), gather(call, v_pages)
+        return read_kv(call, k_pages, v_pages, on_cpu=program.on_cpu)
 
     with torch.no_grad():
         return _finish(program, q, read, scale, variant, sinks)
 
 
 def _finish(
-    program: Program, q: Tensor, read: Read, scale: float, variant: Variant, sinks: Tensor | None
+    program: Program,
+    q: Tensor,
+    read: Read,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The program's result in q's dtype; what it computes on a CPU is float32."""
     sinks = None if sinks is None else sinks.to(torch.float32)
-    state = _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks)
+    state = _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, selected)
     return state.out.to(q.dtype), state.lse
 
 
-def _run(program: Program, q: Tensor, read: Read, scale: float, variant: Variant, sinks: Tensor | None) -> State:
+def _run(
+    program: Program,
+    q: Tensor,
+    read: Read,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None,
+    selected: Tensor | None,
+) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads = program.heads
     q = grouped = q.contiguous()
@@ -152,7 +173,8 @@ def _run(program: Program, q: Tensor, read: Read, scale: float, variant: Variant
         count = call.batch * call.rows
         rows = pick(grouped if call.grouped else q, call.row, count)
         if call.positions is not None:
-            out, lse = _scored(call, call.positions, variant.score_mod, numbers, rows, k, v, heads, scale)
+            shown = _shown(call, call.positions, selected)
+            out, lse = _scored(call, call.positions, shown, variant.score_mod, numbers, rows, k, v, heads, scale)
         else:
             out, lse = _kernel(call, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
@@ -194,9 +216,19 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: fl
     return out[..., : heads.value_dim], lse
 
 
+def _shown(call: Call, positions: Positions, selected: Tensor | None) -> Tensor | None:
+    """What a call's queries see, broadcast to ``[batch, heads, rows, length]``; None for all."""
+    if selected is None:
+        return call.mask
+    mine = pick(selected, call.row, call.batch * call.rows).view(call.batch, 1, call.rows, -1)
+    chosen = mine.gather(3, positions[1].expand(-1, -1, call.rows, -1))
+    return chosen if call.mask is None else chosen & call.mask
+
+
 def _scored(
     call: Call,
     positions: Positions,
+    shown: Tensor | None,
     score_mod: ScoreMod | None,
     numbers: Tensor | None,
     q: Tensor,
@@ -214,8 +246,8 @@ def _scored(
     if score_mod is not None:
         assert numbers is not None, "made for it"
         score = score_mod(score, *positions, numbers).to(torch.float32)
-    if call.mask is not None:
-        score = score.masked_fill(~call.mask, -torch.inf)
+    if shown is not None:
+        score = score.masked_fill(~shown, -torch.inf)
     top = score.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top == -torch.inf, 0.0)
     weight = torch.exp(score - top)

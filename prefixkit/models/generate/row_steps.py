@@ -15,6 +15,7 @@ from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out, known_positions
+from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.runner import runner_of
@@ -44,6 +45,7 @@ class RowSteps:
     Attributes:
         rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
+        index_dtypes: See :func:`index_dtypes`.
         dtype: Of the model's weights, to which logits are converted.
 
     Raises:
@@ -56,6 +58,7 @@ class RowSteps:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
+        self.index_dtypes = index_dtypes(facts.layers)
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated

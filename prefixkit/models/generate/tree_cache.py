@@ -24,6 +24,7 @@ from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.unplaced import compute_again
+from prefixkit.models.indexing.index_copies import copy_index_keys
 from prefixkit.models.model_calls import empty_cache
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.tree.arrays import Ints
@@ -228,7 +229,7 @@ class TreeCache(DynamicCache):
         """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
         if self.fell_back:
             return copy.copy, (self.fallback,)
-        self.copy_to(cache := DynamicCache())
+        self.copy_to(cache := empty_cache(self.model))
         return copy.copy, (cache,)
 
     def __del__(self) -> None:
@@ -278,6 +279,10 @@ class TreeCache(DynamicCache):
         modules = attention_layers(self.model).values() if len(self) else ()
         for layer, module in enumerate(list(modules)[: len(self)]):
             cache.update(*cached_by(module, *self.kv(layer)), layer)
+        if self._steps is not None:
+            with self.in_use:
+                pool, slots = self._steps.store.pool, self._steps.flushed().slots()
+                copy_index_keys(self._steps.index_dtypes, pool, slots, cache)
 
     @property
     def _computes_again(self) -> bool:
@@ -295,7 +300,7 @@ class TreeCache(DynamicCache):
         with self.in_use:
             pool, slots = self._steps.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in pool.pages(layer))
+            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in pool.pages(layer)[:2])
         return k, v
 
     # -- what a cache says of itself -----------------------------------------------------------------------------------

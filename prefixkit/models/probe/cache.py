@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.kv.state_pool import States, StateTensor
-from prefixkit.models.attention_class import EXPAND, SCALES, layer_number, original_class
+from prefixkit.models.attention_class import SCALES, layer_number, original_class
+from prefixkit.models.indexing.plain_layer import EXPAND
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 from prefixkit.models.states.measure import measure_state
 
@@ -70,6 +72,7 @@ class ProbeCache(LayeredCache):
         self.names = list(layers)
         self.kinds: list[LayerKind] = []
         self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
+        self.selections: list[Selection] = []  # of all indexers
         self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -108,6 +111,8 @@ class ProbedLayer:
     def __init__(self, cache: ProbeCache, module: nn.Module) -> None:
         self._cache, self._module = cache, module
         self._cached: tuple[Tensor, ...] = ()
+        self._indexed: Selection | None = None  # by the layer's own indexer
+        self._attended: Selection | None = None  # to which it attends
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -126,6 +131,28 @@ class ProbedLayer:
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._cache.run_state(module, args, kwargs)
+
+    def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self._indexed is not None:
+            self._refuse("runs its indexer twice")
+        cache = self._cache
+        try:
+            self._indexed = ProbedIndexer(
+                indexer, args, kwargs, self, ROWS, cache.length, not cache.shapes_only
+            ).selection()
+        except ValueError as error:
+            self._refuse(f"cannot select tokens in a tree: {error}")
+        cache.selections.append(self._indexed)
+        return self._indexed.indices
+
+    def attend_selected(
+        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        found = [each for each in self._cache.selections if self._same((indices,), (each.indices,))]
+        if not found:
+            self._refuse("attends to tokens that no indexer has selected")
+        self._attended = found[-1] if self._indexed is None else self._indexed
+        return self.attend(query, scale, window, cap, sinks)
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
@@ -172,20 +199,25 @@ class ProbedLayer:
                 told = Visible(chunk=chunk) if chunk else Visible(window_of(self._mask, length, ROWS, window))
             except UnknownMask as error:
                 self._refuse(str(error))
+        if self._indexed is not None and self._attended is None:
+            self._refuse("has an indexer, but attends to all tokens")
         own = self._module.__dict__
+        dtype = _smaller(*(self._cached or self._kv))
         scales = own.get(SCALES) and not own.get("use_rope")
         kind = LayerKind(
             heads=query.shape[1],
             kv_heads=k.shape[1],
             k_dim=k.shape[3],
             v_dim=v.shape[3],
-            cached=tuple(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached),
-            dtype=_smaller(*(self._cached or self._kv)),
+            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._index(dtype)),
+            dtype=dtype,
             device=k.device,
             visible=told,
             expands=self._expands,
             reads=self._reads,
             temperature=(float(own["floor_scale"]), float(own["attn_scale"])) if scales else None,
+            selects=None if self._attended is None else self._attended.most,
+            index_dtype=None if self._indexed is None else self._indexed.keys.dtype,
         )
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
@@ -195,8 +227,21 @@ class ProbedLayer:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
             self._compare(query, scale, window, cap, sinks)
-        self._cache.rows.append(torch.cat([of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)], 1))
+        rows = [of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)]
+        if self._indexed is not None:
+            rows.append(self._indexed.keys[0].float())
+        self._cache.rows.append(torch.cat(rows, 1))
         return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
+
+    def _index(self, dtype: torch.dtype) -> list[CachedTensor]:
+        """The keys of the layer's own indexer, as numbers of the pool's dtype."""
+        if self._indexed is None:
+            return []
+        keys = self._indexed.keys
+        size = keys.shape[2] * keys.dtype.itemsize
+        if size % dtype.itemsize:
+            self._refuse(f"has index keys of {size} bytes, which are no whole numbers of {dtype}")
+        return [CachedTensor(1, size // dtype.itemsize)]
 
     def _compare(
         self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None

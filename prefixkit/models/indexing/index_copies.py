@@ -1,0 +1,27 @@
+"""Index keys of a tree cache in caches of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.kv.layer_kinds import LayerKind
+from prefixkit.models.indexing.index_keys import index_keys_at
+
+
+def index_dtypes(kinds: Sequence[LayerKind]) -> dict[int, torch.dtype]:
+    """Of the layers that cache index keys, by number, the dtype of these."""
+    found = {layer: kind.index_dtype for layer, kind in enumerate(kind for kind in kinds if kind.cached)}
+    return {layer: dtype for layer, dtype in found.items() if dtype is not None}
+
+
+def copy_index_keys(dtypes: dict[int, torch.dtype], pool: KVPool, slots: NDArray[np.int64], cache: Any) -> None:
+    """Put the index keys of tokens in slots ``[rows, length]`` of a pool into a cache of transformers."""
+    for layer, dtype in dtypes.items():
+        pages = pool.pages(layer)[-1]
+        cache.update_indexer(index_keys_at(pages, torch.from_numpy(slots).to(pages.device), dtype), layer)

@@ -1,0 +1,92 @@
+"""Index keys of one layer in the pool, and the layer's indexer over them in a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prefixkit.attention.step import Step
+from prefixkit.models.indexing.indexers import Block, IndexKeys, blocks_of, joined, run_indexer
+from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.model_errors import IncompleteStep
+
+
+class _Appended(Exception):
+    """The index keys are in the pool, and nothing has to be scored."""
+
+
+class StepIndexer:
+    """A layer's indexer in a step.
+
+    Args:
+        own: The layer.
+        step: The step.
+        blocks: The rows as :func:`blocks_of` makes them, by the number of a plan; made for the first layer of a step.
+
+    Raises:
+        IncompleteStep: the probe of the model has seen no indexer in the layer.
+    """
+
+    def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
+        kind = own.kind
+        if own.index_pages is None or kind.index_dtype is None or kind.selects is None:
+            raise IncompleteStep(f"StepCache: layer {own.index} had no indexer when the model was measured")
+        self._own, self._step, self._blocks = own, step, blocks
+        self._pages, self._dtype, self._most = own.index_pages, kind.index_dtype, kind.selects
+
+    def select(self, cache: object, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """``[1, T, k]`` int32: see :class:`SelectingLayer`; ``cache`` stands for the cache among the arguments."""
+        tree = self._step.plans[self._own.plan].tree
+        if int(tree.positions.max()) < self._most:
+            return self._all(cache, indexer, args, kwargs)
+        if self._own.plan not in self._blocks:
+            self._blocks[self._own.plan] = blocks_of(tree, self._pages.device)
+        parts = []
+        for block in self._blocks[self._own.plan]:
+            keys = IndexKeys(partial(self._exchange, block))
+            parts.append((block, run_indexer(indexer, args, kwargs, cache, keys, block, _is_empty)))
+        return joined(parts)
+
+    def _all(self, cache: object, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """No indices: no text is longer than what is selected of it, so nothing is scored."""
+        rows = self._step.slots.shape[0]
+        at = torch.arange(rows, device=self._pages.device)
+        block = Block(0, rows, at[None], at, at[None], at.new_empty((1, rows, 0), dtype=torch.bool))
+
+        def exchange(keys: Tensor) -> Tensor:
+            self._append(block, keys)
+            raise _Appended
+
+        try:
+            run_indexer(indexer, args, kwargs, cache, IndexKeys(exchange), block, _is_empty)
+        except _Appended:
+            return torch.empty((1, rows, 0), dtype=torch.int32, device=self._pages.device)
+        raise IncompleteStep(f"StepCache: the indexer of layer {self._own.index} has cached no keys in this step")
+
+    def _append(self, block: Block, keys: Tensor) -> None:
+        if keys.dtype != self._dtype:
+            raise ValueError(
+                f"StepCache: the indexer of layer {self._own.index} made keys of {keys.dtype}, but of {self._dtype} "
+                "when the model was measured"
+            )
+        rows = keys.flatten(0, 1)[block.real].contiguous().view(self._pages.dtype)
+        torch.ops.prefixkit.index_append(rows[:, None], self._pages, self._step.slots[block.first : block.last])
+
+    def _exchange(self, block: Block, keys: Tensor) -> Tensor:
+        """Append a block's index keys ``[texts, S, dim]``; those of its texts come back, ``[texts, T, dim]``."""
+        self._append(block, keys)
+        return index_keys_at(self._pages, block.slots, self._dtype)
+
+
+def index_keys_at(pages: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[..., dim]`` of ``dtype`` the index keys in slots ``[...]`` of ``pages``, which hold them as other numbers."""
+    size = pages.shape[1]
+    return pages[slots // size, slots % size].squeeze(-2).contiguous().view(dtype)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether it is of the mask of a step, which has no elements."""
+    return not tensor.numel()

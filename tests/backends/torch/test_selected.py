@@ -1,0 +1,78 @@
+"""Attention to tokens that are selected for each query."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.sharing import CPU_COST, HeadShape
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, compose, register, sliding_window
+from prefixkit.backends.torch.host_planner import bind
+from prefixkit.backends.torch.merge import State
+from prefixkit.backends.torch.run_program import expanded_attention
+from prefixkit.ops.arguments import BadDtype, BadShape
+from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, plan_of, random_case, random_split_plan
+from tests.attention.reference import reference_attention
+
+VARIANTS = {"causal": CAUSAL, "window": sliding_window(5), "sinks": attention_sinks()}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def attend(case: Case, plan, selected: Tensor | None, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    k, v = case.k_pages, case.v_pages
+    shape = HeadShape(case.q.shape[1], k.shape[2], k.shape[3], case.q.itemsize, v.shape[3])
+    step = bind(plan, StepTree(case.snapshot, case.queries), shape)
+    rest = step.tensors, case.scale, register(variant), case.sinks_for(variant)
+    return expanded_attention(case.q, (k, v), None, case.positions, *rest, selected)
+
+
+def exact(case: Case, selected: Tensor, variant: Variant) -> State:
+    """Row by row, for each has a mask of its own."""
+    states = []
+    for row in range(len(case.q)):
+        mine = Variant("selected", mask_mod=lambda q, key, head, row=row: selected[row][key])
+        one = slice(row, row + 1)
+        where = case.snapshot, case.row_node[one], case.positions.numpy()[one], case.q[one]
+        both = compose(mine, variant)
+        states.append(reference_attention(*where, case.k_pages, case.v_pages, case.scale, both, case.sinks_for(both)))
+    return State(*map(torch.cat, zip(*states, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("v_dim", [None, 24])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_query_sees_what_is_selected_for_it(dtype: torch.dtype, v_dim: int | None, variant: str, seed: int) -> None:
+    """In trees of any shape; of some rows nothing is selected."""
+    rng, chosen = np.random.default_rng([seed, dtype.itemsize]), VARIANTS[variant]
+    case = random_case(rng, dtype, (6, 2, 32), v_dim)
+    cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
+    plan = random_split_plan(rng, case, cost) if rng.random() < 0.3 else plan_of(case, cost)
+    shape = len(case.q), int(case.positions.max()) + 1
+    selected = torch.from_numpy(rng.random(shape) < rng.random((shape[0], 1)))
+    selected[rng.random(shape[0]) < 0.1] = False
+    for ours, theirs in zip(attend(case, plan, selected, chosen), exact(case, selected, chosen), strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_without_a_selection_it_is_attention_over_k_and_v() -> None:
+    case = random_case(np.random.default_rng(0), torch.float32, (6, 2, 32))
+    plan = plan_of(case, CPU_COST)
+    step = bind(plan, StepTree(case.snapshot, case.queries))
+    rest = case.positions, step.tensors, case.scale, "causal"
+    want = torch.ops.prefixkit.tree_attention(case.q, case.k_pages, case.v_pages, *rest)
+    for ours, theirs in zip(attend(case, plan, None), want, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_selection_of_other_rows_is_refused() -> None:
+    case = random_case(np.random.default_rng(0), torch.float32, (6, 2, 32))
+    rows, plan = len(case.q), plan_of(case, CPU_COST)
+    with pytest.raises(BadShape, match=rf"selected must have shape \[{rows}, positions\]"):
+        attend(case, plan, torch.ones(rows + 1, 50, dtype=torch.bool))
+    with pytest.raises(BadDtype, match=r"selected must be torch\.bool"):
+        attend(case, plan, torch.ones(rows, 50))
