@@ -44,9 +44,7 @@ def attend_selected(layer: LayerCache, indices: Tensor, *args: Any) -> Tensor:
 
 def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
     if not hasattr(layer, "attend_selected"):
-        raise ValueError(
-            f"{type(layer).__name__} does not take tokens that an indexer selects ({type(given).__name__})"
-        )
+        raise ValueError(f"{type(layer).__name__} takes no tokens that are selected, by {type(by).__name__}")
     return cast(SelectingLayer, layer)
 
 
