@@ -89,11 +89,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def requests(self) -> list[Request]:
-        """Those of all that wait."""
-        return [state.request for state in self._waiting]
-
     def add(self, state: RequestState) -> None:
         """Queue a request."""
         entry = self._waiting[state] = next(self._entries)

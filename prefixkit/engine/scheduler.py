@@ -61,7 +61,7 @@ class Scheduler:
         self.started = list[Row]()
         self.steps = self.bytes_copied = 0
         self.had_waiting = False
-        self._orders = count()
+        self._orders, self._most_states = count(), 1
         self._of_prompts: dict[int, RequestState] = {}  # those in flight, by their prompts' sequences
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -69,6 +69,7 @@ class Scheduler:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests that :func:`check_fits` has passed."""
         ordered = admission_order(requests)
+        self._most_states = max([self._most_states, *(states_per_run(request.params) for request in ordered)])
         forks = forks_of([request.tokens for request in ordered]) if self.store.tree.states is not None else []
         for place, request in enumerate(ordered):
             state = RequestState(request, next(self._orders), self.steps)
@@ -91,12 +92,10 @@ class Scheduler:
         left = max(0, self.settings.most_running - len(self.runs))
         return left if (states := self.store.tree.states) is None else min(left, self._runs_with_states(states.count))
 
-    def _runs_with_states(self, slots: int) -> int:
-        """How many more runs there are slots for states for, beside those of what is in flight."""
+    def _runs_with_states(self, slots: int, prompts: int = 0) -> int:
+        """How many more runs there are slots for states for, beside those of what is in flight and more ``prompts``."""
         held = sum(states_per_run(run.state.request.params) for run in self.runs)
-        ahead = [*(state.request for state in self.in_flight), *self.queue.requests]
-        largest = max((states_per_run(request.params) for request in ahead), default=1)
-        return max(0, slots - held - STATES_PER_PROMPT * (1 + len(self.in_flight))) // largest
+        return max(0, slots - held - STATES_PER_PROMPT * (1 + prompts + len(self.in_flight))) // self._most_states
 
     def finish(self, run: Run) -> None:
         """Count a run that has ended; after its last one a request is retired."""
@@ -136,7 +135,7 @@ class Scheduler:
 
     def admit(self, lookahead: int) -> None:
         """Insert waiting prompts until one does not fit beside ``lookahead`` pages for what runs."""
-        slots = self.slots_left - sum(not state.running for state in self.in_flight)
+        slots = self._prompts_left
         lookahead += self._pages_to_start() if self.queue else 0
         while self.queue and slots > 0:
             state = self.queue.next(self.steps - self.policy.patience)
@@ -151,7 +150,14 @@ class Scheduler:
             self.queue.remove(state)
             slots, lookahead = slots - 1, lookahead + pages
             if self.store.tree.states is not None:
-                slots = self.slots_left - sum(not state.running for state in self.in_flight)
+                slots = self._prompts_left
+
+    @property
+    def _prompts_left(self) -> int:
+        """How many more prompts may be in flight, of each of which a run is to start."""
+        starting, states = sum(not state.running for state in self.in_flight), self.store.tree.states
+        left = self.settings.most_running - len(self.runs)
+        return (left if states is None else min(left, self._runs_with_states(states.count, prompts=1))) - starting
 
     def _pages_to_start(self) -> int:
         """Pages for the first tokens of prompts in flight of which nothing runs yet."""
