@@ -20,7 +20,7 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
-from prefixkit.models.states.measure import measure_state
+from prefixkit.models.states.going_on import measure_state
 
 ROWS = 4  # tokens of a pass; the last is the first once more, at its position
 
