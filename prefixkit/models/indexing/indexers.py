@@ -24,8 +24,8 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs
 
 # Rows times texts' tokens of a block: each head's scores of them are in memory at once, and a mask.  With 64 heads they
-# take 128 MiB on a CPU; on a GPU 1 GiB, for the host launches each block.
-_MOST_SCORES = {"cpu": 1 << 19, "cuda": 1 << 22}
+# take 128 MiB on a CPU; on a GPU 512 MiB, for the host launches each block.
+_MOST_SCORES = {"cpu": 1 << 19, "cuda": 1 << 21}
 # Rows times tokens of a block are at most this multiple of those without padding.
 _MOST_PADDING = 2
 
