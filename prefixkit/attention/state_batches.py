@@ -6,15 +6,13 @@ so that a wave of them takes at most some ten batches; each part goes on from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu.staging import upload
 from prefixkit.tree.arrays import Longs
 from prefixkit.tree.state_slots import Piece
 
@@ -38,12 +36,45 @@ class StateBatch:
     writes: Tensor | None
 
 
-def state_batches(pieces: Sequence[Piece], num_rows: int, device: torch.device) -> tuple[StateBatch, ...]:
+@dataclass(frozen=True, eq=False)
+class HostBatch:
+    """The same on the host.
+
+    Attributes:
+        length: Of each sequence.
+        rows, source, target, writes: As :class:`StateBatch` has them, but for what is None there.
+        num_rows: Of the step.
+    """
+
+    length: int
+    rows: Longs
+    source: Longs
+    target: Longs
+    writes: Longs
+    num_rows: int
+
+    @property
+    def arrays(self) -> list[Longs]:
+        """What is to be uploaded, in the order of :meth:`on_device`."""
+        return [self.rows, self.source, self.target, self.writes]
+
+    def on_device(self, uploaded: Iterator[Tensor]) -> StateBatch:
+        """The batch with the next of the tensors that were uploaded."""
+        rows, source, target, writes = islice(uploaded, 4)
+        whole = len(self.rows) == self.num_rows and bool((np.diff(self.rows) == 1).all())
+        every = len(self.writes) == len(self.source)
+        starts = int(self.source[0]) < 0
+        return StateBatch(
+            self.length, None if whole else rows, None if starts else source, target, None if every else writes
+        )
+
+
+def state_batches(pieces: Sequence[Piece], num_rows: int) -> list[HostBatch]:
     """The batches of a step, in the order in which they run; its pieces are all ``num_rows`` query rows."""
     waves: dict[int, list[Piece]] = {}
     for piece in pieces:
         waves.setdefault(piece.wave, []).append(piece)
-    return tuple(_batch(group, num_rows, device) for wave in sorted(waves) for group in _batches(waves[wave]))
+    return [_batch(group, num_rows) for wave in sorted(waves) for group in _batches(waves[wave])]
 
 
 def _batches(wave: list[Piece]) -> Iterable[list[Piece]]:
@@ -79,16 +110,8 @@ def _in_powers(wave: list[Piece]) -> list[list[Piece]]:
     return rounds + ([left] if left else [])
 
 
-def _batch(group: list[Piece], num_rows: int, device: torch.device) -> StateBatch:
+def _batch(group: list[Piece], num_rows: int) -> HostBatch:
     row, lengths, source, target, _ = (np.array(of, np.int64) for of in zip(*group, strict=True))
-    length = int(lengths[0])
-    rows: Longs = (row[:, None] + np.arange(length)).ravel()
+    rows: Longs = (row[:, None] + np.arange(lengths[0])).ravel()
     writes = np.flatnonzero(target >= 0)
-    at, slots, written, into = upload([rows, source, writes, target[writes]], device)
-    return StateBatch(
-        length,
-        None if len(rows) == num_rows and bool((np.diff(rows) == 1).all()) else at,
-        None if int(source[0]) < 0 else slots,
-        into,
-        None if len(writes) == len(group) else written,
-    )
+    return HostBatch(int(lengths[0]), rows, source, target[writes], writes, num_rows)

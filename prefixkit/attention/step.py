@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def build_step(
     Raises:
         ValueError: the queries leave out KV that they need, or ``tokens`` does not match them.
     """
-    queries = tree.queries
+    queries, batches = tree.queries, () if states is None else state_batches(states.pieces, len(tokens))
     if len(tokens) != queries.num_rows:
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
 
@@ -90,11 +91,13 @@ def build_step(
         node, offset = queries.row_node(), queries.row_offset()
         # KV that exists is not overwritten: others may have read it, and what is computed again differs by rounding.
         slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
-        return [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
+        arrays = [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
+        return [*arrays, *chain.from_iterable(batch.arrays for batch in batches)]
 
     first, *others = [planners] if isinstance(planners, Planner) else planners
     target = torch.device(device)
-    planned, (ids, positions, slots, wanted) = first.plan(tree, target, gather)
+    planned, (ids, positions, slots, wanted, *of_states) = first.plan(tree, target, gather)
+    left = iter(of_states)
     return Step(
         tokens=ids,
         positions=positions,
@@ -103,7 +106,7 @@ def build_step(
         length=tree.length,
         plans=(planned, *(planner.plan(tree, target)[0] for planner in others)),
         layer_counts=layer_counts,
-        states=() if states is None else state_batches(states.pieces, len(tokens), target),
+        states=tuple(batch.on_device(left) for batch in batches),
     )
 
 

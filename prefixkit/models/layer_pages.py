@@ -31,10 +31,10 @@ class LayerPages:
 
 
 def layer_pages(
-    kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool, numbers: Sequence[int] | None = None
+    kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool, numbers: Sequence[int] = ()
 ) -> list[LayerPages]:
     """Of each attention layer, its kind, plan and pages; ``numbers``: of the layers, where others lie between them."""
-    names = range(len(kinds)) if numbers is None else numbers
+    names = numbers or range(len(kinds))
     number = iter(range(len(kinds)))
     own = {index: next(number) for index, kind in enumerate(kinds) if kind.cached}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partialmethod
 from typing import Any, NoReturn
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.models.attention_class import layer_number, original_class
+from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
 from prefixkit.models.indexing.plain_layer import PlainLayer
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
-from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
+from prefixkit.models.states.taken_cache import step_inputs
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -29,14 +28,6 @@ def empty_mask(device: torch.device) -> Tensor:
     that no padding was dropped before.
     """
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
-
-
-def step_inputs(model: nn.Module, cache: LayeredCache, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a step for a model: one without attention may have no positions, and another name for a cache."""
-    keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
-    if keyword != "past_key_values":
-        given = {name: value for name, value in given.items() if name in names}
-    return {keyword: cache, **given}
 
 
 class StepCache(LayeredCache):

@@ -13,7 +13,7 @@ from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.runner import runner_of
+from prefixkit.models.step_runner import runner_of
 
 
 def make_engine(

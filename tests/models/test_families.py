@@ -17,7 +17,7 @@ from prefixkit.models.families import attention_layers
 from prefixkit.models.layer import register_variant
 from prefixkit.testing.integrity import check_tree
 from tests.models.driver import decided_by_rounding
-from tests.models.tiny_families import PECULIAR, SHAPE
+from tests.models.tiny_families import PECULIAR
 
 LOGIT_TOLERANCE = 1e-4
 WINDOW = 7
@@ -104,14 +104,13 @@ def test_half_precision_stays_as_close_to_float32_as_the_original_model(dtype, t
     assert (run.logits_of(tokens) - reference).abs().mean() <= 1.5 * own_error
 
 
-# Code of its own, no attention, recurrent state beside attention.
+# Code of its own, a recurrent state outside of the model's cache.
 UNSUPPORTED = {
     "openai-gpt": (
         {"n_layer": 1, "n_embd": 32, "n_head": 2},
         "no layer both fills a KV cache.*; it has Attention",
     ),
-    "mamba": ({"num_hidden_layers": 1, "hidden_size": 32}, "no layer both fills a KV cache.*; it has no attention"),
-    "lfm2": (SHAPE | {"layer_types": ["conv", "full_attention"]}, r"of 2 layers, \[0\] keep no KV"),
+    "rwkv": ({"num_hidden_layers": 1, "hidden_size": 32}, "no layer both fills a KV cache.*; it has RwkvSelfAttention"),
 }
 
 

@@ -62,7 +62,7 @@ def test_end_names_the_layers_that_were_not_reached(run):
     run.model.model.layers[0] = torch.nn.Identity()
     run.model.model.layers[0].forward = lambda hidden, **kwargs: hidden
     run.model(**run.cache.inputs())
-    with pytest.raises(IncompleteStep, match=r"layers \[0\] of 2 did not attend"):
+    with pytest.raises(IncompleteStep, match=r"layers \[0\] of 2 did not run"):
         run.cache.end()
     run.model.model.layers[0] = first
     run.cache.begin(run.step())  # the failed step is over

@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "families.py"
-MODEL_TYPES = "gpt2,jetmoe,llama4_text,mamba,gemma4_assistant,exaone4_5,qwen2_vl"
+MODEL_TYPES = "gpt2,jetmoe,llama4_text,xlstm,gemma4_assistant,exaone4_5,qwen2_vl"
 
 
 needs_script = pytest.mark.skipif(not SCRIPT.exists(), reason="scripts are not part of this distribution")
@@ -23,7 +23,7 @@ def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch
     (older / "models" / "auto").mkdir(parents=True)
     (older / "__init__.py").write_text('__version__ = "5.0.1"\n')
     lists = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-    known = "OrderedDict([('gpt2', 'A'), ('mamba', 'B'), ('jetmoe', ('C', 'D')), ('qwen2_vl', 'E')])"
+    known = "OrderedDict([('gpt2', 'A'), ('xlstm', 'B'), ('jetmoe', ('C', 'D')), ('qwen2_vl', 'E')])"
     (older / "models" / "auto" / "modeling_auto.py").write_text("\n".join(f"{name} = {known}" for name in lists))
     arguments = ["--only", MODEL_TYPES, "--older", str(older), "--write", str(page)]
     importlib.import_module("scripts.families").main(arguments)
@@ -35,7 +35,7 @@ def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch
     assert "On the tree: exaone4_5, qwen2_vl." in text
     assert "Transformers 5.0.1 lacks 2 of all: gemma4_assistant, llama4_text." in text
     assert "Transformers 5.0.1 lacks 1 of all: exaone4_5." in text
-    assert "| no attention at all | 1 | mamba |" in text
+    assert "| no attention at all | 1 | xlstm |" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "| llama4_text | partly | with queries scaled by position: with padding on the left: the model" in text
     assert "| mamba | refused | MambaForCausalLM (model_type 'mamba'): no layer both fills a KV cache" in text

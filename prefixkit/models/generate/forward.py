@@ -21,10 +21,11 @@ from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import cache_keyword, random_part
+from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.runner import graph_plannings, planners_of
+from prefixkit.models.states.taken_cache import cache_keyword
+from prefixkit.models.step_runner import graph_plannings, planners_of
 from prefixkit.models.weights.state import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
 

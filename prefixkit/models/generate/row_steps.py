@@ -18,7 +18,7 @@ from prefixkit.models.generate.unplaced import example_of, ignores_padding, keep
 from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
-from prefixkit.models.runner import runner_of
+from prefixkit.models.step_runner import runner_of
 from prefixkit.models.weights.content import kv_version
 from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
 from prefixkit.runners.wanted_tokens import compute_wanted

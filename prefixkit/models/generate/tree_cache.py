@@ -25,8 +25,8 @@ from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
 from prefixkit.models.generate.unplaced import compute_again
 from prefixkit.models.indexing.index_copies import copy_index_keys
-from prefixkit.models.model_calls import empty_cache
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
+from prefixkit.models.states.taken_cache import empty_cache
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
 

@@ -17,7 +17,8 @@ from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import text_config
-from prefixkit.models.model_calls import cache_keyword, empty_cache, logits_of
+from prefixkit.models.model_calls import logits_of
+from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 

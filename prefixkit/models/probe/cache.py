@@ -66,7 +66,7 @@ class ProbeCache(LayeredCache):
         super().__init__(len(layers))
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
         self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
-        self.numbers = tuple(map(layer_number, layers.values()))
+        self._numbers = tuple(map(layer_number, layers.values()))
         self.length, self.shapes_only = length, shapes_only
         self.is_initialized = length != 0
         self.names = list(layers)
@@ -89,6 +89,11 @@ class ProbeCache(LayeredCache):
             refuse("runs twice in one pass, and a tree holds one state of each module")
         made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse)
         return made
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the layers in the model, where others lie between them."""
+        return () if self._numbers == tuple(range(len(self._numbers))) else self._numbers
 
     @property
     def found_states(self) -> States:
@@ -117,7 +122,7 @@ class ProbedLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        numbers, at = self._cache.numbers, len(self._cache.kinds)
+        numbers, at = self._cache._numbers, len(self._cache.kinds)
         if self._cached or layer_idx != (numbers[at] if at < len(numbers) else -1):
             self._refuse(f"caches KV out of order, of layer {layer_idx} after {at} layers")
         for states in (key_states, value_states):

@@ -29,7 +29,8 @@ from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
 from prefixkit.models.probe.cache import ROWS, Enough, ProbeCache, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
-from prefixkit.models.step_cache import empty_mask, step_inputs
+from prefixkit.models.states.taken_cache import step_inputs
+from prefixkit.models.step_cache import empty_mask
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below
-from prefixkit.models.model_calls import cache_keyword
+from prefixkit.models.states.taken_cache import cache_keyword
 
 VOCAB = 128
 _SIZES: dict[str, Any] = {

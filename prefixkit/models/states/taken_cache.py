@@ -1,0 +1,38 @@
+"""Which cache a model takes: models without attention have another keyword for it, some have a class of their own."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any
+
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from prefixkit.models.attention_class import original_class
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """The keyword of a model's ``forward`` that takes a cache: models without attention have another."""
+    names = inspect.signature(original_class(model).forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache for a model: of the class of its own that its body takes by its annotation, else the usual one."""
+    try:
+        hint = typing.get_type_hints(inspect.unwrap(original_class(model.base_model).forward)).get("past_key_values")
+    except (NameError, TypeError):  # annotations that name what is not there
+        hint = None
+    own = [one for one in typing.get_args(hint) if isinstance(one, type) and issubclass(one, DynamicCache)]
+    if own and own[0] is not DynamicCache:
+        return own[0]()
+    return DynamicCache(config=model.config.get_text_config())
+
+
+def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a step for a model: one without attention may have no positions, and another name for a cache."""
+    keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
+    if keyword != "past_key_values":
+        given = {name: value for name, value in given.items() if name in names}
+    return {keyword: cache, **given}

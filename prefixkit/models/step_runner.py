@@ -1,0 +1,99 @@
+"""What runs the steps of a patched model: eager or by CUDA graphs, with a planner for each kind of its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from prefixkit.attention.planner import Planner
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.models.compile.packed_weights import moves
+from prefixkit.models.experts import log_experts
+from prefixkit.models.facts import ModelFacts
+from prefixkit.models.runner import ModelRunner
+from prefixkit.models.weights.state import weights_places
+from prefixkit.ops.backend import GraphPlanning, backend_for, plain_torch
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph import GraphRunner
+
+log = logging.getLogger("prefixkit")
+
+
+def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
+    """What plans attention for each kind of a model's layers."""
+    spec, made = facts.spec, list[Planner]()
+    for kind in facts.plan_kinds:
+        backend = backend_for(spec.device)
+        if kind.plain and backend.name != "torch":
+            backend = plain_torch()
+        made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
+    return tuple(made)
+
+
+def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
+    """How decode steps of these planners are planned in CUDA graphs; None where they cannot all be."""
+    make = backend_for(device).graph_planning
+    found = [None if make is None else make(planner) for planner in planners]
+    plannings = [planning for planning in found if planning is not None]
+    return plannings if len(plannings) == len(planners) else None
+
+
+def runner_of(
+    facts: ModelFacts,
+    pool: KVPool,
+    *,
+    graphs: bool = True,
+    compiled: bool = False,
+    call: Callable[..., Any] | None = None,
+) -> EagerRunner | GraphRunner:
+    """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
+
+    Args:
+        facts: Of the patched model.
+        pool: Where its KV goes.
+        graphs: Whether CUDA graphs are wanted.
+        compiled: Whether layers in these graphs go through torch.compile, and, once they are compiled, those of other
+            steps too.
+        call: See :class:`ModelRunner`.
+    """
+    model, device, planners = facts.model, pool.spec.device, planners_of(facts)
+    log_experts(facts.state.modules, device, pool.spec.dtype)
+    plain = ModelRunner(model, pool, call=call, facts=facts)
+    if device.type == "cuda" and any(kind.expands for kind in facts.layers):
+        log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
+    if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
+        log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
+    counts = Counter(kind.plan_kind for kind in facts.layers)
+    layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
+    if compiled and facts.spec.states:
+        log.info("layers run without torch.compile: some of them keep a state in place of KV")
+        compiled = False
+    plannings = None
+    if graphs and device.type == "cuda":
+        plannings = graph_plannings(device, planners)
+        if plannings is None:
+            log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
+    if plannings is None:
+        if compiled:
+            log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
+        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts)
+    # For one row torch would compile a graph of its own.
+    steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
+    through = steps if compiled else None
+    eager = EagerRunner(plain, planners, device, hidden=plain.hidden, compiled=through, layer_counts=layer_counts)
+    # The sampler takes logits as they are: to convert them to float32 would copy them.
+    return GraphRunner(
+        eager,
+        steps.compute,
+        plannings,
+        pool.page_size,
+        least_rows=least_rows,
+        weights=partial(weights_places, model),
+        moves=moves,
+        keep_states=bool(facts.spec.states),
+    )
