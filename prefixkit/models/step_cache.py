@@ -221,7 +221,8 @@ class CacheLayer(PlainLayer):
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""
-        if position_ids is None or position_ids is self.cache.position_ids:
+        given = self.cache.position_ids
+        if position_ids is None or (given is not None and _repeats(position_ids, given)):
             return
         positions = self.step.positions  # several rows of them are for images, which are nowhere
         if position_ids.shape[-1:] != positions.shape or not bool((position_ids == positions).all()):
@@ -229,3 +230,13 @@ class CacheLayer(PlainLayer):
                 "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
                 "are wrong; call model(**cache.inputs())"
             )
+
+
+def _repeats(position_ids: Tensor, given: Tensor) -> bool:
+    """Whether positions are a view that repeats ``[1, T]`` others, which takes no look at them."""
+    here = position_ids.data_ptr() == given.data_ptr() and position_ids.dtype == given.dtype
+    same = here and position_ids.shape[-1:] == given.shape[-1:] and position_ids.stride(-1) == given.stride(-1)
+    return same and all(
+        size == 1 or not stride
+        for size, stride in zip(position_ids.shape[:-1], position_ids.stride()[:-1], strict=True)
+    )

@@ -36,9 +36,9 @@ def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any
     head = rng.integers(3, VOCAB, 60).tolist()
     prompts = [head[: rng.integers(1, 60)] + rng.integers(3, VOCAB, rng.integers(1, 30)).tolist() for _ in range(6)]
     with Session(model, most_running=16) as session:
-        for turn in range(3):
-            found = session.generate(prompts, SamplingParams(n=4, max_new_tokens=24, seed=turn, stop_token_ids=(5, 9)))
-            assert_logprobs(model, prompts, found, exact)
+        for turn in range(2):
+            found = session.generate(prompts, SamplingParams(n=4, max_new_tokens=16, seed=turn, stop_token_ids=(5, 9)))
+            assert_logprobs(model, prompts, [*found][::5], exact)
             assert session.report.graph_steps > 0
             prompts = [prompts[one.prompt_index] + list(one.tokens) for one in found][::6]
             prompts = [one[: 2 * len(one) // 3] if i % 2 else one for i, one in enumerate(prompts)]
@@ -46,5 +46,5 @@ def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any
 
 def test_beams_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any, model: Any) -> None:
     prompts = [np.random.default_rng(number).integers(3, VOCAB, 20).tolist() for number in range(2)]
-    found = prefixkit.beam_search(model, None, prompts, num_beams=3, max_new_tokens=12)
+    found = prefixkit.beam_search(model, None, prompts, num_beams=3, max_new_tokens=8)
     assert_logprobs(model, prompts, found, exact)
