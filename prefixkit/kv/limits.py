@@ -25,6 +25,9 @@ LIMIT_SHARE = 0.95
 # Of the memory for KV, what states of layers that keep one in its place may take.
 STATE_SHARE = 0.5
 
+# Of one store: its host memory for each is some 20 bytes, and tokens of models without attention take next to none.
+MOST_PAGES = 1 << 22
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -98,7 +101,7 @@ def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size:
     page_bytes = page_size * spec.bytes_per_token
     whole, budget = budget, budget if not spec.states else int((1 - STATE_SHARE) * budget)
     if budget >= page_bytes:
-        return budget // page_bytes
+        return min(budget // page_bytes, MOST_PAGES)
     page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
     if kv_budget is not None:
         raise ValueError(f"kv_budget={whole} bytes holds no page; {page}; raise kv_budget")

@@ -61,17 +61,19 @@ def make_hybrid(model_type: str, head_dim: int = 16) -> PreTrainedModel:
 
 def after(model: Any, tokens: Sequence[int], prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the tokens after a prompt by the unpatched model: by one pass without a cache, and by a
-    pass for the prompt and one for each token.
+    pass for each token.
     """
     ids, forward = torch.tensor([list(tokens)], device=model.device), forward_below(model)
     with torch.no_grad():
         whole = forward(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1]
         cache, steps = DynamicCache(config=model.config), list[torch.Tensor]()
-        for begin, end in pairwise([0, *range(prompt, ids.shape[1])]):
+        for begin, end in pairwise(range(ids.shape[1])):
             given = {cache_keyword(model): cache, "use_cache": True}
             steps.append(forward(input_ids=ids[:, begin:end], **given).logits[0, -1])
     chosen = ids[0, prompt:, None]
-    by_pass, by_step = (of.float().log_softmax(-1).gather(1, chosen)[:, 0] for of in (whole, torch.stack(steps)))
+    by_pass, by_step = (
+        of.float().log_softmax(-1).gather(1, chosen)[:, 0] for of in (whole, torch.stack(steps)[prompt - 1 :])
+    )
     return by_pass, by_step
 
 

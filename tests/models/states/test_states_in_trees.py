@@ -1,0 +1,155 @@
+"""Texts through layers that keep a state: forks, calls that go on from calls, preemption, graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prefixkit
+from prefixkit import MemoryPolicy, SamplingParams, Session
+from prefixkit.models import facts_of
+from prefixkit.runners.batch import Pace
+from prefixkit.runners.graph import GraphRunner
+from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
+from tests.runners.stand_ins import Capturing, Planning
+
+
+@pytest.fixture(params=HYBRIDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return prefixkit.patch(make_hybrid(request.param))
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    return random.Random(seed)
+
+
+def text(rng: random.Random, least: int, most: int) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(rng.randint(least, most))]
+
+
+def calls(session: Session, model: Any, rng: random.Random, turns: int = 2) -> None:
+    """Prompts that part anywhere; later ones go on from samples, repeat them, or part inside of them."""
+    base, known = text(rng, 40, 40), list[list[int]]()
+    for turn in range(turns):
+        prompts = [base[: rng.randint(1, 40)] + text(rng, 1, 20) for _ in range(rng.randint(1, 4))]
+        if known:
+            whole = rng.choice(known)
+            prompts += [known[-1], whole + text(rng, 1, 5), whole[: rng.randint(1, len(whole))]]
+        params = SamplingParams(
+            n=rng.randint(1, 4), max_new_tokens=rng.randint(1, 20), seed=turn, stop_token_ids=(5, 9)
+        )
+        found = session.generate(prompts, params)
+        assert_logprobs(model, prompts, [*found][:: 1 + len(found) // 4])
+        known += [prompts[one.prompt_index] + list(one.tokens) for one in found]
+
+
+def test_samples_have_the_probabilities_of_one_forward_pass(model, rng):
+    with Session(model, prefill_chunk=rng.choice([None, 1, 7]), page_size=rng.choice([1, 4, 16])) as session:
+        calls(session, model, rng)
+        assert session.report.prompt_tokens_found > 0
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted_samples_go_on_exactly(preemption, rng):
+    """Few pages: runs leave the tree with their states, and come back."""
+    model = prefixkit.patch(make_hybrid("lfm2"))
+    token, state = facts_of(model).spec.bytes_per_token, facts_of(model).spec.bytes_per_state
+    policy = MemoryPolicy(preemption=preemption, headroom=4)
+    with Session(model, kv_budget=2 * max(150 * token, 24 * state), page_size=1, memory=policy) as session:
+        prompts = [text(rng, 10, 20) for _ in range(4)]
+        found = session.generate(prompts, SamplingParams(n=4, max_new_tokens=20, stop_token_ids=()))
+        assert_logprobs(model, prompts, found)
+        assert session.report.preempted_swapped + session.report.preempted_recomputed > 0
+
+
+def test_few_slots_let_requests_wait_and_states_be_computed_again(model, rng):
+    spec = facts_of(model).spec
+    budget = 2 * max(9 * spec.bytes_per_state, 2000 * spec.bytes_per_token)
+    with Session(model, kv_budget=budget, prefill_chunk=16) as session:
+        calls(session, model, rng)
+        states = session.store.pool.states
+        assert states.bytes <= budget / 2
+        assert states.slots >= 9
+
+
+def test_a_budget_without_room_for_one_request_is_refused(rng):
+    model = prefixkit.patch(make_hybrid("qwen3_next"))
+    spec = facts_of(model).spec
+    with Session(model, kv_budget=4 * spec.bytes_per_state) as session:
+        with pytest.raises(prefixkit.KVBudgetTooSmall, match="states at once, and may take"):
+            session.generate([text(rng, 5, 5)], SamplingParams(max_new_tokens=4))
+        assert session.store.pool.states.slots == 0
+
+
+def test_scores_are_those_of_one_forward_pass(model, rng):
+    prompts, options = [text(rng, 5, 30) for _ in range(3)], [text(rng, 1, 6) for _ in range(4)]
+    with Session(model) as session:
+        for prompt, scores in zip(prompts, session.score(prompts, [options] * 3), strict=True):
+            for option, score in zip(options, scores, strict=True):
+                ids = torch.tensor([prompt + option])
+                with torch.no_grad():
+                    of = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                want = float(of.gather(1, torch.tensor(option)[:, None]).sum())
+                assert abs(score.total - want) <= 1e-3
+
+
+def test_captured_steps_go_on_from_the_right_states(rng, monkeypatch):
+    """Rows that have ended run on for some steps; buckets have rows that are none.  Nothing attends, as stand-ins of
+    captures plan nothing.
+    """
+    model = prefixkit.patch(make_hybrid("mamba"))
+    with Session(model, most_running=5) as session:
+        store, make = session.store, prefixkit.session.assembly.engine_of
+
+        def by_graphs(*args: Any, **kwargs: Any) -> Any:
+            engine = make(*args, **kwargs)
+            if not isinstance(engine.runner, GraphRunner):
+                eager, capturing = engine.runner, Capturing()
+                planning = [Planning(planner) for planner in eager.planners]
+                pace = Pace(ahead=2, slack=2, waited_for=8)
+                engine.runner = GraphRunner(
+                    eager, eager.model, planning, store.tree.page_size, pace=pace, fewest_steps=1, keep_states=True,
+                    capture=lambda: capturing,
+                )  # fmt: skip
+            return engine
+
+        monkeypatch.setattr("prefixkit.session.session_memory.engine_of", by_graphs)
+        calls(session, model, rng, turns=3)
+        assert session.report.graph_steps > 0
+
+
+def test_tokens_are_those_without_the_patch(model):
+    """A left-padded batch that shares its head: greedily, with beams, continued."""
+    ids = torch.randint(3, VOCAB, (3, 20))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 4, 9)):
+        ids[row, pad : pad + 5] = ids[0, :5]
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    for options in ({"num_beams": 1}, {"num_beams": 3}):
+        fixed = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, **options}
+        got = prefixkit.patch(model, tree_cache="always").generate(ids, **fixed)
+        want = prefixkit.patch(model, tree_cache="never").generate(ids, **fixed)
+        assert torch.equal(got, want)
+
+
+def test_a_module_that_loses_its_state_is_refused():
+    model = make_hybrid("lfm2")
+    mixer = next(module for module in model.modules() if type(module).__name__ == "Lfm2ShortConv")
+    cls = type(mixer)
+
+    class Forgets(cls):  # type: ignore[valid-type, misc]
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            if past_key_values is not None:
+                past_key_values.update_conv_state(hidden_states.mT, self.layer_idx, conv_kernel_size=3)
+            return super().forward(hidden_states)
+
+    mixer.__class__ = Forgets
+    with pytest.raises(prefixkit.UnsupportedModel, match="go on from a state"):
+        prefixkit.generate(prefixkit.patch(model), None, [[5, 6, 7]], max_new_tokens=2)
