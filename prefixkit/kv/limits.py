@@ -101,7 +101,8 @@ def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size:
     page_bytes = page_size * spec.bytes_per_token
     whole, budget = budget, budget if not spec.states else int((1 - STATE_SHARE) * budget)
     if budget >= page_bytes:
-        return min(budget // page_bytes, MOST_PAGES)
+        pages = budget // page_bytes
+        return min(pages, MOST_PAGES) if kv_budget is None or spec.states else pages
     page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
     if kv_budget is not None:
         raise ValueError(f"kv_budget={whole} bytes holds no page; {page}; raise kv_budget")
