@@ -104,13 +104,12 @@ def test_half_precision_stays_as_close_to_float32_as_the_original_model(dtype, t
     assert (run.logits_of(tokens) - reference).abs().mean() <= 1.5 * own_error
 
 
-# Code of its own, a recurrent state outside of the model's cache.
+# Code of its own.
 UNSUPPORTED = {
     "openai-gpt": (
         {"n_layer": 1, "n_embd": 32, "n_head": 2},
         "no layer both fills a KV cache.*; it has Attention",
     ),
-    "rwkv": ({"num_hidden_layers": 1, "hidden_size": 32}, "no layer both fills a KV cache.*; it has RwkvSelfAttention"),
 }
 
 

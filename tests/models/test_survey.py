@@ -38,7 +38,7 @@ def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch
     assert "| no attention at all | 1 | xlstm |" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "| llama4_text | partly | with queries scaled by position: with padding on the left: the model" in text
-    assert "| mamba | refused | MambaForCausalLM (model_type 'mamba'): no layer both fills a KV cache" in text
+    assert "| xlstm | refused | xLSTMForCausalLM (model_type 'xlstm'): no layer both fills a KV cache" in text
     assert "| gemma4_assistant | untried | needs the KV of the model that it drafts for |" in text
 
 
