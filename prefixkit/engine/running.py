@@ -184,10 +184,8 @@ class RunningBatch:
             for state, logits in zip(self.scheduled.prompts, results.logits, strict=True):
                 state.first_logits = logits.clone()  # a view would keep the whole step's logits
         alive = self._alive[rows]
-        if self.tree.states is not None:  # rows that end alone run on until rows are compacted
-            all_end = bool((self._last[rows[alive]] == self._read).all())
-            compacts = all_end or self.runner.pace.slack >= len(self._alive)
-            self.tree.states.ahead = self._launched > self._read or not compacts
+        if self.tree.states is not None:  # rows of runners that go ahead run on after their ends
+            self.tree.states.ahead = self.runner.pace.ahead > 1
         if len(broken := rows[alive & (results.tokens < 0)]):
             raise _broken_logits(self._runs[int(broken[0])])
         if self._streaming:
