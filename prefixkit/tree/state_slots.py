@@ -102,11 +102,12 @@ class StateSlots:
         pieces, made = list[Piece](), list[tuple[Node, int, int]]()
         last: dict[Node, Piece] = {}
         row, runs = 0, zip(nodes, begin.tolist(), end.tolist(), goes_on, ends, strict=True)
-        self._busy.clear()
+        # No state that a later run of the step begins with makes room for what an earlier one writes.
+        self._busy = {node.state_at(first) for node, first in zip(nodes, begin.tolist(), strict=True)}
         for node, first, stop, more, prompt in runs:
             above = last.get(node.parent) if first == 0 and node.parent is not None else None
             source = node.state_at(first) if above is None else above.target
-            self._busy.add(source)
+            assert source >= 0 or node.start + first == 0, f"no state after {first} tokens of {node}"
             wave = 0 if above is None else above.wave + 1
             in_place = first > 0 and first == node.computed and not prompt and source >= 0
             needed = more or stop < node.length or bool(node.branches)

@@ -181,13 +181,14 @@ class SampleRun:
         if not retain:
             return store.tree.release(sequence)
         held = sequence.length - len(self.state.request.tokens)
+        own, states, state = sequence.node, store.tree.states, -1
+        if held and states is not None:  # the row's state is after its last token by now, or after later ones
+            state, own.state = -1 if states.ahead else own.state, -1
         if more := sample.tokens[held:-1]:
-            before, state = sequence.node, sequence.node.state
-            before.state = -1  # it is after the last of these tokens by now
             store.tree.extend(sequence, more)
-            store.tree.mark_computed([sequence.node], [sequence.node.length])
-            sequence.node.state = -1 if store.tree.states is None or store.tree.states.ahead else state
         store.tree.mark_computed([sequence.node], [sequence.node.length])
+        if held and states is not None:
+            sequence.node.state = state
         store.retain(sequence)
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:

@@ -12,7 +12,10 @@ import torch
 import prefixkit
 from prefixkit import MemoryPolicy, SamplingParams, Session
 from prefixkit.models import facts_of
+from prefixkit.runners.batch import Pace
+from prefixkit.runners.graph import GraphRunner
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
+from tests.runners.stand_ins import Capturing, Planning
 
 
 @pytest.fixture(params=HYBRIDS)
@@ -95,6 +98,31 @@ def test_scores_are_those_of_one_forward_pass(model, rng):
                     of = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
                 want = float(of.gather(1, torch.tensor(option)[:, None]).sum())
                 assert abs(score.total - want) <= 1e-3
+
+
+def test_captured_steps_go_on_from_the_right_states(rng, monkeypatch):
+    """Rows that have ended run on for some steps; buckets have rows that are none.  Nothing attends, as stand-ins of
+    captures plan nothing.
+    """
+    model = prefixkit.patch(make_hybrid("mamba"))
+    with Session(model, most_running=5) as session:
+        store, make = session.store, prefixkit.session.assembly.engine_of
+
+        def by_graphs(*args: Any, **kwargs: Any) -> Any:
+            engine = make(*args, **kwargs)
+            if not isinstance(engine.runner, GraphRunner):
+                eager, capturing = engine.runner, Capturing()
+                planning = [Planning(planner) for planner in eager.planners]
+                pace = Pace(ahead=2, slack=2, waited_for=8)
+                engine.runner = GraphRunner(
+                    eager, eager.model, planning, store.tree.page_size, pace=pace, fewest_steps=1, keep_states=True,
+                    capture=lambda: capturing,
+                )  # fmt: skip
+            return engine
+
+        monkeypatch.setattr("prefixkit.session.session_memory.engine_of", by_graphs)
+        calls(session, model, rng, turns=3)
+        assert session.report.graph_steps > 0
 
 
 def test_tokens_are_those_without_the_patch(model):
