@@ -64,7 +64,7 @@ class KVStore:
     def tokens_per_checkpoint(self) -> int:
         """Tokens of a text after each of which its state stays, for calls that part there unforeseen.
 
-        So many that states take no more bytes than the KV of the same text, and running the tokens once more is short.
+        At this distance states take no more bytes than the KV of the same text.
         """
         return max(_FEWEST_A_CHECKPOINT, -(-self.pool.spec.bytes_per_state // self.pool.spec.bytes_per_token))
 

@@ -212,4 +212,4 @@ def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[
     runner.launch(batch)
     tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some ran once more
     if states is not None and batch.states is not None:
-        states.take(batch.states)
+        states.commit(batch.states)

@@ -1,7 +1,7 @@
 """Which slots hold the states of nodes, for models with layers that keep a state in place of KV.
 
 A state follows a number of a node's tokens: a checkpoint, from which later tokens go on without those before.  It is
-written where a step ends, where the tree forks, and where somebody wants one; and it is dropped, as long as nothing
+written where a step ends, where the tree forks, and where a caller asks for one; and it is dropped, as long as nothing
 goes on from it, when slots are needed: then its tokens run once more from the checkpoint before.
 """
 
@@ -128,7 +128,7 @@ class StateSlots:
                 node.state = -1  # it changes now, and is the node's again once the step is under way
         return StateMoves(pieces, made)
 
-    def take(self, moves: StateMoves) -> None:
+    def commit(self, moves: StateMoves) -> None:
         """Note the states of a step that was launched, whose tokens are marked computed."""
         for node, offset, slot in moves.made:
             if node.parent is None:

@@ -25,7 +25,7 @@ def lightning(
     blocks from any state, where transformers takes those that continue one by one.
 
     Returns:
-        ``[batch, tokens, hidden_size]``, and None for the state, which the original gives to nobody who reads it.
+        ``[batch, tokens, hidden_size]``, and None for the state, which no caller reads.
     """
     layer = layer_of(attention, past_key_values)
     heads = (attention.num_attention_heads, 3 * attention.head_dim)
