@@ -73,9 +73,6 @@ def runner_of(
     if compiled and facts.spec.states:
         log.info("layers run without torch.compile: some of them keep a state in place of KV")
         compiled = False
-    if facts.spec.states and graphs and device.type == "cuda":
-        log.info("decoding without CUDA graphs: some layers keep a state in place of KV")
-        graphs = False
     plannings = None
     if graphs and device.type == "cuda":
         plannings = graph_plannings(device, planners)
