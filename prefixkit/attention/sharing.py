@@ -68,9 +68,9 @@ class HeadShape:
     v_dim: int | None = None
 
     @property
-    def plan_heads(self) -> tuple[int, int, int, int]:
-        """Query heads, KV heads, ``head_dim`` and ``itemsize``: heads of one size, as ``plan_tree`` takes them."""
-        return self.heads, self.kv_heads, self.head_dim, self.itemsize
+    def plan_heads(self) -> tuple[int, int, int, int, int]:
+        """Query heads, KV heads, ``head_dim``, ``itemsize`` and ``value_dim``, as ``plan_tree`` takes them."""
+        return self.heads, self.kv_heads, self.head_dim, self.itemsize, self.value_dim
 
     @property
     def gqa_group(self) -> int:

@@ -27,6 +27,8 @@ def _torch() -> Backend:
         *appends,
         products.linear_pair,
         run_program.tree_attention,
+        run_program.latent_attention,
+        host_planner.latent_planner_for,
         plain_kv.advance,
         plain_sampling.sample,
         plan_tree.plan_tree,
@@ -44,12 +46,15 @@ def _cuda() -> Backend:
 
     append = kv.Append()
     appends = append.kv_append, append.rotary_append, index_append
+    tree_attention = attention.TreeAttention()
     return Backend(
         "cuda",
         device_planner.planner_for,
         *appends,
         linear_pair,
-        attention.TreeAttention(),
+        tree_attention,
+        tree_attention.latents,
+        device_planner.latent_planner_for,
         kv.advance,
         sampling.sample,
         plan_launch.plan_tree,

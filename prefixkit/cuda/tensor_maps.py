@@ -28,7 +28,7 @@ def cached_tensor_maps(
 ) -> TensorMaps:
     """:func:`tensor_maps` of a layer's pages, ``made`` once for their addresses and signature.
 
-    ``signature`` is what maps depend on besides the addresses: the shape, strides and dtype, which K and V share.
+    ``signature`` is what maps depend on besides the addresses: shapes, strides and dtype.
     """
     key = k_pages.data_ptr(), v_pages.data_ptr(), signature
     return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages))
@@ -43,7 +43,7 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> TensorMaps:
     maps = []
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
         for pages in (k_pages, v_pages):
-            exists = rows == 1 or holds_groups(pages.shape[1])
+            exists = rows == 1 or (holds_groups(pages.shape[1]) and not (whole and pages.shape[3] % COLUMNS))
             maps.append(_encode(pages, rows, whole) if exists else bytes(TENSOR_MAP.size))
     return tuple(maps)
 

@@ -131,6 +131,22 @@ def check_attention(
     _check_rows(op, q, q_positions, variant, sinks)
 
 
+def check_latents(q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_positions: Tensor) -> None:
+    """Arguments of ``latent_attention`` that differ from layer to layer."""
+    op, size = "latent_attention", latent_pages.shape[:2]
+    fits = latent_pages.ndim == 4 and latent_pages.shape[2] == 1
+    expect(op, "latent_pages", latent_pages, "[pages, page_size, 1, latent]", fits, FLOATS)
+    fits = rotary_pages.ndim == 4 and rotary_pages.shape[:3] == (*size, 1)
+    _expect_like(latent_pages, op, "rotary_pages", rotary_pages, f"[{size[0]}, {size[1]}, 1, rotary]", fits)
+    for name, pages in (("latent_pages", latent_pages), ("rotary_pages", rotary_pages)):
+        if pages.stride(3) != 1:
+            raise BadShape(f"{op}: {name} must have stride 1 over its elements, got strides {list(pages.stride())}")
+    width = latent_pages.shape[3] + rotary_pages.shape[3]
+    fits = q.ndim == 3 and q.shape[2] == width
+    _expect_like(latent_pages, op, "q", q, f"[T, heads, {width}] (elements of a latent, then of a rotary key)", fits)
+    check_positions(q, q_positions, op)
+
+
 def check_expanded(
     q: Tensor, cached: Sequence[Tensor], q_positions: Tensor, variant: Variant, sinks: Tensor | None
 ) -> None:

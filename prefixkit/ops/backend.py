@@ -108,6 +108,12 @@ class PlannerFor(Protocol):
     ) -> Planner: ...
 
 
+class LatentPlannerFor(Protocol):
+    """Makes the planner for query heads over absorbed latents of these elements, with rotary keys of others."""
+
+    def __call__(self, heads: int, latent: int, rotary: int, device: torch.device, dtype: torch.dtype) -> Planner: ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the ops.
@@ -116,8 +122,9 @@ class Backend:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, index_append, linear_pair, tree_attention, advance, sample, plan_tree,
-            expert_product: The ops.
+        kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, advance, sample,
+            plan_tree, expert_product: The ops.
+        latent_planner_for: The planner for absorbed latents; makes what ``latent_attention`` takes as ``plan``.
         expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
             selected for each query; None where there is none.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
@@ -133,6 +140,8 @@ class Backend:
     index_append: Callable[..., None]
     linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
+    latent_attention: Callable[..., tuple[Tensor, Tensor]]
+    latent_planner_for: LatentPlannerFor
     advance: Callable[..., None]
     sample: Callable[..., None]
     plan_tree: Callable[..., None]

@@ -138,6 +138,29 @@ def tree_attention(
     return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def latent_attention(
+    q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of ``T`` queries over a tree of latents: multi-head latent attention, absorbed.
+
+    All heads read one key for each token, its latent and then its rotary key, and its latent as its value.
+
+    Args:
+        q: ``[T, heads, latent + rotary]`` in the pages' dtype, absorbed: a head's product with what makes its keys.
+        latent_pages: ``[pages, page_size, 1, latent]``.
+        rotary_pages: ``[pages, page_size, 1, rotary]``.
+        q_positions: ``[T]`` int64.
+        plan: ``Step.plan``, made by the device's planner for these latents.
+        scale: Factor on ``q . k``.
+
+    Returns:
+        ``out [T, heads, latent]`` in q's dtype, of which a head's product with what makes its values is its output;
+        ``lse [T, heads]`` float32, natural logarithm.
+    """
+    arguments.check_latents(q, latent_pages, rotary_pages, q_positions)
+    return q.new_empty((*q.shape[:2], latent_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def advance(
     leaf: Tensor,
     start: Tensor,
@@ -239,7 +262,7 @@ def plan_tree(
         counts, tile_items, decode_items, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written;
             their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
         scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), whose content after the call means nothing.
-        heads: Query heads, KV heads, head size, bytes of an element.
+        heads: Query heads, KV heads, head size of Q and K, bytes of an element, head size of V.
         num_sms: Blocks to plan for.
         cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
 
@@ -261,9 +284,10 @@ def plan_tree(
     need = scratch_ints(nodes, tile_items.shape[0], decode_items.shape[0], merge_indptr.shape[0] - 1)
     if scratch.ndim != 1 or scratch.shape[0] < need:
         arguments.expect(op, "scratch", scratch, f"[at least {need}]", False)
-    if len(heads) != 4 or min(heads) < 1 or heads[0] % heads[1]:
+    if len(heads) != 5 or min(heads) < 1 or heads[0] % heads[1]:
         raise ValueError(
-            f"{op}: heads must be query heads, KV heads, head size, bytes of an element, got {list(heads)}"
+            f"{op}: heads must be query heads, KV heads, head size of Q and K, bytes of an element, head size of V, "
+            f"got {list(heads)}"
         )
     if len(cost) != COST_NUMBERS:
         raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
@@ -328,6 +352,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (index_append, ("pages",), None),
     (linear_pair, (), _refuse_gradients),
     (tree_attention, (), None),
+    (latent_attention, (), None),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
@@ -340,4 +365,5 @@ for _schema, (_op, _, _check) in zip(SCHEMAS, _OPS, strict=True):
     for _key in ("CPU", "CUDA"):
         _library.impl(_op.__name__, _runs(_op.__name__, _check), _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"prefixkit::{_op.__name__}", _op, lib=_library)
-torch.library.register_autograd("prefixkit::tree_attention", _no_backward, lib=_library)
+for _name in ("tree_attention", "latent_attention"):
+    torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)

@@ -31,7 +31,7 @@ def gathered(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """``out [rows, heads, head_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``."""
+    """``out [rows, heads, v_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``."""
     slots, positions = gathered(case)
     q, k, v = (t.to(GPU) for t in (case.q, case.k_pages, case.v_pages))
     rows, heads, head_dim = q.shape
@@ -39,7 +39,7 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
     where = slots.clamp(min=0)
     number = torch.arange(heads, device=GPU)[:, None, None]
     out, lse = (
-        torch.empty(rows, heads, head_dim, dtype=dtype, device=GPU),
+        torch.empty(rows, heads, v.shape[3], dtype=dtype, device=GPU),
         torch.empty(rows, heads, dtype=dtype, device=GPU),
     )
     step = max(1, (1 << 26) // (slots.shape[1] * heads * head_dim))  # half a gigabyte of keys

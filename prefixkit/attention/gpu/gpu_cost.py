@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 
 from prefixkit.attention.sharing import CostModel
@@ -88,3 +88,14 @@ H200 = GpuCost(
     tile=Role(kv_tile=64, workers=1, tokens_per_us=64.0, start=2.0, write=1.5, merge=1.5, least=1),
     decode=Role(kv_tile=16, workers=4, tokens_per_us=59.0, start=1.0, write=0.5, merge=0.25, least=4),
 )
+
+
+def tiles_only(cost: GpuCost) -> GpuCost:
+    """The cost where tile items and decode items take the tile path."""
+    return replace(cost, decode=cost.tile)
+
+
+# Latents of 512 + 64 on one H200: a multiprocessor takes 64 tokens for 64 query heads in 1.5 us; an item's queries are
+# 72 KB, a partial state 128 KB.
+_LATENT_TILE = Role(kv_tile=64, workers=1, tokens_per_us=42.0, start=2.0, write=1.5, merge=1.5, least=1)
+H200_LATENT = GpuCost(replace(H200_COST, tile_heads=64), _LATENT_TILE, _LATENT_TILE)

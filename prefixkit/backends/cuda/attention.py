@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import lookup
+from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.cuda import variant_header
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.cuda.device_planner import NO_FLOAT32, WORK_TENSORS, plan_in_torch, say_plain_torch
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
-from prefixkit.backends.cuda.kernels import ATTENTION, attention_unit, kernel_for
+from prefixkit.backends.cuda.kernels import Kernel, attention_unit, kernel_for, latent_groups, latent_kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.torch import run_program
 from prefixkit.checking import checked
@@ -24,7 +24,7 @@ from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import TensorMaps, cached_tensor_maps, holds_groups
-from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_packed, check_positions
+from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_latents, check_packed, check_positions
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.threads import once
 from prefixkit.torch_private import raw_stream, stream_captures
@@ -45,6 +45,7 @@ class _Prepared:
     """A launch without its arguments' addresses.  ``function`` is None where plain torch serves."""
 
     function: jit.Function | None
+    v_dim: int = 0
     blocks: int = 0
     threads: int = 0
     shared: int = 0
@@ -110,13 +111,42 @@ class TreeAttention:
         """
         if len(plan) == 1:
             return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
-        signature = launch_signature(variant, q, k_pages, v_pages, sinks)
+        return self._run(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
+
+    def latents(
+        self,
+        q: Tensor,
+        latent_pages: Tensor,
+        rotary_pages: Tensor,
+        q_positions: Tensor,
+        plan: Sequence[Tensor],
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """``latent_attention``, by our kernel or in plain torch, as :meth:`__call__`."""
+        if len(plan) == 1:
+            return run_program.latent_attention(q, latent_pages, rotary_pages, q_positions, plan, scale)
+        return self._run(q, latent_pages, rotary_pages, q_positions, plan, scale, CAUSAL.name, None, latent=True)
+
+    def _run(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        q_positions: Tensor,
+        plan: Sequence[Tensor],
+        scale: float,
+        variant: str,
+        sinks: Tensor | None,
+        latent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        signature = latent, launch_signature(variant, q, k_pages, v_pages, sinks)
         known = self.launches.get(signature)
         if known is None:
-            prepared = _prepare(q, k_pages, v_pages, q_positions, variant, sinks)
+            prepare = _prepare_latents if latent else _prepare
+            prepared = prepare(q, k_pages, v_pages, q_positions, variant, sinks)
             known = self.launches.store(signature, (prepared, self._barriers(k_pages.device)))
         prepared, barriers = known
-        function, uses_tma = prepared.function, prepared.uses_tma
+        function, uses_tma, v_dim = prepared.function, prepared.uses_tma, prepared.v_dim
         work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:]
         if function is None:
             check_packed(q.shape[0], work, nodes)
@@ -137,19 +167,19 @@ class TreeAttention:
         addresses = self._plan.check(q, q_positions, work, nodes)
         if checked():
             check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
-        rows, heads, head_dim = q.shape
+        rows, heads, _ = q.shape
         device = function.device
         stream, capturing = raw_stream(device), stream_captures()
         counter = barriers.address(("graph", _capture_id(stream)) if capturing else stream, capturing)
-        out = torch.empty_like(q)
+        out = q.new_empty((rows, heads, v_dim))
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
         partials = work[5].shape[0] * heads  # every partial row merges once
-        workspace = partials_workspace(partials * (head_dim + 1), q.device)  # freed on return
+        workspace = partials_workspace(partials * (v_dim + 1), q.device)  # freed on return
         partial_out = workspace.data_ptr()
         values: tuple[int | float | bytes, ...] = (
             *maps,
             *map(Tensor.data_ptr, (q, k_pages, v_pages, q_positions, out, lse)),
-            *(partial_out, partial_out + 4 * partials * head_dim, counter),
+            *(partial_out, partial_out + 4 * partials * v_dim, counter),
             *addresses,
             *prepared.numbers,
             *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
@@ -183,45 +213,75 @@ def _prepare(
         return _Prepared(None)
     heads, head_dim = q.shape[1:]
     gqa_group = heads // k_pages.shape[2]
-    kernel = kernel_for(arch, head_dim, gqa_group)
+    v_dim = v_pages.shape[3]
+    kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
     if kernel is None:
         raise UnsupportedHeads(
-            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, got {head_dim}; plan "
-            f"the step with the backend's planner_for, which leaves it to plain torch"
+            f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, the same for K and V, "
+            f"and on Hopper 192 with 128; got {head_dim} and {v_dim}; plan the step with the backend's planner_for, "
+            "which leaves it to plain torch"
         )
-    if v_pages.shape != k_pages.shape:
-        raise UnsupportedHeads(
-            f"tree_attention: the kernels take K and V of one head size, got {head_dim} and {v_pages.shape[3]}; plan "
-            "the step with the backend's planner_for for these heads, which leaves them to plain torch"
-        )
-    page, slot, head, _ = k_pages.stride()
-    if v_pages.stride() != k_pages.stride() or page % 8 or slot % 8 or head % 8:
+    _check_strides("tree_attention", k_pages, v_pages)
+    if v_pages.shape == k_pages.shape and v_pages.stride() != k_pages.stride():
         raise BadShape(
-            f"tree_attention: k_pages and v_pages must have the same strides, multiples of 8, got {k_pages.stride()} "
-            f"and {v_pages.stride()}; make them with KVPool"
+            f"tree_attention: k_pages and v_pages must have the same strides, got {k_pages.stride()} and "
+            f"{v_pages.stride()}; make them with KVPool"
         )
+    page = k_pages.stride(0)
     if not kernel.uses_tma and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
             f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
             f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
         )
-    half = q.dtype == torch.float16
-    function = jit.load(attention_unit(kernel, head_dim, half, variant), device)[ATTENTION]
+    return _prepared(kernel, q, k_pages, v_pages, k_pages.shape[2], v_dim, variant, key)
+
+
+def _prepare_latents(
+    q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
+) -> _Prepared:
+    """The same for latents."""
+    check_latents(q, latent_pages, rotary_pages, q_positions)
+    latent, rotary = latent_pages.shape[3], rotary_pages.shape[3]
+    arch = arch_for(torch.cuda.get_device_capability(latent_pages.device.index), supported_archs())
+    kernel, groups = latent_kernel_for(arch, latent, rotary), latent_groups(q.shape[1])
+    if kernel is None or groups is None or q.dtype == torch.float32:
+        raise UnsupportedHeads(
+            f"latent_attention: on Hopper the kernel serves latents of 256 or 512 in 16 bits, rotary keys of up to 64, "
+            f"and heads that divide into groups of up to 64; got {latent}, {rotary}, {q.shape[1]} heads and {q.dtype}; "
+            "plan the step with the backend's latent_planner_for, which leaves it to plain torch"
+        )
+    _check_strides("latent_attention", latent_pages, rotary_pages)
+    return _prepared(kernel, q, latent_pages, rotary_pages, groups, latent, lookup(key), key)
+
+
+def _check_strides(op: str, *pages: Tensor) -> None:
+    """Raise BadShape unless rows of pages begin at multiples of 16 bytes."""
+    for each in pages:
+        if any(stride % 8 for stride in each.stride()[:3]):
+            raise BadShape(f"{op}: strides of pages must be multiples of 8, got {each.stride()}; make them with KVPool")
+
+
+def _prepared(
+    kernel: Kernel, q: Tensor, k_pages: Tensor, v_pages: Tensor, kv_heads: int, v_dim: int, variant: Variant, key: str
+) -> _Prepared:
+    """What is launched for pages that a kernel serves."""
+    half, device, (heads, head_dim) = q.dtype == torch.float16, k_pages.device.index, q.shape[1:]
+    function = jit.load(attention_unit(kernel, head_dim, half, variant, v_dim), device)[kernel.name]
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     shared = function.max_shared if kernel.shared is None else kernel.shared
-    numbers = (page, head, slot, heads, k_pages.shape[2], k_pages.shape[1])
-    parameters = variant_header.on_device(key, heads, q.device).data_ptr()
+    page, slot, head, _ = k_pages.stride()
     return _Prepared(
         ATTENTION_LAYOUT[kernel.uses_tma].check(function),
+        v_dim,
         blocks,
         kernel.threads,
         shared,
-        numbers,
-        parameters,
+        numbers=(page, head, slot, heads, kv_heads, k_pages.shape[1]),
+        parameters=variant_header.on_device(key, heads, q.device).data_ptr(),
         window=variant.window or 0,
         tma_groups=holds_groups(k_pages.shape[1]),
         uses_tma=kernel.uses_tma,
-        pages_signature=(*k_pages.shape, page, slot, head, half),
+        pages_signature=(*k_pages.shape, *k_pages.stride(), *v_pages.shape, *v_pages.stride(), half),
     )
 
 

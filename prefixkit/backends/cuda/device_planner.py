@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
-from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_cost import H200, H200_LATENT, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.plan import Plan
@@ -24,9 +24,10 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.cost_cache import gpu_cost
-from prefixkit.backends.cuda.kernels import kernel_for
+from prefixkit.backends.cuda.kernels import Kernel, kernel_for, latent_groups, latent_kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
+from prefixkit.backends.torch.host_planner import latent_planner_for as plain_latents
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.threads import once
 from prefixkit.tree.arrays import Ints
@@ -159,16 +160,35 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:
     """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
-    if shape.value_dim != shape.head_dim:
-        say_plain_torch(f"K of head size {shape.head_dim} with V of {shape.value_dim} has no kernel")
-        return TorchPlanner(shape, H200.sharing, visible)
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-    kernel = kernel_for(arch, shape.head_dim, shape.gqa_group)
+    kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim)
     if kernel is None or dtype == torch.float32:
-        say_plain_torch(NO_FLOAT32 if kernel else f"head size {shape.head_dim} has no kernel")
+        size = str(shape.head_dim) if shape.value_dim == shape.head_dim else f"{shape.head_dim} and {shape.value_dim}"
+        say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
+    if shape.value_dim != shape.head_dim:
+        gpu = tiles_only(gpu)
+    return _planner(kernel, shape, gpu, device, visible)
+
+
+def latent_planner_for(heads: int, latent: int, rotary: int, device: torch.device, dtype: torch.dtype) -> Planner:
+    """The planner of absorbed latents: of our kernel, or of plain torch where none serves them."""
+    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    kernel, groups = latent_kernel_for(arch, latent, rotary), latent_groups(heads)
+    if kernel is None or groups is None or dtype == torch.float32:
+        why = NO_FLOAT32 if kernel and groups else f"latents of {latent} + {rotary} for {heads} heads have no kernel"
+        say_plain_torch(why)
+        return plain_latents(heads, latent, rotary, device, dtype)
+    shape, gpu = HeadShape(heads, groups, latent + rotary, dtype.itemsize, latent), H200_LATENT
+    if 2 * shape.gqa_group > kernel.tile_rows:
+        # A tile holds one query: rows that share a node would read it no less often, and have one more state to merge.
+        gpu = replace(gpu, sharing=replace(gpu.sharing, kv_byte=0.0))
+    return _planner(kernel, shape, gpu, device, ALL)
+
+
+def _planner(kernel: Kernel, shape: HeadShape, gpu: GpuCost, device: torch.device, visible: Visible) -> CudaPlanner:
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     if shape.gqa_group > kernel.tile_rows:
         log.debug("numpy plans: the GPU's planner knows no GQA groups above a tile's %d rows", kernel.tile_rows)

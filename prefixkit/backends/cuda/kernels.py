@@ -95,12 +95,16 @@ def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3)
     return SampleTiling(blocks, segment, tiling.shared <= max_shared)
 
 
-ATTENTION = "prefixkit::tree_attention"
+ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_attention"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
-HOPPER_HEAD_DIMS = (64, 128)
+# Sizes of heads of K and V.
+HOPPER_HEADS = ((64, 64), (128, 128), (192, 128))
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+# Elements of a latent, which heads are absorbed into, and the most of a rotary key beside it.
+LATENT_DIMS, MOST_ROTARY = (256, 512), 64
+LATENT_ROWS = 64  # query heads of a tile of latents
 # KB of shared memory of a multiprocessor, of which a block takes 1 more than it asks for; others have at least 100.
 _SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
 
@@ -110,6 +114,7 @@ class Kernel:
     """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know."""
 
     file: str
+    name: str
     tile_rows: int  # query heads of a tile
     threads: int  # of a block
     blocks_per_sm: int
@@ -117,38 +122,69 @@ class Kernel:
     uses_tma: bool = False  # it reads pages by TMA: its parameter begins with tensor maps
 
 
-def kernel_for(arch: str, head_dim: int, gqa_group: int) -> Kernel | None:
-    """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them."""
-    hopper = arch == "sm_90a" and head_dim in HOPPER_HEAD_DIMS and gqa_group <= 128
+def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None) -> Kernel | None:
+    """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them.
+
+    ``v_dim``: the size of V's heads, where it is another.
+    """
+    v_dim = v_dim or head_dim
+    hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
-        return Kernel("attention/sm90/tree_attention.cu", 128, 512, 1, None, uses_tma=True)
-    if head_dim % 16 or not 0 < head_dim <= 256:
+        return Kernel("attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, uses_tma=True)
+    if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
     # Two blocks keep tensor cores busy while one of them waits; where memory is short they fit with small heads only.
     blocks = 2 if total >= 164 or head_dim <= 64 else 1
-    return Kernel(
-        "attention/sm80/tree_attention.cu", 128 if head_dim <= 128 else 64, 128, blocks, (total // blocks - 1) * 1024
-    )
+    tile_rows, shared = 128 if head_dim <= 128 else 64, (total // blocks - 1) * 1024
+    return Kernel("attention/sm80/tree_attention.cu", ATTENTION, tile_rows, 128, blocks, shared)
 
 
-def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant) -> Unit:
-    """A kernel of tree attention for one head size, float16 or bfloat16, and the kinds of one variant."""
+def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
+    """The kernel for latents with rotary keys of these elements; None if no kernel serves them."""
+    hopper = arch == "sm_90a" and os.environ.get(KERNEL_VARIABLE, "") != "portable"
+    if not hopper or latent not in LATENT_DIMS or rotary % 16 or not 0 < rotary <= MOST_ROTARY:
+        return None
+    file = "attention/sm90/latent_attention.cu"
+    return Kernel(file, LATENT_ATTENTION, LATENT_ROWS, 512, 1, None, uses_tma=True)
+
+
+def latent_groups(heads: int) -> int | None:
+    """The fewest equal groups of heads that a tile of latents holds each; None where only groups of a few heads fit."""
+    groups = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= LATENT_ROWS)
+    return groups if heads // groups > LATENT_ROWS // 4 or groups == 1 else None
+
+
+def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, v_dim: int | None = None) -> Unit:
+    """A kernel of tree attention for one head size, float16 or bfloat16, and the kinds of one variant.
+
+    ``v_dim``: of V, where it is another; of latents, whose ``head_dim`` their rotary keys are part of.
+    """
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
+    if v_dim is not None and v_dim != head_dim:
+        defines += (("PREFIXKIT_VALUE_DIM", str(v_dim)),)
+    if kernel.name == LATENT_ATTENTION:
+        defines += (("PREFIXKIT_LATENT", "1"),)
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
     layout = layouts.ATTENTION[kernel.uses_tma].header
     text = variant_header.header(variant)
     if text is None:
-        return Unit(kernel.file, (ATTENTION,), defines, (layout,))
+        return Unit(kernel.file, (kernel.name,), defines, (layout,))
     name = variant_header.HEADER
-    return Unit(kernel.file, (ATTENTION,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
+    return Unit(kernel.file, (kernel.name,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 
 def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
+    apart = kernel_for(arch, 192, 1, 128)
+    if apart is not None and apart.uses_tma:
+        plain += [attention_unit(apart, 192, half, CAUSAL, 128) for half in (False, True)]
+    if latent := latent_kernel_for(arch, 512, 64):
+        plain += [attention_unit(latent, 576, half, CAUSAL, 512) for half in (False, True)]
+        plain.append(attention_unit(latent, 288, False, CAUSAL, 256))
     every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     experts = map(expert_unit, (False, True))

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.variants import ScoreMod, Variant, lookup
+from prefixkit.attention.variants import CAUSAL, ScoreMod, Variant, lookup
 from prefixkit.backends.torch.attention_calls import Call, Positions
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import State, pick, run_merge
 from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_selected
+from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_latents, check_selected
 from prefixkit.ops.backend import NotCapturable
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
@@ -97,6 +97,23 @@ def expanded_attention(
 
     with torch.no_grad():
         return _finish(program, q, read, scale, modifier, sinks, selected)
+
+
+def latent_attention(
+    q: Tensor,
+    latent_pages: Tensor,
+    rotary_pages: Tensor,
+    q_positions: Tensor,
+    plan: Sequence[Tensor] | BoundPlan,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``latent_attention``: over keys that are put together for each call."""
+    check_latents(q, latent_pages, rotary_pages, q_positions)
+    return expanded_attention(q, (latent_pages, rotary_pages), _together, q_positions, plan, scale, CAUSAL.name)
+
+
+def _together(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat((latent, rotary), dim=-1), latent
 
 
 def _bound(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:

@@ -11,7 +11,7 @@
 namespace prefixkit {
 
 constexpr int GROUP = 16;
-constexpr int COLUMNS = (D + 63) / 64;
+constexpr int COLUMNS = (D + 63) / 64, V_COLUMNS = (V_DIM + 63) / 64;
 constexpr bool EVEN = 32 % ROW_VECTORS == 0;  // a warp copies whole rows
 
 template <int ROWS> DEVICE u32 vector_at(int row, int column) {

@@ -1,7 +1,7 @@
 // The end of a launch: a grid barrier, then the merge of partial states in the plan's order; here each head by a warp.
 //
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
-// cost   each partial state (4 D + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few heads
+// cost   each partial state (4 V_DIM + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few heads
 //        costs the latency of its reads and of fetching its code, so the code is short.
 // limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
@@ -71,7 +71,7 @@ DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, i
     const long long at = (long long)row * a.heads + head;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
-        *(uint2*)(a.out + at * D + column(j)) =
+        *(uint2*)(a.out + at * V_DIM + column(j)) =
             make_uint2(pack(f.sum[j].x * factor, f.sum[j].y * factor), pack(f.sum[j].z * factor, f.sum[j].w * factor));
     if (writes) a.lse[at] = lse;
 }
@@ -95,9 +95,9 @@ struct PartialList {
     }
 };
 
-constexpr int HEAD_VECTORS = (D + 127) / 128, HEAD_LANES = D / 4 / HEAD_VECTORS, HEAD_PARTS = 32 / HEAD_VECTORS;
+constexpr int HEAD_VECTORS = (V_DIM + 127) / 128, HEAD_LANES = V_DIM / 4 / HEAD_VECTORS, HEAD_PARTS = 32 / HEAD_VECTORS;
 constexpr int HEAD_STEP = 4;
-static_assert(HEAD_LANES * HEAD_VECTORS * 4 == D, "lanes hold a head together");
+static_assert(HEAD_LANES * HEAD_VECTORS * 4 == V_DIM, "lanes hold a head together");
 
 // Adds `count` (at most 32) partials of a head, of which this lane knows one.
 DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, int count, int head) {
@@ -114,7 +114,7 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
 #pragma unroll
             for (int i = step; i < step + HEAD_STEP; ++i) {
                 const int part = __shfl_sync(~0u, mine, min(first + i, count - 1));
-                const float* from = a.partial_out + ((long long)part * a.heads + head) * D + column;
+                const float* from = a.partial_out + ((long long)part * a.heads + head) * V_DIM + column;
 #pragma unroll
                 for (int j = 0; j < HEAD_VECTORS; ++j) x[i][j] = load_global(from + 4 * HEAD_LANES * j);
             }

@@ -5,9 +5,20 @@
 
 namespace prefixkit {
 
-constexpr int D = PREFIXKIT_HEAD_DIM;
+#ifndef PREFIXKIT_VALUE_DIM
+#define PREFIXKIT_VALUE_DIM PREFIXKIT_HEAD_DIM
+#endif
+constexpr int D = PREFIXKIT_HEAD_DIM, V_DIM = PREFIXKIT_VALUE_DIM;  // of queries and keys; of values and outputs
 constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a head's row
-static_assert(D % 16 == 0 && D <= 256, "head sizes are multiples of 16 up to 256");
+static_assert(D % 16 == 0 && V_DIM % 16 == 0, "head sizes are multiples of 16");
+// Where they differ, tile items and decode items go through the tile path.
+constexpr bool TILES_ONLY = D != V_DIM;
+#ifndef PREFIXKIT_LATENT
+#define PREFIXKIT_LATENT 0
+#endif
+// Latents (multi-head latent attention): a key's first V_DIM elements are its value, and lie in `k`; the others, its
+// rotary part, lie in `v`.  All heads read the same ones: `kv_heads` only says how many groups heads come in.
+constexpr bool LATENT = PREFIXKIT_LATENT;
 
 #ifndef PREFIXKIT_MAPS
 #define PREFIXKIT_MAPS 0  // 1: TMA loads KV where pages allow it (Hopper); Attention begins with tensor maps
@@ -23,9 +34,9 @@ DEVICE void hold_parameters(const Attention& a) {
 DEVICE void clear_padding(const Attention& a, int thread, int threads) {
 #pragma unroll 1
     for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
-        uint2* out = (uint2*)(a.out + (long long)row * a.heads * D);
+        uint2* out = (uint2*)(a.out + (long long)row * a.heads * V_DIM);
 #pragma unroll 1
-        for (int i = thread; i < a.heads * (D / 4); i += threads) out[i] = make_uint2(0, 0);
+        for (int i = thread; i < a.heads * (V_DIM / 4); i += threads) out[i] = make_uint2(0, 0);
         for (int i = thread; i < a.heads; i += threads) a.lse[(long long)row * a.heads + i] = MINUS_INFINITY;
     }
 }

@@ -1,16 +1,16 @@
 // The end of a launch on Hopper where there are many rows to merge: partial states come by bulk copies.
 //
-// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 D
+// tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 V_DIM
 //            floats into a ring of six in shared memory: the 28 KB of L1 would keep too few loads in flight.
-// cost       reads each partial state once (4 D + 4 bytes per head), at the bandwidth of the L2.
+// cost       reads each partial state once (4 V_DIM + 4 bytes per head), at the bandwidth of the L2.
 // limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
 #pragma once
 #include "attention/merge.cuh"
 
 namespace prefixkit {
 
-constexpr int SLAB = 8, SLAB_LANES = 4, SLAB_VECTORS = D / (4 * SLAB_LANES);
-constexpr int SLAB_BYTES = SLAB * D * 4, SLAB_STAGES = 6, SLAB_WARPS = 8;
+constexpr int SLAB = 8, SLAB_LANES = 4, SLAB_VECTORS = V_DIM / (4 * SLAB_LANES);
+constexpr int SLAB_BYTES = SLAB * V_DIM * 4, SLAB_STAGES = 6, SLAB_WARPS = 8;
 constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB * 4 + 8);
 
 // One warp's ring.
@@ -56,8 +56,8 @@ DEVICE void slab_issue(
     const int begin = __shfl_sync(~0u, b.begin, p.pair);
     const long long at = (long long)(p.part < 2 ? known : a.merge_indices[begin + p.part]) * a.heads + head;
     if (lane_anew() == 0) {
-        barrier_arrive_expect(ring.full + 8 * stage, heads * (D * 4 + 4));
-        copy_bulk(ring.data + stage * SLAB_BYTES, a.partial_out + at * D, heads * (D * 4), ring.full + 8 * stage);
+        barrier_arrive_expect(ring.full + 8 * stage, heads * (V_DIM * 4 + 4));
+        copy_bulk(ring.data + stage * SLAB_BYTES, a.partial_out + at * V_DIM, heads * (V_DIM * 4), ring.full + 8 * stage);
         copy_bulk(ring.lse + stage * (SLAB * 4), a.partial_lse + at, heads * 4, ring.full + 8 * stage);
     }
     ++p.part;
@@ -74,7 +74,7 @@ DEVICE void slab_merge(const SlabRing& ring, int stage, Merged<SLAB_VECTORS>& f)
     float4 x[1][SLAB_VECTORS];
 #pragma unroll
     for (int j = 0; j < SLAB_VECTORS; ++j)
-        x[0][j] = load_shared(ring.data + stage * SLAB_BYTES + 4 * (head * D + slab_column(lane, j)));
+        x[0][j] = load_shared(ring.data + stage * SLAB_BYTES + 4 * (head * V_DIM + slab_column(lane, j)));
     merge_partials<1>(f, lse, x, 1);
 }
 

@@ -7,11 +7,12 @@
 //            products of the other, without taking turns.
 // uniform    stages, flags and counts go through `uniform`: descriptors in ordinary registers cost each product some 30
 //            cycles, as much as it takes.
-// cost       4 D flops per row and token against 790 TFLOP/s (dense bf16); 4 D bytes of KV per token and tile.
-// limits     D 64 or 128; items of at most 64 rows leave the second warpgroup idle.
+// cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
+//            tile.
+// limits     D 64, 128 or 192, V_DIM 64 or 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
-#include "attention/sm90/tile_rows.cuh"
+#include "attention/sm90/exponentials.cuh"
 
 namespace prefixkit {
 
@@ -40,10 +41,6 @@ DEVICE void write_ones(u32 at) {
     for (int i = 0; i < 8; ++i) store_shared16(at + 16 * i, make_int4(ONES, ONES, ONES, ONES));
     async_fence();
 }
-
-// A row's base (variant.cuh) rises seldom, because lanes then agree on a new one and shrink older sums and outputs (as
-// in FlashAttention-4).  Outputs are divided by the sum of the rounded exponentials, as the product with V uses them:
-// the largest is not 1 here and is rounded like the others.  The log-sum-exp uses the exponentials themselves.
 
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an
 // exponential was too large: then the scores are lost, and nothing else has changed.
@@ -75,84 +72,6 @@ DEVICE void scores_again(TileState& w, u32 k) {
     }
 }
 
-// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
-// outputs.
-DEVICE bool exponentials(
-    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, TileState& w, float (&shrink)[2]) {
-    const int column = 2 * (threadIdx.x & 3);
-    if (MODIFIED || (c.flags & COMPARE)) {
-        int head[2], q_position[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
-            head[i] = row.head;
-            q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + row.query]) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i) {
-            const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
-            bool visible = token >= c.low && token < c.high;
-            visible = visible && (!(c.flags & CAUSAL) || position <= q_position[row]);
-            w.s[i] = exponent(w.s[i], a.scale, visible, q_position[row], position, head[row], a.parameters);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;
-    }
-    float top[2] = {w.s[0], w.s[2]};
-#pragma unroll
-    for (int i = 0; i < KV_TILE / 8; ++i) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row)
-            top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
-    }
-    const bool rose = __any_sync(~0u, top[0] > w.base[0] + HEADROOM || top[1] > w.base[1] + HEADROOM);
-    if (rose) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const float base = fmaxf(w.base[row], lanes_max<1, 4>(top[row]));
-            shrink[row] = exp2_fast(w.base[row] - base);
-            w.base[row] = base;
-            w.sum[row] *= shrink[row];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < KV_TILE / 2; ++i)
-        w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
-    return rose;
-}
-
-DEVICE void pack_exponentials(TileState& w) {
-#pragma unroll
-    for (int i = 0; i < KV_TILE / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
-}
-
-// Where a warpgroup is in the rings.
-struct Cursor {
-    u32 stage = 0, phase = 0;
-    u32 before = 0;  // the stage of the KV tile before
-    DEVICE void next(const TileShared& s) {
-        before = stage;
-        if (++stage == s.stages) stage = 0, phase ^= 1;
-    }
-};
-
-DEVICE u32 keys_at(const TileShared& s, u32 stage) { return descriptor(s.k, 16) + stage * (KV_TILE_BYTES / 16); }
-DEVICE u32 values_at(const TileShared& s, u32 stage) {
-    return descriptor(s.v, KV_TILE * 128) + stage * (KV_TILE_BYTES / 16);
-}
-DEVICE int kv_tile_flags(const TileShared& s, const Cursor& at) {
-    return uniform(load_shared_int(s.kv_tiles + 16 * at.stage));
-}
-// The flags of a KV tile, once it has landed.
-DEVICE int wait_kv_tile(const TileShared& s, const Cursor& at) {
-    barrier_wait(s.full + 8 * at.stage, at.phase);
-    return kv_tile_flags(s, at);
-}
-
-// Each warp tells the producers that it has read a stage.
-DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * stage); }
-
 // Passes over an item with no rows for this warpgroup.
 DEVICE void tile_skip(const TileShared& s, Cursor& at) {
     for (bool last = false; !last; at.next(s)) {
@@ -161,15 +80,6 @@ DEVICE void tile_skip(const TileShared& s, Cursor& at) {
         free_stage(s.v_empty, at.stage);
     }
 }
-
-// The row of a thread's first scores; it has those of 8 rows further too.
-DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }
-
-template <class T> DEVICE T load_record(u32 from) {
-    const int4 x = load_shared_int4(from);
-    return {x.x, x.y, x.z, x.w};
-}
-DEVICE TileItem read_item(const TileShared& s, int place) { return load_record<TileItem>(s.items + 16 * place); }
 
 // What the next products need, looked up while scores are computed.
 struct Lookahead {
@@ -237,13 +147,13 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
         if (!compare && exponentials_at_once(a, w)) {
             finish_values(s, w, at);
         } else {
-            if (!compare) scores_again(w, s.k + at.stage * KV_TILE_BYTES);
+            if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
-                for (int i = 0; i < D / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
+                for (int i = 0; i < V_DIM / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
                 w.rest[0] *= shrink[0], w.rest[1] *= shrink[1];

@@ -2,7 +2,8 @@
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
 // tiling     a complete group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane;
-//            other groups are loaded row by row, zeros where the segment has no token.
+//            other groups are loaded row by row, zeros where the segment has no token.  Latents have too many columns
+//            for that: their groups are loaded whole, and the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/sm90/decode_load.cuh"
@@ -10,10 +11,13 @@
 namespace prefixkit {
 
 constexpr int KV_TILE = 64;  // tokens
-constexpr int KV_TILE_BYTES = KV_TILE * COLUMNS * 128;
+constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
+constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
 constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
 constexpr int TILE_STAGES = 4;     // at most
 constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
+// A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
+constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
 
 struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
     int flags;     // LAST of its item; CAUSAL: compare positions; COMPARE: compare something
@@ -25,7 +29,7 @@ enum { COMPARE = 16 };
 struct TileShared {
     u32 k, v;                    // rings
     u32 stages;                  // of each
-    u32 full, k_empty, v_empty;  // barriers of the stages, 8 bytes apart; full: both K and V have landed
+    u32 full, k_empty, v_empty;  // barriers of the stages, 8 bytes apart; full: both K and V have landed; PARTS of them
     u32 item_full, item_empty;   // of the two places for items
     u32 items;                   // TileItem for each place; no rows: no more work
     u32 kv_tiles;                // KVTileInfo for each stage of K
@@ -76,27 +80,36 @@ struct Pages {
 // all loads; were each lane to issue one, the compiler would serialise the lanes, 80 cycles a load.
 struct TileGroups {
     u32 to, full;
-    int place, page[KV_TILE_GROUPS];
+    int columns, place, page[KV_TILE_GROUPS];
 
-    DEVICE TileGroups(const Ring& ring, const Pages& pages, int slot) {
-        to = uniform(ring.data + ring.stage * KV_TILE_BYTES), full = uniform(ring.full + 8 * ring.stage);
+    DEVICE TileGroups(const Ring& ring, const Pages& pages, int slot, int columns) : columns(columns) {
+        to = uniform(ring.data + ring.stage * columns * COLUMN_BYTES), full = uniform(ring.full + 8 * PARTS * ring.stage);
         place = uniform(slot);
 #pragma unroll
         for (int i = 0; i < KV_TILE_GROUPS; ++i)
             page[i] = __shfl_sync(~0u, pages.now, (slot - pages.slot) / GROUP + i & 31);
     }
-    // Loads the complete groups, where `left` tokens of the segment are left.
-    DEVICE void copy(const Attention& a, const void* map, int low, int left, int head, u64 policy) const {
+    // Loads the complete groups of tokens [low, high); of latents all groups, whose other rows the consumers clear.
+    DEVICE void copy(const Attention& a, const TensorMap* map, int low, int high, int head, u64 policy) const {
         if (!elected()) return;
 #pragma unroll
-        for (int i = 0; i < KV_TILE_GROUPS; ++i) {
-            if (GROUP * i < low || GROUP * (i + 1) > left) continue;
-            const int slot = place_in_page(a, place + GROUP * i);
+        for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                tma_copy(to + j * (KV_TILE * 128) + i * (GROUP * 128), map, j * 64, slot, head, page[i], full, policy);
+            for (int i = 0; i < KV_TILE_GROUPS; ++i) {
+                if (LATENT ? GROUP * i >= high || GROUP * (i + 1) <= low : GROUP * i < low || GROUP * (i + 1) > high)
+                    continue;
+                const int slot = place_in_page(a, place + GROUP * i);
+#pragma unroll
+                for (int j = part * PART_COLUMNS; j < COLUMNS && j < (part + 1) * PART_COLUMNS; ++j)
+                    if (j < columns)
+                        tma_copy(to + j * COLUMN_BYTES + i * (GROUP * 128), map + second(j), column_of(j) * 64, slot,
+                                 head, page[i], full + 8 * part, policy);
+            }
         }
     }
+    // Of latents the last column blocks lie in a second tensor.
+    static DEVICE int second(int j) { return LATENT && j >= V_COLUMNS; }
+    static DEVICE int column_of(int j) { return LATENT && j >= V_COLUMNS ? j - V_COLUMNS : j; }
     // Loads the other groups row by row.
     DEVICE void copy_rows(const Attention& a, const TensorMap* map, int pages, int slot, int low, int high, int head,
                           u64 policy) const {
@@ -104,10 +117,10 @@ struct TileGroups {
         for (int first = 0; first < KV_TILE; first += GROUP) {
             if (a.tma_groups && first >= low && first + GROUP <= high) continue;
 #pragma unroll 1
-            for (int i = lane_anew(); i < GROUP * COLUMNS; i += 32) {
-                const int row = first + i % GROUP, column = i / GROUP;
-                copy_row(a, map, to + column * (KV_TILE * 128) + row * 128, pages, slot + row, row >= low && row < high,
-                         head, column, full, policy);
+            for (int i = lane_anew(); i < GROUP * columns; i += 32) {
+                const int row = first + i % GROUP, j = i / GROUP;
+                copy_row(a, map + second(j), to + j * COLUMN_BYTES + row * 128, pages, slot + row,
+                         row >= low && row < high, head, column_of(j), full + 8 * (j / PART_COLUMNS), policy);
             }
         }
     }
@@ -115,7 +128,8 @@ struct TileGroups {
 
 // A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
-    const int entries = a.counts[0] * a.kv_heads;
+    const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
+    const int columns = V_COLUMNS == COLUMNS ? COLUMNS : is_v ? V_COLUMNS : COLUMNS;
     Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
     const u64 policy = policy_keep();
     int items = 0;
@@ -124,14 +138,16 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
-        if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
+        if (TILES_ONLY && entry >= tiled)
+            item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
+        else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
         const VisibleRange range = visible_range(a, item, first_position(a, item));
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, range);
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
-        const int seg_end = item.seg_end, head = uniform(item.head);
+        const int seg_end = item.seg_end, head = LATENT ? 0 : uniform(item.head);
         int seg = item.seg_begin + 1;
         skip_empty(a, span, seg, seg_end, range);
         for (bool more = true; more;) {
@@ -145,7 +161,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 if (slot - pages.slot == 32 * GROUP) pages.advance(a);
-                const TileGroups groups(ring, pages, slot);
+                const TileGroups groups(ring, pages, slot, columns);
                 const bool last = !more && slot + KV_TILE >= span.end;
                 const int position = span.position + slot;
                 const bool causal = position + high - 1 > all_see, compare = causal || !whole;
@@ -153,11 +169,16 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
                     if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low, high, position));
-                    barrier_arrive_expect(groups.full, KV_TILE_BYTES);  // before a load lands, or a phase may never end
+                    // Before a load lands, or a phase may never end.
+                    const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP) : KV_TILE;
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part)
+                        barrier_arrive_expect(groups.full + 8 * part,
+                                              min(PART_COLUMNS, columns - part * PART_COLUMNS) * rows * 128);
                 }
                 __syncwarp();
-                if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, left, head, policy);
-                if (!a.tma_groups || !whole)
+                if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, high, head, policy);
+                if (!a.tma_groups || (!LATENT && !whole))
                     groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
                 ring.next();
                 slot += KV_TILE, low = 0;

@@ -13,7 +13,7 @@ struct TileState {
     u32 q[D / 4];          // operands: queries
     float s[KV_TILE / 2];  // scores, then exponentials, of two rows
     u32 p[KV_TILE / 4];    // the same, rounded, as operand
-    float o[D / 2];
+    float o[V_DIM / 2];
     float base[2];         // of the two rows
     float sum[2];          // of this thread's exponentials
     float weight[4];       // of the row's, rounded: two of each row, the same in the four lanes that hold it
@@ -68,33 +68,31 @@ DEVICE void tile_begin(TileState& w) {
         }
     }
 #pragma unroll
-    for (int i = 0; i < D / 2; ++i) w.o[i] = 0.f;
+    for (int i = 0; i < V_DIM / 2; ++i) w.o[i] = 0.f;
 }
 
 // A row of float32, by its quad; `there` is the same in all its lanes.
-DEVICE void store_floats(float* to, const TileState& w, int i, float factor, bool there) {
+template <int N> DEVICE void store_floats(float* to, const float (&o)[N], int i, float factor, bool there) {
     const bool odd = threadIdx.x & 1;
     to += 2 * (threadIdx.x & 2) + 8 * odd;
 #pragma unroll
-    for (int j = 0; j < D / 8; j += 2) {
-        const float a0 = w.o[4 * j + 2 * i] * factor, a1 = w.o[4 * j + 2 * i + 1] * factor;
-        const float b0 = w.o[4 * j + 4 + 2 * i] * factor, b1 = w.o[4 * j + 5 + 2 * i] * factor;
+    for (int j = 0; j < N / 4; j += 2) {
+        const float a0 = o[4 * j + 2 * i] * factor, a1 = o[4 * j + 2 * i + 1] * factor;
+        const float b0 = o[4 * j + 4 + 2 * i] * factor, b1 = o[4 * j + 5 + 2 * i] * factor;
         const float got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
         if (there) *(float4*)(to + 8 * j) = odd ? make_float4(got0, got1, b0, b1) : make_float4(a0, a1, got0, got1);
     }
 }
 
 // A row of the storage type.
-DEVICE void store_halves(u16* to, const TileState& w, int i, float factor, bool there) {
+template <int N> DEVICE void store_halves(u16* to, const float (&o)[N], int i, float factor, bool there) {
     to += 8 * (threadIdx.x & 3);
 #pragma unroll
-    for (int j = 0; j < D / 8; j += 4) {
+    for (int j = 0; j < N / 4; j += 4) {
         u32 x[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float* o = w.o + 4 * (j + k) + 2 * i;
-            x[k] = pack(o[0] * factor, o[1] * factor);
-        }
+        for (int k = 0; k < 4; ++k)
+            x[k] = pack(o[4 * (j + k) + 2 * i] * factor, o[4 * (j + k) + 2 * i + 1] * factor);
         transpose_quad(x);
         if (there) *(uint4*)(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
     }
@@ -111,13 +109,13 @@ DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, 
         factor[i] = weight > 0.f ? reciprocal(weight) : 0.f;
         const float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
         const bool writes = row < item.rows && (threadIdx.x & 3) == 0;
-        at[i] = D * finish_row(a, item.q_begin, item.partial, TileRow(a, item.head, row), lse, factor[i], writes);
+        at[i] = V_DIM * finish_row(a, item.q_begin, item.partial, TileRow(a, item.head, row), lse, factor[i], writes);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const bool there = row0 + 8 * i < item.rows;
-        if (item.partial >= 0) store_floats(a.partial_out + at[i], w, i, factor[i], there);
-        else store_halves(a.out + at[i], w, i, factor[i], there);
+        if (item.partial >= 0) store_floats(a.partial_out + at[i], w.o, i, factor[i], there);
+        else store_halves(a.out + at[i], w.o, i, factor[i], there);
     }
 }
 

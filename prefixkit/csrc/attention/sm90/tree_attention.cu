@@ -1,6 +1,6 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
-// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128; see plan.cuh.
+// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128, or 192 with values of 128; plan.cuh.
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
@@ -18,8 +18,11 @@ struct Stages { int tile, decode; };
 constexpr Stages MIXED = D <= 64 ? Stages{4, 6} : Stages{4, 3};
 constexpr Stages STREAMS = D <= 64 ? MIXED : Stages{2, 5};  // where decode items are by far the longer part
 constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
-DEVICE constexpr int bytes_of(Stages n) { return 2 * n.tile * KV_TILE_BYTES + DECODE_WARPS * n.decode * STAGE_BYTES; }
-constexpr int RING_BYTES = bytes_of(MIXED) > bytes_of(ALONE) ? bytes_of(MIXED) : bytes_of(ALONE);
+DEVICE constexpr int bytes_of(Stages n) {
+    return n.tile * (K_TILE_BYTES + V_TILE_BYTES) + (TILES_ONLY ? 0 : DECODE_WARPS * n.decode * STAGE_BYTES);
+}
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int RING_BYTES = larger(larger(bytes_of(MIXED), bytes_of(ALONE)), SLAB_RING_BYTES);
 
 // What a block keeps in shared memory; the rings begin at multiples of 1024.
 struct Shared {
@@ -32,19 +35,19 @@ struct Shared {
     Resolved batches[DECODE_WARPS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
-static_assert(bytes_of(STREAMS) <= RING_BYTES && SLAB_RING_BYTES <= RING_BYTES, "all uses of the rings fit");
+static_assert(bytes_of(STREAMS) <= RING_BYTES, "all uses of the rings fit");
 static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode <= RING_STAGES, "barriers");
 static_assert(STREAMS.decode <= RING_STAGES && ALONE.decode <= RING_STAGES, "barriers");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
-constexpr int LOAD_REGISTERS = 48, DECODE_REGISTERS = 96, TILE_REGISTERS = 184;
+constexpr int LOAD_REGISTERS = 48, DECODE_REGISTERS = TILES_ONLY ? 48 : 96, TILE_REGISTERS = TILES_ONLY ? 208 : 184;
 
 DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     TileShared w;
     w.stages = stages.tile;
-    w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * KV_TILE_BYTES;
+    w.k = kept(shared_address(s.rings)), w.v = w.k + w.stages * K_TILE_BYTES;
     const auto at = [&](const void* p) { return w.k + u32((const unsigned char*)p - s.rings); };
     w.full = at(s.barriers), w.k_empty = w.full + 8 * TILE_STAGES, w.v_empty = w.k_empty + 8 * TILE_STAGES;
     w.item_full = w.v_empty + 8 * TILE_STAGES, w.item_empty = w.item_full + 16;
@@ -55,7 +58,7 @@ DEVICE TileShared tile_shared(Shared& s, Stages stages) {
 // The decode rings lie behind those of the tiles, or have all the memory where there are none.
 DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
     const u32 full = shared_address(s.barriers) + 8 * TILE_BARRIERS;
-    return {shared_address(s.rings) + 2 * stages.tile * KV_TILE_BYTES, stages.decode, full,
+    return {shared_address(s.rings) + stages.tile * (K_TILE_BYTES + V_TILE_BYTES), stages.decode, full,
             full + 8 * DECODE_WARPS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 
@@ -84,17 +87,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     __syncthreads();
     pdl_wait();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
-    const Stages stages = a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
+    const Stages stages = TILES_ONLY ? MIXED : a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
         if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
-        else decode_load(a, decode_shared(shared, stages), warp - 2);
+        else if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
         __syncwarp();
         named_arrive<1, 512>();
     } else if (role == 1) {
         registers_down<DECODE_REGISTERS>();
         clear_padding(a, threadIdx.x - 128, 128);
-        decode_role(a, decode_shared(shared, stages), warp - 4);
+        if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
         named_arrive<1, 512>();
     } else {
         registers_up<TILE_REGISTERS>();

@@ -55,6 +55,14 @@ WGMMA(wgmma_rows, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "0")     
 WGMMA(wgmma_columns, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "1")   // V as stored
 WGMMA(wgmma_columns, 64, "m64n128k16", "%64, %65, %66, %67", "%68", "%69", "1")  // V as stored
 
+// K as stored, with a in shared memory, laid out as b is.
+DEVICE void wgmma_shared_rows(float (&d)[32], u32 a, u32 b, int keep) {
+    asm volatile("{.reg .pred p;\n .reg .b64 a, b;\n mov.b64 a, {%32, " DESCRIPTOR_HIGH "};\n"
+                 "mov.b64 b, {%33, " DESCRIPTOR_HIGH "};\n setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16." WGMMA_TYPES " {" NAMES_32 "}, a, b, p, 1, 1, 0, 0;\n}"
+                 : SUMS_32 : "r"(a), "r"(b), "r"(keep));
+}
+
 // 4 accumulators, 8 columns; b is 128 bytes of ones: both halves of the sum and all columns read the same.
 DEVICE void wgmma_ones(float (&d)[4], const u32* a, u32 b) {
     asm volatile(

@@ -1,0 +1,63 @@
+// From scores to exponentials on Hopper, for the warpgroups whose accumulators hold the scores of a KV tile.
+//
+// A row's base (variant.cuh) rises seldom, because lanes then agree on a new one and shrink older sums and outputs (as
+// in FlashAttention-4).  Outputs are divided by the sum of the rounded exponentials, as the product with V uses them:
+// the largest is not 1 here and is rounded like the others.  The log-sum-exp uses the exponentials themselves.
+#pragma once
+#include "attention/sm90/tile_ring.cuh"
+
+namespace prefixkit {
+
+// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
+// outputs.
+template <class State> DEVICE bool exponentials(
+    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, State& w, float (&shrink)[2]) {
+    const int column = 2 * (threadIdx.x & 3);
+    if (MODIFIED || (c.flags & COMPARE)) {
+        int head[2], q_position[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
+            head[i] = row.head;
+            q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + row.query]) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) {
+            const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
+            bool visible = token >= c.low && token < c.high;
+            visible = visible && (!(c.flags & CAUSAL) || position <= q_position[row]);
+            w.s[i] = exponent(w.s[i], a.scale, visible, q_position[row], position, head[row], a.parameters);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;
+    }
+    float top[2] = {w.s[0], w.s[2]};
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 8; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+            top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
+    }
+    const bool rose = __any_sync(~0u, top[0] > w.base[0] + HEADROOM || top[1] > w.base[1] + HEADROOM);
+    if (rose) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float base = fmaxf(w.base[row], lanes_max<1, 4>(top[row]));
+            shrink[row] = exp2_fast(w.base[row] - base);
+            w.base[row] = base;
+            w.sum[row] *= shrink[row];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i)
+        w.s[i] = exp2_fast(w.s[i] - w.base[i >> 1 & 1]), w.sum[i >> 1 & 1] += w.s[i];
+    return rose;
+}
+
+template <class State> DEVICE void pack_exponentials(State& w) {
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
+}
+
+}  // namespace prefixkit
