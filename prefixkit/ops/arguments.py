@@ -136,6 +136,12 @@ def check_expanded(
 ) -> None:
     """Arguments of ``expanded_attention``: pages of any heads and sizes, of one pool."""
     op = "expanded_attention"
+    _check_cached(op, cached)
+    _expect_like(cached[0], op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
+    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def _check_cached(op: str, cached: Sequence[Tensor]) -> None:
     if not cached:
         raise BadShape(f"{op}: cached must hold the pages of one tensor at least, got none")
     first = cached[0]
@@ -145,8 +151,19 @@ def check_expanded(
         expect(op, name, pages, "", dtypes=(first.dtype,), device=first.device, like=" like cached[0]")
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over dim, got strides {list(pages.stride())}")
-    _expect_like(first, op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
-    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def check_absorbed(q: Tensor, cached: Sequence[Tensor], q_positions: Tensor) -> None:
+    """Arguments of ``absorbed_attention``: pages of latents and of rotary keys, each of one head."""
+    op = "absorbed_attention"
+    _check_cached(op, cached)
+    heads, size = [pages.shape[2] for pages in cached], sum(pages.shape[3] for pages in cached)
+    if any(count != 1 for count in heads):
+        raise BadShape(f"{op}: cached must have one head, got {heads}")
+    fits = q.ndim == 3 and q.shape[2] == size
+    dtypes = (torch.float32, cached[0].dtype)
+    expect(op, "q", q, f"[rows, heads, {size}] (latent and rotary)", fits, dtypes, cached[0].device, " like cached")
+    check_positions(q, q_positions, op)
 
 
 def check_selected(op: str, selected: Tensor, q: Tensor) -> None:
