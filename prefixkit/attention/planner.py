@@ -38,6 +38,8 @@ class StepPlan:
             them from the plan on the host.
         owners: What the backend needs for as long as the tensors are used.
         visible: Which tokens queries see.
+        rows: ``[rows]`` int64 on the device which of the step's query rows it computes, maybe none; None: all.
+        adds: What it reads comes on top of what another plan reads for the same layers.
     """
 
     tensors: list[Tensor]
@@ -46,6 +48,8 @@ class StepPlan:
     count_reads: Callable[[Ints], int] | None = None
     owners: object = None
     visible: Visible = ALL
+    rows: Tensor | None = None
+    adds: bool = False
 
     @cached_property
     def plan(self) -> Plan:
@@ -53,7 +57,11 @@ class StepPlan:
         return self.specify()
 
     def kv_tokens(self, tree: StepTree) -> tuple[int, int]:
-        """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared."""
+        """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared, which no
+        plan counts that adds to another.
+        """
+        if self.adds:
+            return self.kv_tokens_read(tree.length), 0
         positions = tree.positions
         return self.kv_tokens_read(tree.length), int((positions + 1 - self.visible.begin(positions)).sum())
 

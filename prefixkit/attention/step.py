@@ -117,5 +117,6 @@ def mean_reads(plans: Sequence[StepPlan], layer_counts: Sequence[int], tree: Ste
         plans, layer_counts: A plan for each kind, and how many layers are of it.
         tree: Of the plans' structure, as its leaves have grown.
     """
-    read, unshared = np.average([plan.kv_tokens(tree) for plan in plans], axis=0, weights=layer_counts)
+    layers = sum(count for plan, count in zip(plans, layer_counts, strict=True) if not plan.adds)
+    read, unshared = np.dot(layer_counts, [plan.kv_tokens(tree) for plan in plans]) / layers
     return round(float(read)), round(float(unshared))

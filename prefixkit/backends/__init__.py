@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import device  # "torch" is a subpackage here
 
-from prefixkit.ops.backend import Backend, Choice, register
+from prefixkit.attention.latent_parts import Part
+from prefixkit.ops.backend import Backend, Choice, PartBackend, register
 from prefixkit.threads import once
 
 
@@ -12,6 +13,7 @@ from prefixkit.threads import once
 def _torch() -> Backend:
     from prefixkit.backends.torch import (
         host_planner,
+        latent_attention,
         plain_experts,
         plain_kv,
         plain_sampling,
@@ -27,13 +29,16 @@ def _torch() -> Backend:
         *appends,
         products.linear_pair,
         run_program.tree_attention,
-        run_program.latent_attention,
-        host_planner.latent_planner_for,
+        latent_attention.latent_attention,
         plain_kv.advance,
         plain_sampling.sample,
         plan_tree.plan_tree,
         plain_experts.expert_product,
         expanded_attention=run_program.expanded_attention,
+        latent_parts={
+            Part.ABSORBED: PartBackend(latent_attention.planner_for, latent_attention.absorbed_state),
+            Part.EXPANDED: PartBackend(latent_attention.planner_for, run_program.expanded_state),
+        },
     )
 
 
@@ -54,7 +59,6 @@ def _cuda() -> Backend:
         linear_pair,
         tree_attention,
         tree_attention.latents,
-        device_planner.latent_planner_for,
         kv.advance,
         sampling.sample,
         plan_launch.plan_tree,

@@ -24,19 +24,24 @@ def holds_groups(page_size: int) -> bool:
 
 
 def cached_tensor_maps(
-    made: LaunchCache[TensorMaps], k_pages: Tensor, v_pages: Tensor, signature: Hashable
+    made: LaunchCache[TensorMaps],
+    k_pages: Tensor,
+    v_pages: Tensor,
+    signature: Hashable,
+    rotary_pages: Tensor | None = None,
 ) -> TensorMaps:
     """:func:`tensor_maps` of a layer's pages, ``made`` once for their addresses and signature.
 
     ``signature`` is what maps depend on besides the addresses: shapes, strides and dtype.
     """
-    key = k_pages.data_ptr(), v_pages.data_ptr(), signature
-    return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages))
+    rotary = None if rotary_pages is None else rotary_pages.data_ptr()
+    key = k_pages.data_ptr(), v_pages.data_ptr(), rotary, signature
+    return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages, rotary_pages))
 
 
-def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> TensorMaps:
+def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = None) -> TensorMaps:
     """The six maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
-    group of slots, of one slot, and of a group over the whole head size.
+    group of slots, of one slot, and of a group over the whole head size.  Of rotary pages the first two follow.
 
     Pages are in 16 bits, with strides that are multiples of 8 elements.
     """
@@ -45,6 +50,9 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor) -> TensorMaps:
         for pages in (k_pages, v_pages):
             exists = rows == 1 or (holds_groups(pages.shape[1]) and not (whole and pages.shape[3] % COLUMNS))
             maps.append(_encode(pages, rows, whole) if exists else bytes(TENSOR_MAP.size))
+    if rotary_pages is not None:
+        maps.append(_encode(rotary_pages, GROUP, False) if holds_groups(rotary_pages.shape[1]) else bytes(TENSOR_MAP.size))
+        maps.append(_encode(rotary_pages, 1, False))
     return tuple(maps)
 
 

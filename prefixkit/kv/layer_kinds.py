@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL, Visible
 
@@ -38,14 +39,15 @@ class CachedTensor:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, and whether
-    each query sees tokens that are selected for it.
+    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
+    each query sees tokens that are selected for it, and which part of attention over latents it is, if not all.
     """
 
     shape: HeadShape
     visible: Visible
     expands: bool
     selects: bool = False
+    part: LatentPart | None = None
 
     @property
     def plain(self) -> bool:
@@ -67,6 +69,7 @@ class LayerKind:
         device: Where that is made.
         visible: Which tokens a query sees.
         expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
+        absorbs: Whether queries may attend over what is cached instead, as K and V are linear in it.
         reads: The layer whose cached tensors it attends over; None for its own.
         selects: Of how many tokens, that an indexer selects for it, a query sees at most; None: it sees all.
         index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
@@ -83,6 +86,7 @@ class LayerKind:
     device: torch.device
     visible: Visible = field(default=ALL)
     expands: bool = False
+    absorbs: bool = False
     reads: int | None = None
     temperature: tuple[float, float] | None = None
     selects: int | None = None
@@ -94,11 +98,24 @@ class LayerKind:
         return len(self.cached) - (self.index_dtype is not None)
 
     @property
-    def plan_kind(self) -> PlanKind:
-        """What a plan for it must be made for."""
+    def shape(self) -> HeadShape:
+        """The heads that it attends with."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
-        shape = HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
-        return PlanKind(shape, self.visible, self.expands, self.selects is not None)
+        return HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain torch alone computes it."""
+        return any(kind.plain for kind in self.plan_kinds)
+
+    @property
+    def plan_kinds(self) -> tuple[PlanKind, ...]:
+        """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
+        if not self.absorbs:
+            return (PlanKind(self.shape, self.visible, self.expands, self.selects is not None),)
+        sizes = [tensor.head_dim for tensor in self.cached]
+        parts = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
+        return tuple(PlanKind(part.shape, self.visible, expands=True, part=part) for part in parts)
 
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"

@@ -129,7 +129,7 @@ class ModelFacts:
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
         """What a step's plans are made for, in the order of the first layer of each."""
-        return tuple(dict.fromkeys(kind.plan_kind for kind in self.layers)) or (_NO_ATTENTION,)
+        return tuple(dict.fromkeys(kind for layer in self.layers for kind in layer.plan_kinds)) or (_NO_ATTENTION,)
 
     @property
     def mixers(self) -> list[nn.Module]:

@@ -18,7 +18,8 @@ class LayerPages:
     Attributes:
         index: The layer's number in the model.
         kind: Its kind.
-        plan: Which of a step's plans is for it.
+        plan: Which of a step's plans is for it; where it attends over latents in two parts, for the expanded one.
+        absorbed: Which is for the absorbed part; None where there is none.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
         index_pages: That of its indexer's keys; None where it has no indexer.
     """
@@ -28,6 +29,7 @@ class LayerPages:
     plan: int
     pages: tuple[Tensor, ...]
     index_pages: Tensor | None = None
+    absorbed: int | None = None
 
 
 def layer_pages(
@@ -42,7 +44,7 @@ def layer_pages(
         read = index if kind.reads is None else kind.reads
         pages = pool.pages(own[read])
         index_pages = None if kind.index_dtype is None else pages[-1]
-        plan = plan_kinds.index(kind.plan_kind)
-        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages)
+        plan, *absorbed = map(plan_kinds.index, kind.plan_kinds)
+        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages, *absorbed)
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

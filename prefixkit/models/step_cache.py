@@ -207,7 +207,7 @@ class CacheLayer(PlainLayer):
                 "written KV in this step"
             )
         query = self._rounded(query)
-        if self.own.kind.plan_kind.plain:
+        if self.own.kind.plain:
             variant = self.variant(cap, sinks is not None, None if bias is None else bias())
             out = self.attend_plain(query, scale, variant, sinks)
         else:

@@ -17,7 +17,7 @@ from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.weights.state import weights_places
-from prefixkit.ops.backend import GraphPlanning, backend_for, plain_torch
+from prefixkit.ops.backend import GraphPlanning, backend_for, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -29,6 +29,9 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
     spec, made = facts.spec, list[Planner]()
     for kind in facts.plan_kinds:
         backend = backend_for(spec.device)
+        if kind.part is not None:
+            made.append(part_backend(spec.device, kind.part.part).planner_for(kind.part, spec.device, spec.dtype))
+            continue
         if kind.plain and backend.name != "torch":
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
@@ -68,7 +71,7 @@ def runner_of(
         log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
     if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
         log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
-    counts = Counter(kind.plan_kind for kind in facts.layers)
+    counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)
     layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
     if compiled and facts.spec.states:
         log.info("layers run without torch.compile: some of them keep a state in place of KV")

@@ -118,14 +118,26 @@ def check_pair(x: Tensor, weight: Tensor) -> None:
 
 
 def check_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_positions: Tensor,
+    variant: Variant,
+    sinks: Tensor | None,
+    rotary_pages: Tensor | None = None,
 ) -> None:
     """Arguments of ``tree_attention`` that differ from layer to layer; :func:`check_packed` has the others."""
-    op = "tree_attention"
+    op, of = "tree_attention", "k_pages"
     check_pages(op, k_pages, v_pages)
     kv_heads, head_dim = k_pages.shape[2:]
+    if rotary_pages is not None:
+        size = k_pages.shape[:2]
+        fits = rotary_pages.ndim == 4 and rotary_pages.shape[:3] == (*size, 1) and rotary_pages.stride(3) == 1
+        shape = f"[{size[0]}, {size[1]}, 1, rotary], stride 1 over rotary"
+        _expect_like(k_pages, op, "rotary_pages", rotary_pages, shape, fits)
+        head_dim, of = head_dim + rotary_pages.shape[3], "k_pages and rotary_pages"
     fits = q.ndim == 3 and q.shape[2] == head_dim
-    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of k_pages)", fits)
+    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of {of})", fits)
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
     _check_rows(op, q, q_positions, variant, sinks)
@@ -152,6 +164,12 @@ def check_expanded(
 ) -> None:
     """Arguments of ``expanded_attention``: pages of any heads and sizes, of one pool."""
     op = "expanded_attention"
+    _check_cached(op, cached)
+    _expect_like(cached[0], op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
+    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def _check_cached(op: str, cached: Sequence[Tensor]) -> None:
     if not cached:
         raise BadShape(f"{op}: cached must hold the pages of one tensor at least, got none")
     first = cached[0]
@@ -161,8 +179,19 @@ def check_expanded(
         expect(op, name, pages, "", dtypes=(first.dtype,), device=first.device, like=" like cached[0]")
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over dim, got strides {list(pages.stride())}")
-    _expect_like(first, op, "q", q, "[T, heads, k_dim]", q.ndim == 3)
-    _check_rows(op, q, q_positions, variant, sinks)
+
+
+def check_absorbed(q: Tensor, cached: Sequence[Tensor], q_positions: Tensor) -> None:
+    """Arguments of ``absorbed_attention``: pages of latents and of rotary keys, each of one head."""
+    op = "absorbed_attention"
+    _check_cached(op, cached)
+    heads, size = [pages.shape[2] for pages in cached], sum(pages.shape[3] for pages in cached)
+    if any(count != 1 for count in heads):
+        raise BadShape(f"{op}: cached must have one head, got {heads}")
+    fits = q.ndim == 3 and q.shape[2] == size
+    dtypes = (torch.float32, cached[0].dtype)
+    expect(op, "q", q, f"[rows, heads, {size}] (latent and rotary)", fits, dtypes, cached[0].device, " like cached")
+    check_positions(q, q_positions, op)
 
 
 def check_selected(op: str, selected: Tensor, q: Tensor) -> None:

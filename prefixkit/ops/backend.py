@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import PlanCapacity
+from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.planner import Planner, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL, Visible
+from prefixkit.ops.partial_states import State
 from prefixkit.threads import once
 
 log = logging.getLogger("prefixkit")
@@ -108,10 +110,26 @@ class PlannerFor(Protocol):
     ) -> Planner: ...
 
 
-class LatentPlannerFor(Protocol):
-    """Makes the planner for query heads over absorbed latents of these elements, with rotary keys of others."""
+@dataclass(frozen=True)
+class PartBackend:
+    """How a backend computes one part of attention over latents.
 
-    def __call__(self, heads: int, latent: int, rotary: int, device: torch.device, dtype: torch.dtype) -> Planner: ...
+    Attributes:
+        planner_for: The planner of such a part on a device, of what is cached in a dtype.  Its plans name the query
+            rows that they are for (``StepPlan.rows``).
+        attend: Of the part's query rows, their positions ``[rows]`` int64 and ``StepPlan.tensors``, the
+            :class:`State` over the BSR rows of the plan; the output may be in the dtype of what is cached.
+
+            absorbed: ``(q [rows, heads, latent + rotary], (latent pages, rotary pages), positions, plan, scale,
+            variant)``, q in float32 or as the pages are, to an output ``[rows, heads, latent]``; the pages are
+            ``[pages, page_size, 1, latent]`` and ``[pages, page_size, 1, rotary]``.
+
+            expanded: ``(q [rows, heads, k_dim], pages, expand, positions, plan, scale, variant)``, where ``expand``
+            makes K and V of tokens (see ``expanded_attention``), to an output ``[rows, heads, v_dim]``.
+    """
+
+    planner_for: Callable[[LatentPart, torch.device, torch.dtype], Planner]
+    attend: Callable[..., State]
 
 
 @dataclass(frozen=True)
@@ -124,9 +142,9 @@ class Backend:
             ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, advance, sample,
             plan_tree, expert_product: The ops.
-        latent_planner_for: The planner for absorbed latents; makes what ``latent_attention`` takes as ``plan``.
         expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
             selected for each query; None where there is none.
+        latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
         expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
@@ -141,12 +159,12 @@ class Backend:
     linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
     latent_attention: Callable[..., tuple[Tensor, Tensor]]
-    latent_planner_for: LatentPlannerFor
     advance: Callable[..., None]
     sample: Callable[..., None]
     plan_tree: Callable[..., None]
     expert_product: Callable[..., Tensor]
     expanded_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
+    latent_parts: Mapping[Part, PartBackend] = field(default_factory=dict)
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
     expert_pairs: Callable[[torch.device, torch.dtype], float] | None = None
 
@@ -227,6 +245,11 @@ def backend_for(device: torch.device) -> Backend:
 def plain_torch() -> Backend:
     """Plain torch, on any device: for what no kernel computes."""
     return _registration("torch")[0]()
+
+
+def part_backend(device: torch.device, part: Part) -> PartBackend:
+    """What computes a part of attention over latents on a device; raises as :func:`backend_for`."""
+    return backend_for(device).latent_parts.get(part) or plain_torch().latent_parts[part]
 
 
 def choose_again() -> None:

@@ -113,19 +113,22 @@ def tree_attention(
     scale: float,
     variant: str,
     sinks: Tensor | None = None,
+    rotary_pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``T`` queries over a tree, as planned.
 
     Args:
         q: ``[T, heads, head_dim]`` in the pages' dtype.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device; heads
-            of v_pages may have another size, ``v_dim``, which no kernel of ours serves.
+            of v_pages may have another size, ``v_dim``; our kernels serve 192 with 128, on Hopper.
         q_positions: ``[T]`` int64.
         plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
             that a captured graph reads, on plain torch a handle.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
         sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
+        rotary_pages: ``[pages, page_size, 1, rotary]`` the last elements of every key, where all heads share them;
+            ``head_dim`` of k_pages is then that of q less ``rotary``.
 
     Returns:
         ``out [T, heads, v_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
@@ -134,7 +137,7 @@ def tree_attention(
     Raises:
         UnknownVariant: no variant is registered under this key.
     """
-    arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
+    arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
     return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from prefixkit.attention.bsr import BSR, MaskKind
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import CAUSAL, Variant
-from prefixkit.backends.torch.merge import State
+from prefixkit.ops.partial_states import State
 from prefixkit.tree.snapshot import TreeSnapshot
 
 

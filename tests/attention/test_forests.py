@@ -41,8 +41,8 @@ from prefixkit.attention.variants import (
     sliding_window,
     soft_cap,
 )
-from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.tuning import CPU, Tuning
+from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

@@ -15,8 +15,8 @@ from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree, decode_tree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
-from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.tuning import CPU, Tuning
+from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

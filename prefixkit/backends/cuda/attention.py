@@ -16,9 +16,18 @@ from prefixkit.backends.cuda import variant_header
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.cuda.device_planner import NO_FLOAT32, WORK_TENSORS, plan_in_torch, say_plain_torch
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
-from prefixkit.backends.cuda.kernels import Kernel, attention_unit, kernel_for, latent_groups, latent_kernel_for
+from prefixkit.backends.cuda.kernels import (
+    Kernel,
+    attention_unit,
+    expanded_kernel_for,
+    kernel_for,
+    latent_groups,
+    latent_kernel_for,
+)
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
+from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.backends.torch import run_program
+from prefixkit.backends.torch.latent_attention import latent_attention as plain_latents
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
@@ -53,7 +62,7 @@ class _Prepared:
     parameters: int = 0
     window: int = 0
     tma_groups: bool = False
-    uses_tma: bool = False
+    maps: Maps = Maps.NONE
     pages_signature: tuple[int, ...] = ()
 
 
@@ -100,6 +109,7 @@ class TreeAttention:
         scale: float,
         variant: str,
         sinks: Tensor | None = None,
+        rotary_pages: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``tree_attention`` by our kernel, or in plain torch where its planner has planned for that.
 
@@ -110,8 +120,10 @@ class TreeAttention:
             CudaError: the launch failed.
         """
         if len(plan) == 1:
-            return run_program.tree_attention(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
-        return self._run(q, k_pages, v_pages, q_positions, plan, scale, variant, sinks)
+            return run_program.tree_attention(
+                q, k_pages, v_pages, q_positions, plan, scale, variant, sinks, rotary_pages
+            )
+        return self._run(q, k_pages, v_pages, rotary_pages, q_positions, plan, scale, variant, sinks)
 
     def latents(
         self,
@@ -124,14 +136,16 @@ class TreeAttention:
     ) -> tuple[Tensor, Tensor]:
         """``latent_attention``, by our kernel or in plain torch, as :meth:`__call__`."""
         if len(plan) == 1:
-            return run_program.latent_attention(q, latent_pages, rotary_pages, q_positions, plan, scale)
-        return self._run(q, latent_pages, rotary_pages, q_positions, plan, scale, CAUSAL.name, None, latent=True)
+            return plain_latents(q, latent_pages, rotary_pages, q_positions, plan, scale)
+        values = latent_pages
+        return self._run(q, latent_pages, values, rotary_pages, q_positions, plan, scale, CAUSAL.name, None, True)
 
     def _run(
         self,
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        rotary_pages: Tensor | None,
         q_positions: Tensor,
         plan: Sequence[Tensor],
         scale: float,
@@ -139,14 +153,14 @@ class TreeAttention:
         sinks: Tensor | None,
         latent: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        signature = latent, launch_signature(variant, q, k_pages, v_pages, sinks)
+        signature = latent, launch_signature(variant, q, k_pages, v_pages, sinks, rotary_pages)
         known = self.launches.get(signature)
         if known is None:
             prepare = _prepare_latents if latent else _prepare
-            prepared = prepare(q, k_pages, v_pages, q_positions, variant, sinks)
+            prepared = prepare(q, k_pages, v_pages, rotary_pages, q_positions, variant, sinks)
             known = self.launches.store(signature, (prepared, self._barriers(k_pages.device)))
         prepared, barriers = known
-        function, uses_tma, v_dim = prepared.function, prepared.uses_tma, prepared.v_dim
+        function, uses_tma, v_dim = prepared.function, prepared.maps is not Maps.NONE, prepared.v_dim
         work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:]
         if function is None:
             check_packed(q.shape[0], work, nodes)
@@ -156,14 +170,18 @@ class TreeAttention:
                     f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
                     f"{q.dtype} nor a variant without a CUDA body; run eagerly"
                 )
-            return run_program.tree_attention(q, k_pages, v_pages, q_positions, bound, scale, variant, sinks)
+            return run_program.tree_attention(
+                q, k_pages, v_pages, q_positions, bound, scale, variant, sinks, rotary_pages
+            )
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
-        if (k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+        if (k_pages.data_ptr() | v_pages.data_ptr() | (0 if rotary_pages is None else rotary_pages.data_ptr())) & 15:
             raise BadShape(
-                "tree_attention: k_pages and v_pages must begin at multiples of 16 bytes; make them with KVPool"
+                "tree_attention: pages must begin at multiples of 16 bytes; make them with KVPool"
             )
-        maps = cached_tensor_maps(self._maps, k_pages, v_pages, prepared.pages_signature) if uses_tma else ()
+        maps: TensorMaps = ()
+        if uses_tma:
+            maps = cached_tensor_maps(self._maps, k_pages, v_pages, prepared.pages_signature, rotary_pages)
         addresses = self._plan.check(q, q_positions, work, nodes)
         if checked():
             check_packed_numbers(q.shape[0], k_pages.shape[:2], work, nodes)
@@ -185,24 +203,33 @@ class TreeAttention:
             *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
             *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
         )
-        describe, layout = _describe(q, k_pages, work, nodes, variant), ATTENTION_LAYOUT[uses_tma]
+        describe, layout = _describe(q, k_pages, work, nodes, variant), ATTENTION_LAYOUT[prepared.maps]
         grid, threads, shared = (prepared.blocks, 1, 1), prepared.threads, prepared.shared
         launch(function, layout, values, grid, threads, shared, describe, cooperative=True, pdl=uses_tma)
         return out, lse
 
 
-def launch_signature(key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None) -> Hashable:
+def launch_signature(
+    key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None, rotary_pages: Tensor | None = None
+) -> Hashable:
     """The signature that launches are cached by: all but the number of queries, which differs from step to step."""
     of_pages = signature_of(k_pages), signature_of(v_pages)
-    return key, q.shape[1:], q.dtype, q.device, of_pages, None if sinks is None else signature_of(sinks)
+    others = (None if tensor is None else signature_of(tensor) for tensor in (sinks, rotary_pages))
+    return key, q.shape[1:], q.dtype, q.device, of_pages, *others
 
 
 def _prepare(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    rotary_pages: Tensor | None,
+    q_positions: Tensor,
+    key: str,
+    sinks: Tensor | None,
 ) -> _Prepared:
     """Check what differs from layer to layer, and find the kernel."""
     variant = lookup(key)
-    check_attention(q, k_pages, v_pages, q_positions, variant, sinks)
+    check_attention(q, k_pages, v_pages, q_positions, variant, sinks, rotary_pages)
     device = k_pages.device.index
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     if q.dtype == torch.float32:
@@ -214,12 +241,17 @@ def _prepare(
     heads, head_dim = q.shape[1:]
     gqa_group = heads // k_pages.shape[2]
     v_dim = v_pages.shape[3]
-    kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
+    if rotary_pages is None:
+        kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
+    else:
+        kernel = expanded_kernel_for(arch, k_pages.shape[3], rotary_pages.shape[3], v_dim) if gqa_group == 1 else None
+        _check_strides("tree_attention", rotary_pages)
     if kernel is None:
         raise UnsupportedHeads(
             f"tree_attention: the kernels serve head sizes that are multiples of 16 up to 256, the same for K and V, "
-            f"and on Hopper 192 with 128; got {head_dim} and {v_dim}; plan the step with the backend's planner_for, "
-            "which leaves it to plain torch"
+            f"and on Hopper 192 with 128; got {head_dim} and {v_dim}"
+            f"{'' if rotary_pages is None else f', of which {rotary_pages.shape[3]} lie apart'}; plan the step with "
+            "the backend's planner_for, which leaves it to plain torch"
         )
     _check_strides("tree_attention", k_pages, v_pages)
     if v_pages.shape == k_pages.shape and v_pages.stride() != k_pages.stride():
@@ -233,13 +265,20 @@ def _prepare(
             f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
             f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
         )
-    return _prepared(kernel, q, k_pages, v_pages, k_pages.shape[2], v_dim, variant, key)
+    return _prepared(kernel, q, (k_pages, v_pages, rotary_pages), k_pages.shape[2], v_dim, variant, key)
 
 
 def _prepare_latents(
-    q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_positions: Tensor, key: str, sinks: Tensor | None
+    q: Tensor,
+    latent_pages: Tensor,
+    v_pages: Tensor,
+    rotary_pages: Tensor | None,
+    q_positions: Tensor,
+    key: str,
+    sinks: Tensor | None,
 ) -> _Prepared:
     """The same for latents."""
+    assert rotary_pages is not None, "the op has them"
     check_latents(q, latent_pages, rotary_pages, q_positions)
     latent, rotary = latent_pages.shape[3], rotary_pages.shape[3]
     arch = arch_for(torch.cuda.get_device_capability(latent_pages.device.index), supported_archs())
@@ -248,10 +287,10 @@ def _prepare_latents(
         raise UnsupportedHeads(
             f"latent_attention: on Hopper the kernel serves latents of 256 or 512 in 16 bits, rotary keys of up to 64, "
             f"and heads that divide into groups of up to 64; got {latent}, {rotary}, {q.shape[1]} heads and {q.dtype}; "
-            "plan the step with the backend's latent_planner_for, which leaves it to plain torch"
+            "plan the step with the backend's planner for latents, which leaves it to plain torch"
         )
     _check_strides("latent_attention", latent_pages, rotary_pages)
-    return _prepared(kernel, q, latent_pages, rotary_pages, groups, latent, lookup(key), key)
+    return _prepared(kernel, q, (latent_pages, v_pages, rotary_pages), groups, latent, lookup(key), key)
 
 
 def _check_strides(op: str, *pages: Tensor) -> None:
@@ -262,16 +301,23 @@ def _check_strides(op: str, *pages: Tensor) -> None:
 
 
 def _prepared(
-    kernel: Kernel, q: Tensor, k_pages: Tensor, v_pages: Tensor, kv_heads: int, v_dim: int, variant: Variant, key: str
+    kernel: Kernel,
+    q: Tensor,
+    pages: tuple[Tensor, Tensor, Tensor | None],
+    kv_heads: int,
+    v_dim: int,
+    variant: Variant,
+    key: str,
 ) -> _Prepared:
     """What is launched for pages that a kernel serves."""
+    k_pages = pages[0]
     half, device, (heads, head_dim) = q.dtype == torch.float16, k_pages.device.index, q.shape[1:]
     function = jit.load(attention_unit(kernel, head_dim, half, variant, v_dim), device)[kernel.name]
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     shared = function.max_shared if kernel.shared is None else kernel.shared
     page, slot, head, _ = k_pages.stride()
     return _Prepared(
-        ATTENTION_LAYOUT[kernel.uses_tma].check(function),
+        ATTENTION_LAYOUT[kernel.maps].check(function),
         v_dim,
         blocks,
         kernel.threads,
@@ -280,8 +326,8 @@ def _prepared(
         parameters=variant_header.on_device(key, heads, q.device).data_ptr(),
         window=variant.window or 0,
         tma_groups=holds_groups(k_pages.shape[1]),
-        uses_tma=kernel.uses_tma,
-        pages_signature=(*k_pages.shape, *k_pages.stride(), *v_pages.shape, *v_pages.stride(), half),
+        maps=kernel.maps,
+        pages_signature=(*(n for each in pages if each is not None for n in (*each.shape, *each.stride())), half),
     )
 
 

@@ -27,7 +27,6 @@ from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import Kernel, kernel_for, latent_groups, latent_kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
-from prefixkit.backends.torch.host_planner import latent_planner_for as plain_latents
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.threads import once
 from prefixkit.tree.arrays import Ints

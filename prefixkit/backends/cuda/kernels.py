@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
 from prefixkit.backends.cuda import layouts, variant_header
+from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.cuda.nvrtc import Unit
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
@@ -119,7 +120,13 @@ class Kernel:
     threads: int  # of a block
     blocks_per_sm: int
     shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
-    uses_tma: bool = False  # it reads pages by TMA: its parameter begins with tensor maps
+    maps: Maps = Maps.NONE
+    own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether it reads pages by TMA."""
+        return self.maps is not Maps.NONE
 
 
 def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None) -> Kernel | None:
@@ -130,7 +137,7 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
     v_dim = v_dim or head_dim
     hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
-        return Kernel("attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, uses_tma=True)
+        return Kernel("attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV)
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
@@ -146,7 +153,15 @@ def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
     if not hopper or latent not in LATENT_DIMS or rotary % 16 or not 0 < rotary <= MOST_ROTARY:
         return None
     file = "attention/sm90/latent_attention.cu"
-    return Kernel(file, LATENT_ATTENTION, LATENT_ROWS, 512, 1, None, uses_tma=True)
+    return Kernel(file, LATENT_ATTENTION, LATENT_ROWS, 512, 1, None, Maps.ROTARY, latent)
+
+
+def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel | None:
+    """The kernel for K that are made of latents, whose rotary part lies apart; None if no kernel serves them."""
+    kernel = kernel_for(arch, own + rotary, 1, v_dim)
+    if kernel is None or not kernel.uses_tma or own % 64:
+        return None
+    return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 
 
 def latent_groups(heads: int) -> int | None:
@@ -163,11 +178,13 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
     if v_dim is not None and v_dim != head_dim:
         defines += (("PREFIXKIT_VALUE_DIM", str(v_dim)),)
+    if kernel.own_dim is not None:
+        defines += (("PREFIXKIT_OWN_DIM", str(kernel.own_dim)),)
     if kernel.name == LATENT_ATTENTION:
         defines += (("PREFIXKIT_LATENT", "1"),)
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
-    layout = layouts.ATTENTION[kernel.uses_tma].header
+    layout = layouts.ATTENTION[kernel.maps].header
     text = variant_header.header(variant)
     if text is None:
         return Unit(kernel.file, (kernel.name,), defines, (layout,))
@@ -184,7 +201,9 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
         plain += [attention_unit(apart, 192, half, CAUSAL, 128) for half in (False, True)]
     if latent := latent_kernel_for(arch, 512, 64):
         plain += [attention_unit(latent, 576, half, CAUSAL, 512) for half in (False, True)]
-        plain.append(attention_unit(latent, 288, False, CAUSAL, 256))
+        plain.append(attention_unit(latent_kernel_for(arch, 256, 32) or latent, 288, False, CAUSAL, 256))
+    if expanded := expanded_kernel_for(arch, 128, 64, 128):
+        plain += [attention_unit(expanded, 192, half, CAUSAL, 128) for half in (False, True)]
     every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     experts = map(expert_unit, (False, True))

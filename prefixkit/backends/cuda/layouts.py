@@ -6,6 +6,7 @@ A kernel's source includes the header of each struct, such as ``layouts/plan_tre
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
 from prefixkit.cuda.struct_layout import TENSOR_MAP, define
 from prefixkit.ops.sampling_records import RECORD
@@ -59,8 +60,20 @@ _MAPS = define(
     (TENSOR_MAP, "k_row v_row", "the same with boxes of (64, 1, 1, 1)"),
     (TENSOR_MAP, "k_group v_group", "dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)"),
 )
-# By whether the kernel reads pages by tensor maps (PREFIXKIT_MAPS), which then come first.
-ATTENTION = {False: _ATTENTION, True: replace(_ATTENTION, fields=_MAPS.fields + _ATTENTION.fields)}
+_ROTARY_MAPS = define(
+    "RotaryMaps", (TENSOR_MAP, "r_map r_row", "of keys' rotary part where it lies apart: as k_map, and as k_row")
+)
+
+
+class Maps(Enum):
+    """The tensor maps (PREFIXKIT_MAPS) by which a kernel reads pages; they come first in its parameter."""
+
+    NONE = ()
+    KV = _MAPS.fields
+    ROTARY = _MAPS.fields + _ROTARY_MAPS.fields  # and those of keys' rotary part
+
+
+ATTENTION = {maps: replace(_ATTENTION, fields=maps.value + _ATTENTION.fields) for maps in Maps}
 
 # ---- planner ----
 

@@ -123,8 +123,3 @@ def bind(plan: Plan, tree: StepTree, shape: HeadShape | None = None) -> StepPlan
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> TorchPlanner:
     """The planner for a CPU, or for plain torch on a GPU."""
     return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing, visible)
-
-
-def latent_planner_for(heads: int, latent: int, rotary: int, device: torch.device, dtype: torch.dtype) -> TorchPlanner:
-    """The same for absorbed latents: one KV head, of a latent and a rotary key."""
-    return planner_for(HeadShape(heads, 1, latent + rotary, dtype.itemsize, latent), device, dtype)

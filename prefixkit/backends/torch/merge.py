@@ -12,29 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefixkit.backends.torch.tiles import Array
+from prefixkit.ops.partial_states import State, merge_parts
 
 # Rows of a tensor: the first of consecutive ones, or ``[rows]`` int64.
 Index = int | Tensor
-
-
-class State(NamedTuple):
-    """Attention of some queries over some keys.
-
-    Attributes:
-        out: ``[rows, heads, v_dim]`` float32 mean of the values, weighted by the softmax.
-        lse: ``[rows, heads]`` float32 natural logarithm of the softmax's denominator, of the scaled and modified
-            scores.
-    """
-
-    out: Tensor
-    lse: Tensor
 
 
 def index_of(rows: Array) -> Index:
@@ -133,41 +120,12 @@ def run_merge(
         joined = State(*map(torch.cat, zip(*(states[call] for call in merge.joined), strict=True)))
         states = [*states, joined]  # the last one, which is -1
     parts = [State(*(pick(tensor, level.index, level.rows) for tensor in states[level.call])) for level in merge.levels]
-    merged = parts[0] if len(parts) == 1 and sinks is None else _merge_parts(parts, may_be_empty, sinks)
+    merged = parts[0] if len(parts) == 1 and sinks is None else merge_parts(parts, may_be_empty, sinks)
     if merge.sorted_index is None:
         return merged
     if len(merged.lse) < shape[0]:
         merged = _with_empty_rows(merged, shape, device, sinks)
     return State(*(tensor.index_select(0, merge.sorted_index) for tensor in merged))
-
-
-def _merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None) -> State:
-    """Merge parts, of which each concerns the first rows only.
-
-    A row's weights are divided by their own sum, not by the exponential of its rounded log-sum-exp, so they add up to
-    1.  Sinks join the same sum, for a log-sum-exp that is rounded once more is off by once more half a unit in its last
-    place.
-    """
-    top = parts[0].lse.clone() if sinks is None else torch.maximum(parts[0].lse, sinks)
-    for part in parts[1:]:
-        head = pick(top, 0, len(part.lse))
-        torch.maximum(head, part.lse, out=head)
-    if may_be_empty:
-        top.masked_fill_(top == -math.inf, 0.0)  # -inf minus -inf would be NaN
-    weights = [torch.sub(part.lse, pick(top, 0, len(part.lse))).exp_() for part in parts]
-    total = weights[0].clone()
-    for weight in weights[1:]:
-        pick(total, 0, len(weight)).add_(weight)
-    if sinks is not None:
-        total.add_(torch.exp(sinks - top))
-    lse = top.add_(total.log())
-    if may_be_empty:
-        total.masked_fill_(total == 0, 1.0)
-    out = parts[0].out * weights[0].div_(total).unsqueeze(-1)
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        rows = len(weight)
-        pick(out, 0, rows).addcmul_(part.out, weight.div_(pick(total, 0, rows)).unsqueeze(-1))
-    return State(out, lse)
 
 
 def _with_empty_rows(

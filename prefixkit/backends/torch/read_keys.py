@@ -16,8 +16,10 @@ from prefixkit.ops.arguments import BadShape
 # K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of tokens whose cached tensors are ``[1, heads, n,
 # dim]`` each: a module's own code.
 Expand = Callable[..., tuple[Tensor, Tensor]]
+# Keys, or the first elements of each and the others, where scores are computed in plain torch.
+Keys = Tensor | tuple[Tensor, ...]
 # K and V ``[batch, kv_heads, length, ...]`` of a call; good until the next call's are read.
-Read = Callable[[Call], tuple[Tensor, Tensor]]
+Read = Callable[[Call], tuple[Keys, Tensor]]
 
 
 def check_layout(op: str, name: str, pages: Tensor) -> None:
@@ -29,6 +31,12 @@ def check_layout(op: str, name: str, pages: Tensor) -> None:
             f"{op}: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
             f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
         )
+
+
+def check_layouts(op: str, cached: Sequence[Tensor]) -> None:
+    """:func:`check_layout` of all that a layer caches."""
+    for index, pages in enumerate(cached):
+        check_layout(op, f"cached[{index}]", pages)
 
 
 class Scratch(threading.local):
@@ -93,6 +101,16 @@ def read_kv(call: Call, k_pages: Tensor, v_pages: Tensor, *, on_cpu: bool) -> tu
     if on_cpu:
         return read_keys(call, k_pages, 0), read_keys(call, v_pages, 1)
     return gather(call, k_pages), gather(call, v_pages)
+
+
+def read_latents(call: Call, cached: Sequence[Tensor], *, on_cpu: bool) -> tuple[Keys, Tensor]:
+    """K and V of a call that are latents: K is the latent and the rotary keys, V the latent; float32 on a CPU."""
+    used = [pages for pages in cached if pages.shape[3]]
+    if on_cpu:
+        parts = tuple(read_keys(call, pages, use) for use, pages in enumerate(used))
+    else:
+        parts = tuple(gather(call, pages) for pages in used)
+    return parts, parts[0]
 
 
 def expand_keys(

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.variants import CAUSAL, ScoreMod, Variant, lookup
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.variants import ScoreMod, Variant, lookup
 from prefixkit.backends.torch.attention_calls import Call, Positions
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
-from prefixkit.backends.torch.merge import State, pick, run_merge
-from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, expand_keys, read_kv
+from prefixkit.backends.torch.merge import pick, run_merge
+from prefixkit.backends.torch.read_keys import Expand, Keys, Read, check_layout, check_layouts, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_latents, check_selected
+from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_selected
 from prefixkit.ops.backend import NotCapturable
+from prefixkit.ops.partial_states import State
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
 # heads.
@@ -31,10 +33,13 @@ def tree_attention(
     scale: float,
     variant: str,
     sinks: Tensor | None = None,
+    rotary_pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``), or is one."""
-    check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks)
-    bound, v_dim = _bound("tree_attention", plan, q), v_pages.shape[3]
+    check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
+    if rotary_pages is not None:
+        k_pages = torch.cat((k_pages, rotary_pages.expand(-1, -1, k_pages.shape[2], -1)), dim=3)
+    bound, v_dim = bound_plan("tree_attention", plan, q), v_pages.shape[3]
     program = bound.program(k_pages.shape, q.shape[1], q.dtype, q.device, variant, v_dim)
     return run_program(program, q, k_pages, v_pages, scale, lookup(variant), sinks)
 
@@ -74,10 +79,28 @@ def expanded_attention(
         BadShape, BadDtype, BadDevice: the arguments, or what ``expand`` returns, do not fit each other or the plan.
         NoSuchPlan, UnknownVariant, NotCapturable: as ``tree_attention``.
     """
+    found = expanded_state(q, cached, expand, q_positions, plan, scale, variant, sinks, selected)
+    return found.out.to(q.dtype), found.lse
+
+
+@torch.no_grad()
+def expanded_state(
+    q: Tensor,
+    cached: Sequence[Tensor],
+    expand: Expand | None,
+    q_positions: Tensor,
+    plan: Sequence[Tensor] | BoundPlan,
+    scale: float,
+    variant: str,
+    sinks: Tensor | None = None,
+    selected: Tensor | None = None,
+    shape: HeadShape | None = None,
+) -> State:
+    """The same, but the output in float32; ``shape``: the heads of K and V, where the plan was made for others."""
     op, modifier = "expanded_attention", lookup(variant)
     check_expanded(q, cached, q_positions, modifier, sinks)
-    bound = _bound(op, plan, q)
-    shape = bound.shape
+    bound = bound_plan(op, plan, q)
+    shape = bound.shape if shape is None else shape
     if shape is None or q.shape[1:] != (shape.heads, shape.head_dim):
         planned = "no heads" if shape is None else f"{shape.heads} heads of {shape.head_dim}"
         raise BadShape(f"{op}: q has {q.shape[1]} heads of {q.shape[2]}, but the plan was made for {planned}")
@@ -87,36 +110,17 @@ def expanded_attention(
     kinds = {"expanded": expand is not None, "scored": selected is not None}
     program = bound.program(pool, shape.heads, q.dtype, q.device, variant, shape.value_dim, **kinds)
     if program.on_cpu:
-        for index, pages in enumerate(cached):
-            check_layout(op, f"cached[{index}]", pages)
+        check_layouts(op, cached)
 
     def read(call: Call) -> tuple[Tensor, Tensor]:
         if expand is None:
             return read_kv(call, *cached, on_cpu=program.on_cpu)
         return expand_keys(call, cached, expand, program.heads, on_cpu=program.on_cpu)
 
-    with torch.no_grad():
-        return _finish(program, q, read, scale, modifier, sinks, selected)
+    return run_reading(program, q, read, scale, modifier, sinks, selected)
 
 
-def latent_attention(
-    q: Tensor,
-    latent_pages: Tensor,
-    rotary_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor] | BoundPlan,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """``latent_attention``: over keys that are put together for each call."""
-    check_latents(q, latent_pages, rotary_pages, q_positions)
-    return expanded_attention(q, (latent_pages, rotary_pages), _together, q_positions, plan, scale, CAUSAL.name)
-
-
-def _together(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat((latent, rotary), dim=-1), latent
-
-
-def _bound(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
+def bound_plan(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
     """The plan of these queries."""
     if capturing(q):
         raise NotCapturable(
@@ -162,10 +166,23 @@ def _finish(
     sinks: Tensor | None,
     selected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The program's result in q's dtype; what it computes on a CPU is float32."""
-    sinks = None if sinks is None else sinks.to(torch.float32)
-    state = _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, selected)
+    """The program's result in q's dtype."""
+    state = run_reading(program, q, read, scale, variant, sinks, selected)
     return state.out.to(q.dtype), state.lse
+
+
+def run_reading(
+    program: Program,
+    q: Tensor,
+    read: Read,
+    scale: float,
+    variant: Variant,
+    sinks: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> State:
+    """The state of queries over K and V that ``read`` gives; what is computed on a CPU is float32."""
+    sinks = None if sinks is None else sinks.to(torch.float32)
+    return _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, selected)
 
 
 def _run(
@@ -193,6 +210,7 @@ def _run(
             shown = _shown(call, call.positions, selected)
             out, lse = _scored(call, call.positions, shown, variant.score_mod, numbers, rows, k, v, heads, scale)
         else:
+            assert isinstance(k, Tensor), "scores are computed for others"
             out, lse = _kernel(call, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
         out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)
@@ -249,7 +267,7 @@ def _scored(
     score_mod: ScoreMod | None,
     numbers: Tensor | None,
     q: Tensor,
-    k: Tensor,
+    k: Keys,
     v: Tensor,
     heads: Heads,
     scale: float,
@@ -258,8 +276,11 @@ def _scored(
     batch, rows, gqa_group, kv_heads = call.batch, call.rows, heads.gqa_group, heads.kv_heads
     q = q.view(batch, rows, kv_heads, gqa_group, heads.head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, gqa_group * rows, heads.head_dim)
-    k, v = (states.reshape(batch * kv_heads, call.length, states.shape[3]) for states in (k, v))
-    score = _product(q, k.transpose(1, 2)).mul_(scale).view(batch, heads.heads, rows, call.length)
+    *keys, v = (
+        states.reshape(batch * kv_heads, call.length, states.shape[3])
+        for states in (*(k if isinstance(k, tuple) else (k,)), v)
+    )
+    score = _scores(q, keys).mul_(scale).view(batch, heads.heads, rows, call.length)
     if score_mod is not None:
         assert numbers is not None, "made for it"
         score = score_mod(score, *positions, numbers).to(torch.float32)
@@ -272,6 +293,17 @@ def _scored(
     out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
     out = out.view(batch, heads.heads, rows, heads.value_dim) / total.masked_fill(total == 0, 1.0)
     return out, (top + total.log()).squeeze(-1)
+
+
+def _scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """``[batch, rows, length]`` float32 ``q k`` of keys whose elements lie in several tensors, one after another."""
+    first, *others = keys
+    score = _product(q[..., : first.shape[2]], first.transpose(1, 2))
+    done = first.shape[2]
+    for part in others:
+        score += _product(q[..., done : done + part.shape[2]], part.transpose(1, 2))
+        done += part.shape[2]
+    return score
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

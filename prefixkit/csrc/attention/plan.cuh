@@ -11,14 +11,27 @@ namespace prefixkit {
 constexpr int D = PREFIXKIT_HEAD_DIM, V_DIM = PREFIXKIT_VALUE_DIM;  // of queries and keys; of values and outputs
 constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a head's row
 static_assert(D % 16 == 0 && V_DIM % 16 == 0, "head sizes are multiples of 16");
-// Where they differ, tile items and decode items go through the tile path.
-constexpr bool TILES_ONLY = D != V_DIM;
 #ifndef PREFIXKIT_LATENT
 #define PREFIXKIT_LATENT 0
 #endif
-// Latents (multi-head latent attention): a key's first V_DIM elements are its value, and lie in `k`; the others, its
-// rotary part, lie in `v`.  All heads read the same ones: `kv_heads` only says how many groups heads come in.
+// Latents (multi-head latent attention): a key's first V_DIM elements are its value, and all heads read the same ones:
+// `kv_heads` only says how many groups heads come in.
 constexpr bool LATENT = PREFIXKIT_LATENT;
+// Where keys are APART, only their first OWN_DIM elements lie in `k`.  The others are their rotary part, which all heads
+// share; they lie in a tensor of their own, which has one head.
+#ifdef PREFIXKIT_OWN_DIM
+constexpr int OWN_DIM = PREFIXKIT_OWN_DIM;
+DEVICE const TensorMap* rotary_map(const Attention& a) { return &a.r_map; }
+DEVICE const TensorMap* rotary_row(const Attention& a) { return &a.r_row; }
+#else
+constexpr int OWN_DIM = D;
+DEVICE const TensorMap* rotary_map(const Attention& a) { return nullptr; }
+DEVICE const TensorMap* rotary_row(const Attention& a) { return nullptr; }
+#endif
+constexpr bool APART = OWN_DIM < D;
+static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
+// Here tile items and decode items go through the tile path.
+constexpr bool TILES_ONLY = D != V_DIM || APART;
 
 #ifndef PREFIXKIT_MAPS
 #define PREFIXKIT_MAPS 0  // 1: TMA loads KV where pages allow it (Hopper); Attention begins with tensor maps

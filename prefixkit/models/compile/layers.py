@@ -124,7 +124,7 @@ class CompiledLayers:
         self._key: _Key = (0, False, False, self._spec, ())
         try:
             layers = decoder_layers(model)
-            if any(own.kind.plan_kind.plain or own.kind.reads is not None for own in cache.layer_pages):
+            if any(own.kind.plain or own.kind.reads is not None for own in cache.layer_pages):
                 raise NotCompilable("layers attend over latents, selected tokens, or what another layer caches")
         except NotCompilable as error:
             self.made = Made(compiler)

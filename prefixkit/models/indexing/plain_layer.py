@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from prefixkit.attention.step import Step
 from prefixkit.models.indexing.index_keys import StepIndexer
 from prefixkit.models.indexing.indexers import Block, selected_of
+from prefixkit.models.latents.latent_layer import attend_latents
+from prefixkit.models.latents.latent_maps import EXPAND
 from prefixkit.models.layer import Layer, LayerCache
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.ops.backend import plain_torch
-
-EXPAND = "expand_kv"  # the method of an attention module that makes K and V of cached latents
 
 
 class SelectingLayer(LayerCache, Protocol):
@@ -88,6 +88,12 @@ class PlainLayer(Layer):
         """
         if self.own.index_pages is not None and not self.indexed:
             raise IncompleteStep(f"StepCache: layer {self.own.index} attends, but its indexer has not run in this step")
+        if self.own.absorbed is not None:
+            assert isinstance(self.step, Step), "such layers are not compiled"
+            plans, q = self.step.plans, self.scaled(query)[0].transpose(0, 1)
+            parts = plans[self.own.plan], plans[self.own.absorbed]
+            shape = self.own.kind.shape
+            return attend_latents(self.module, self.own.pages, shape, self.step, parts, q, scale, variant)[None]
         attention = plain_torch().expanded_attention
         assert attention is not None, "plain torch has it"
         out: Tensor = attention(

@@ -14,7 +14,7 @@ from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.attention_class import SCALES, layer_number, original_class
-from prefixkit.models.indexing.plain_layer import EXPAND
+from prefixkit.models.latents.latent_maps import EXPAND, is_affine
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
@@ -219,6 +219,7 @@ class ProbedLayer:
             device=k.device,
             visible=told,
             expands=self._expands,
+            absorbs=told == Visible() and all(of is None for of in (cap, sinks, bias)) and self._absorbs(query, k),
             reads=self._reads,
             temperature=(float(own["floor_scale"]), float(own["attn_scale"])) if scales else None,
             selects=None if self._attended is None else self._attended.most,
@@ -237,6 +238,11 @@ class ProbedLayer:
             rows.append(self._indexed.keys[0].float())
         self._cache.rows.append(torch.cat(rows, 1))
         return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
+
+    def _absorbs(self, query: Tensor, key: Tensor) -> bool:
+        """Whether queries may attend over what the layer caches, of which it makes a head of K for each."""
+        known = self._expands and not self._cache.shapes_only and self._attended is None
+        return known and key.shape[1] == query.shape[1] and is_affine(self._module, *self._cached)
 
     def _index(self, dtype: torch.dtype) -> list[CachedTensor]:
         """The keys of the layer's own indexer, as numbers of the pool's dtype."""

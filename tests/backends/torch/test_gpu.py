@@ -13,8 +13,8 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run_program import run_program
+from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

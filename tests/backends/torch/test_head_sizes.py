@@ -16,9 +16,9 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window
 from prefixkit.backends.cuda import device_planner
 from prefixkit.backends.torch.host_planner import TorchPlanner, bind
-from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run_program import expanded_attention
 from prefixkit.ops.arguments import BadShape
+from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,

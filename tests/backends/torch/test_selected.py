@@ -11,9 +11,9 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, compose, register, sliding_window
 from prefixkit.backends.torch.host_planner import bind
-from prefixkit.backends.torch.merge import State
 from prefixkit.backends.torch.run_program import expanded_attention
 from prefixkit.ops.arguments import BadDtype, BadShape
+from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, plan_of, random_case, random_split_plan
 from tests.attention.reference import reference_attention
 

@@ -80,9 +80,10 @@ struct Pages {
 // all loads; were each lane to issue one, the compiler would serialise the lanes, 80 cycles a load.
 struct TileGroups {
     u32 to, full;
-    int columns, place, page[KV_TILE_GROUPS];
+    int columns, own, place, page[KV_TILE_GROUPS];  // column blocks, those that lie in the first tensor
 
-    DEVICE TileGroups(const Ring& ring, const Pages& pages, int slot, int columns) : columns(columns) {
+    DEVICE TileGroups(const Ring& ring, const Pages& pages, int slot, int columns, int own)
+        : columns(columns), own(own) {
         to = uniform(ring.data + ring.stage * columns * COLUMN_BYTES), full = uniform(ring.full + 8 * PARTS * ring.stage);
         place = uniform(slot);
 #pragma unroll
@@ -102,14 +103,13 @@ struct TileGroups {
 #pragma unroll
                 for (int j = part * PART_COLUMNS; j < COLUMNS && j < (part + 1) * PART_COLUMNS; ++j)
                     if (j < columns)
-                        tma_copy(to + j * COLUMN_BYTES + i * (GROUP * 128), map + second(j), column_of(j) * 64, slot,
-                                 head, page[i], full + 8 * part, policy);
+                        tma_copy(to + j * COLUMN_BYTES + i * (GROUP * 128), apart(j) ? rotary_map(a) : map,
+                                 column_of(j) * 64, slot, apart(j) ? 0 : head, page[i], full + 8 * part, policy);
             }
         }
     }
-    // Of latents the last column blocks lie in a second tensor.
-    static DEVICE int second(int j) { return LATENT && j >= V_COLUMNS; }
-    static DEVICE int column_of(int j) { return LATENT && j >= V_COLUMNS ? j - V_COLUMNS : j; }
+    DEVICE bool apart(int j) const { return APART && j >= own; }
+    DEVICE int column_of(int j) const { return apart(j) ? j - own : j; }
     // Loads the other groups row by row.
     DEVICE void copy_rows(const Attention& a, const TensorMap* map, int pages, int slot, int low, int high, int head,
                           u64 policy) const {
@@ -119,8 +119,9 @@ struct TileGroups {
 #pragma unroll 1
             for (int i = lane_anew(); i < GROUP * columns; i += 32) {
                 const int row = first + i % GROUP, j = i / GROUP;
-                copy_row(a, map + second(j), to + j * COLUMN_BYTES + row * 128, pages, slot + row,
-                         row >= low && row < high, head, column_of(j), full + 8 * (j / PART_COLUMNS), policy);
+                copy_row(a, apart(j) ? rotary_row(a) : map, to + j * COLUMN_BYTES + row * 128, pages, slot + row,
+                         row >= low && row < high, apart(j) ? 0 : head, column_of(j), full + 8 * (j / PART_COLUMNS),
+                         policy);
             }
         }
     }
@@ -130,6 +131,7 @@ struct TileGroups {
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
     const int columns = V_COLUMNS == COLUMNS ? COLUMNS : is_v ? V_COLUMNS : COLUMNS;
+    const int own = !APART || is_v ? columns : OWN_DIM / 64;
     Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
     const u64 policy = policy_keep();
     int items = 0;
@@ -161,7 +163,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 if (slot - pages.slot == 32 * GROUP) pages.advance(a);
-                const TileGroups groups(ring, pages, slot, columns);
+                const TileGroups groups(ring, pages, slot, columns, own);
                 const bool last = !more && slot + KV_TILE >= span.end;
                 const int position = span.position + slot;
                 const bool causal = position + high - 1 > all_see, compare = causal || !whole;

@@ -42,7 +42,8 @@ static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "wha
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
-constexpr int LOAD_REGISTERS = 48, DECODE_REGISTERS = TILES_ONLY ? 48 : 96, TILE_REGISTERS = TILES_ONLY ? 208 : 184;
+constexpr int LOAD_REGISTERS = TILES_ONLY ? 64 : 48, DECODE_REGISTERS = TILES_ONLY ? 32 : 96;
+constexpr int TILE_REGISTERS = TILES_ONLY ? 208 : 184;
 
 DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     TileShared w;
