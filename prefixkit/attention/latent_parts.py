@@ -59,16 +59,7 @@ class LatentPart:
             ValueError: as :meth:`StepTree.check`.
         """
         bsr = decompose(tree, self.whole, cost)
-        mine = self.absorbs(bsr, tree) == (self.part is Part.ABSORBED)
-        queries = tree.queries
-        first = np.cumsum(queries.end - queries.begin) - (queries.end - queries.begin)
-        change = np.bincount(bsr.q_begin[mine], minlength=queries.num_rows + 1)
-        change -= np.bincount(bsr.q_end[mine], minlength=queries.num_rows + 1)
-        runs = np.cumsum(change)[first] > 0  # a BSR row has all queries of a node, or none
-        index = ranges(first[runs], (queries.end - queries.begin)[runs])
-        before = np.zeros(queries.num_rows + 1, dtype=np.int64)
-        before[index + 1] = 1
-        return PartRows(_selected(bsr, mine, np.cumsum(before)), runs, index)
+        return PartRows.of(bsr, self.absorbs(bsr, tree) == (self.part is Part.ABSORBED), tree)
 
     def absorbs(self, bsr: BSR, tree: StepTree) -> NDArray[np.bool_]:
         """``[rows]`` which BSR rows take fewer multiplications absorbed.
@@ -90,7 +81,8 @@ class LatentPart:
         through[ranges(bsr.q_begin[own], queries[own])] = 0
         through = np.concatenate(([0], np.cumsum(through)))
         absorbed += (through[bsr.q_end] - through[bsr.q_begin]) * made
-        return own | (~bsr.causal & (absorbed < expanded))
+        shared: NDArray[np.bool_] = ~bsr.causal & (absorbed < expanded)
+        return own | shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +98,19 @@ class PartRows:
     bsr: BSR
     runs: NDArray[np.bool_]
     index: NDArray[np.int64]
+
+    @staticmethod
+    def of(bsr: BSR, mine: NDArray[np.bool_], tree: StepTree) -> PartRows:
+        """Some of the BSR rows of a step."""
+        queries = tree.queries
+        first = np.cumsum(queries.end - queries.begin) - (queries.end - queries.begin)
+        change = np.bincount(bsr.q_begin[mine], minlength=queries.num_rows + 1)
+        change -= np.bincount(bsr.q_end[mine], minlength=queries.num_rows + 1)
+        runs = np.cumsum(change)[first] > 0  # a BSR row has all queries of a node, or none
+        index = ranges(first[runs], (queries.end - queries.begin)[runs])
+        before = np.zeros(queries.num_rows + 1, dtype=np.int64)
+        before[index + 1] = 1
+        return PartRows(_selected(bsr, mine, np.cumsum(before)), runs, index)
 
     def tree(self, tree: StepTree) -> StepTree:
         """The step's tree with the part's queries alone."""

@@ -116,6 +116,7 @@ class StepTree:
             length=old.length[stays],
             computed=old.computed[stays],
             first_slot=old.first_slot[stays],
+            content=None if old.content is None else old.content[stays],
             sequence_node=old.sequence_node[:0],
             sequence_id=old.sequence_id[:0],
         )

@@ -30,6 +30,7 @@ def _torch() -> Backend:
         products.linear_pair,
         run_program.tree_attention,
         latent_attention.latent_attention,
+        latent_attention.merge_states,
         plain_kv.advance,
         plain_sampling.sample,
         plan_tree.plan_tree,
@@ -46,12 +47,13 @@ def _torch() -> Backend:
 def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
+    from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
     from prefixkit.backends.torch.plain_kv import index_append
     from prefixkit.backends.torch.products import linear_pair
 
     append = kv.Append()
     appends = append.kv_append, append.rotary_append, index_append
-    tree_attention = attention.TreeAttention()
+    tree_attention, plain = attention.TreeAttention(), _torch()
     return Backend(
         "cuda",
         device_planner.planner_for,
@@ -59,10 +61,13 @@ def _cuda() -> Backend:
         linear_pair,
         tree_attention,
         tree_attention.latents,
+        latent_kernels.merge_states,
         kv.advance,
         sampling.sample,
         plan_launch.plan_tree,
         expert_product,
+        latent_parts={part: PartBackend(latent_planners.planner_for, plain.latent_parts[part].attend) for part in Part},
+        attend_latents=latent_kernels.attend,
         graph_planning=device_planner.graph_planning,
         expert_pairs=most_pairs,
     )

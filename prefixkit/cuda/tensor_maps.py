@@ -51,7 +51,9 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = 
             exists = rows == 1 or (holds_groups(pages.shape[1]) and not (whole and pages.shape[3] % COLUMNS))
             maps.append(_encode(pages, rows, whole) if exists else bytes(TENSOR_MAP.size))
     if rotary_pages is not None:
-        maps.append(_encode(rotary_pages, GROUP, False) if holds_groups(rotary_pages.shape[1]) else bytes(TENSOR_MAP.size))
+        maps.append(
+            _encode(rotary_pages, GROUP, False) if holds_groups(rotary_pages.shape[1]) else bytes(TENSOR_MAP.size)
+        )
         maps.append(_encode(rotary_pages, 1, False))
     return tuple(maps)
 

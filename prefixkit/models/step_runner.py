@@ -27,10 +27,12 @@ log = logging.getLogger("prefixkit")
 def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
     """What plans attention for each kind of a model's layers."""
     spec, made = facts.spec, list[Planner]()
+    counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)
     for kind in facts.plan_kinds:
         backend = backend_for(spec.device)
         if kind.part is not None:
-            made.append(part_backend(spec.device, kind.part.part).planner_for(kind.part, spec.device, spec.dtype))
+            planner_for = part_backend(spec.device, kind.part.part).planner_for
+            made.append(planner_for(kind.part, spec.device, spec.dtype, counts[kind]))
             continue
         if kind.plain and backend.name != "torch":
             backend = plain_torch()

@@ -159,6 +159,26 @@ def check_latents(q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_posit
     check_positions(q, q_positions, op)
 
 
+def check_states(
+    first: Tensor,
+    first_lse: Tensor,
+    first_place: Tensor,
+    second: Tensor,
+    second_lse: Tensor,
+    second_place: Tensor,
+) -> None:
+    """Arguments of ``merge_states``."""
+    op, rows = "merge_states", first_place.shape[0]
+    states = ("first", first, first_lse, first_place), ("second", second, second_lse, second_place)
+    for name, out, lse, place in states:
+        fits = out.ndim == 3 and out.shape[1:] == first.shape[1:] and out.is_contiguous()
+        _expect_like(first, op, name, out, "[its rows, heads, v_dim], contiguous", fits)
+        fits, shape = lse.shape == out.shape[:2] and lse.is_contiguous(), list(out.shape[:2])
+        expect(op, f"{name}_lse", lse, f"{shape}, contiguous", fits, (torch.float32,), first.device)
+        fits = place.shape == (rows,) and place.is_contiguous()
+        expect(op, f"{name}_place", place, f"[{rows}], contiguous", fits, (torch.int32,), first.device)
+
+
 def check_expanded(
     q: Tensor, cached: Sequence[Tensor], q_positions: Tensor, variant: Variant, sinks: Tensor | None
 ) -> None:

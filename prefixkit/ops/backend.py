@@ -115,8 +115,8 @@ class PartBackend:
     """How a backend computes one part of attention over latents.
 
     Attributes:
-        planner_for: The planner of such a part on a device, of what is cached in a dtype.  Its plans name the query
-            rows that they are for (``StepPlan.rows``).
+        planner_for: The planner of such a part on a device, of what is cached in a dtype, in so many layers.  Its plans
+            name the query rows that they are for (``StepPlan.rows``).
         attend: Of the part's query rows, their positions ``[rows]`` int64 and ``StepPlan.tensors``, the
             :class:`State` over the BSR rows of the plan; the output may be in the dtype of what is cached.
 
@@ -128,7 +128,7 @@ class PartBackend:
             makes K and V of tokens (see ``expanded_attention``), to an output ``[rows, heads, v_dim]``.
     """
 
-    planner_for: Callable[[LatentPart, torch.device, torch.dtype], Planner]
+    planner_for: Callable[[LatentPart, torch.device, torch.dtype, int], Planner]
     attend: Callable[..., State]
 
 
@@ -140,11 +140,13 @@ class Backend:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, advance, sample,
-            plan_tree, expert_product: The ops.
+        kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, merge_states, advance,
+            sample, plan_tree, expert_product: The ops.
         expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
             selected for each query; None where there is none.
         latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
+        attend_latents: Both parts in one, where its planners have planned for its own kernels: ``(q, pages, maps,
+            positions, (expanded plan, absorbed plan), scale)`` to ``[T, heads, v_dim]``.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
         expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
@@ -159,12 +161,14 @@ class Backend:
     linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
     latent_attention: Callable[..., tuple[Tensor, Tensor]]
+    merge_states: Callable[..., Tensor]
     advance: Callable[..., None]
     sample: Callable[..., None]
     plan_tree: Callable[..., None]
     expert_product: Callable[..., Tensor]
     expanded_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
     latent_parts: Mapping[Part, PartBackend] = field(default_factory=dict)
+    attend_latents: Callable[..., Tensor] | None = None
     graph_planning: Callable[[Planner], GraphPlanning | None] | None = None
     expert_pairs: Callable[[torch.device, torch.dtype], float] | None = None
 

@@ -164,6 +164,28 @@ def latent_attention(
     return q.new_empty((*q.shape[:2], latent_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def merge_states(
+    first: Tensor,
+    first_lse: Tensor,
+    first_place: Tensor,
+    second: Tensor,
+    second_lse: Tensor,
+    second_place: Tensor,
+) -> Tensor:
+    """Merge two partial states of attention, of some rows of a step each, by their log-sum-exps.
+
+    Args:
+        first, second: ``[their rows, heads, v_dim]`` in one dtype.
+        first_lse, second_lse: ``[their rows, heads]`` float32, natural logarithm.
+        first_place, second_place: ``[T]`` int32 of each row of the step its row in the state, -1 for none.
+
+    Returns:
+        ``[T, heads, v_dim]`` in their dtype; 0 for a row that neither has, or that sees nothing.
+    """
+    arguments.check_states(first, first_lse, first_place, second, second_lse, second_place)
+    return first.new_empty((first_place.shape[0], *first.shape[1:]))
+
+
 def advance(
     leaf: Tensor,
     start: Tensor,
@@ -356,6 +378,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (linear_pair, (), _refuse_gradients),
     (tree_attention, (), None),
     (latent_attention, (), None),
+    (merge_states, (), merge_states),
     (advance, ("length", "tokens", "positions", "slots"), advance),
     (sample, ("records", "seen", "tokens", "logprobs"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),

@@ -103,6 +103,7 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
+        content=np.array([node.content for node in nodes], np.int64),
         tree=tree.identity,
     )
     return Frozen(snapshot, nodes, tree.sequences_version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import PageAllocator
+
+_contents = itertools.count()
 
 
 class Node:
@@ -52,6 +55,8 @@ class Node:
         reserved: pages held after those of the tokens, for later tokens; 0 where there are children.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
         index: position in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
+        content: a number of what its slots hold, of no other node: another one once tokens or their KV are taken away,
+            the same as long as they only grow.
     """
 
     __slots__ = (
@@ -61,6 +66,7 @@ class Node:
         "cached",
         "checkpoints",
         "computed",
+        "content",
         "first_slot",
         "id",
         "index",
@@ -89,6 +95,7 @@ class Node:
         self.start: int = 0 if parent is None else parent.start + parent.length
         self.length: int = len(tokens)
         self.computed = 0
+        self.content = next(_contents)
         self.state = -1
         self.checkpoints: dict[int, int] = {}
         self.next_in_page: Node | None = None
@@ -237,6 +244,8 @@ class Node:
         if computed == self.computed:
             return
         before, self.computed = self.computed, computed
+        if computed < before:
+            self.content = next(_contents)
         if self.state >= 0 and before and before < computed:
             self.checkpoints[before] = self.state
         self.state = self.checkpoints.pop(computed, -1)
@@ -295,7 +304,7 @@ class Node:
     def shorten(self, length: int) -> Ints:
         """Keep the first ``length`` tokens (at least one); the pages after theirs are the caller's to release."""
         pages, held, self.reserved = self.pages, self.num_pages, 0
-        self.length = length
+        self.length, self.content = length, next(_contents)
         self.set_computed(min(self.computed, length))
         self.checkpoints = {at: slot for at, slot in self.checkpoints.items() if at < length}
         if self.num_pages < held and self.next_in_page is not None:

@@ -35,6 +35,8 @@ class TreeSnapshot:
         sequence_node: ``[sequences]`` the node at whose end each live sequence ends, ascending (depth-first order);
             -1 for an empty sequence.
         sequence_id: ``[sequences]`` the ids of those sequences.
+        content: ``[nodes]`` numbers of what nodes hold: where two snapshots have the same number, the node's tokens and
+            their KV are the same from its start on, as far as both have them.  None where that is not known.
         tree: Which tree, an object that stands for nothing else: equal to itself only, and in no other tree's
             snapshots as long as it is held.  A snapshot that no tree made is a tree of its own.
     """
@@ -51,6 +53,7 @@ class TreeSnapshot:
     pages: Ints
     sequence_node: Ints
     sequence_id: NDArray[np.int64]
+    content: NDArray[np.int64] | None = None
     tree: object = field(default_factory=object)
 
     @property

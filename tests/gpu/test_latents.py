@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import prefixkit
 from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu.gpu_cost import H200, H200_LATENT, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
@@ -29,6 +32,7 @@ from prefixkit.testing.forests import (
 )
 from tests.gpu.cases import GPU, head_major, poison
 from tests.gpu.oracle import Errors, dense
+from tests.models.states.hybrids import VOCAB, assert_logprobs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper"
@@ -135,3 +139,41 @@ def test_values_narrower_than_keys_err_no_more_than_torch(dtype: torch.dtype) ->
             case = long_case(rng, dtype, heads, int(rng.choice([1, 16, 48, 64])), 128)
         check(errors, seed, case, *attend_apart(case, (SHARE_ALL, SHARE_NONE)[seed // 2 % 2], (132, 5)[seed % 2]))
     errors.check()
+
+
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """A float32 model of DeepSeek-V3's heads, whose weights are numbers of bfloat16."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=None,
+        max_position_embeddings=4096,
+        rope_scaling=None,
+    )
+    return DeepseekV3ForCausalLM(config).eval().to("cuda", torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(exact: Any, turns: int) -> None:
+    """Of a long prompt with many samples K and V are made and kept; of a short one they are not."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    model = prefixkit.patch(copy.deepcopy(exact).to(torch.bfloat16))
+    prompts = [rng.integers(3, VOCAB, 1100).tolist(), rng.integers(3, VOCAB, 30).tolist()]
+    with prefixkit.Session(model) as session:
+        for turn in range(turns):
+            params = prefixkit.SamplingParams(n=(128, 12)[turn], max_new_tokens=12, seed=turn, stop_token_ids=(5, 9))
+            found = [*session.generate(prompts, params)]
+            assert_logprobs(model, prompts, found[::13], exact)
+            prompts = [prompts[one.prompt_index] + list(one.tokens) for one in found][::25]
+    prefixkit.unpatch(model)

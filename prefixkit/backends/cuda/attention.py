@@ -176,9 +176,7 @@ class TreeAttention:
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k_pages.data_ptr() | v_pages.data_ptr() | (0 if rotary_pages is None else rotary_pages.data_ptr())) & 15:
-            raise BadShape(
-                "tree_attention: pages must begin at multiples of 16 bytes; make them with KVPool"
-            )
+            raise BadShape("tree_attention: pages must begin at multiples of 16 bytes; make them with KVPool")
         maps: TensorMaps = ()
         if uses_tma:
             maps = cached_tensor_maps(self._maps, k_pages, v_pages, prepared.pages_signature, rotary_pages)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
-from prefixkit.attention.gpu.gpu_cost import H200, H200_LATENT, GpuCost, tiles_only
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.plan import Plan
@@ -24,7 +24,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.cost_cache import gpu_cost
-from prefixkit.backends.cuda.kernels import Kernel, kernel_for, latent_groups, latent_kernel_for
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
@@ -82,7 +82,7 @@ class CudaPlanner(Planner):
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
-        snapshot, arrays = tree.snapshot, _node_arrays(tree)
+        snapshot, arrays = tree.snapshot, node_arrays(tree)
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         by_gpu = self.launch is not None and not self.visible.limits
         if by_gpu and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
@@ -94,7 +94,7 @@ class CudaPlanner(Planner):
             if by_gpu:
                 log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
-            work = [_lengthened(array) for array in plan.arrays()]
+            work = [lengthened(array) for array in plan.arrays()]
             tensors = upload([*work, *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
         return over_tree(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
@@ -102,7 +102,7 @@ class CudaPlanner(Planner):
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        tensors = upload([*_node_arrays(tree), *step_arrays()], device)
+        tensors = upload([*node_arrays(tree), *step_arrays()], device)
         return over_tree(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
@@ -115,14 +115,14 @@ class CudaPlanner(Planner):
         return make_gpu_plan(formats, tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu)
 
 
-def _node_arrays(tree: StepTree) -> list[Ints]:
+def node_arrays(tree: StepTree) -> list[Ints]:
     """``tree.arrays()``, of at least two nodes and two pages: further nodes are empty."""
     start, length, page_indptr, pages, first_slot = tree.arrays()
-    indptr = _lengthened(page_indptr, FEWEST_ENTRIES + 1, page_indptr[-1])
-    return [_lengthened(start), _lengthened(length), indptr, _lengthened(pages), _lengthened(first_slot)]
+    indptr = lengthened(page_indptr, FEWEST_ENTRIES + 1, page_indptr[-1])
+    return [lengthened(start), lengthened(length), indptr, lengthened(pages), lengthened(first_slot)]
 
 
-def _lengthened(array: Ints, least: int = FEWEST_ENTRIES, value: int = 0) -> Ints:
+def lengthened(array: Ints, least: int = FEWEST_ENTRIES, value: int = 0) -> Ints:
     """The array, with ``value`` after its entries up to the ``least`` number of them."""
     missing = least - len(array)
     return np.concatenate((array, np.full((missing, *array.shape[1:]), value, array.dtype))) if missing > 0 else array
@@ -169,25 +169,6 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
     if shape.value_dim != shape.head_dim:
         gpu = tiles_only(gpu)
-    return _planner(kernel, shape, gpu, device, visible)
-
-
-def latent_planner_for(heads: int, latent: int, rotary: int, device: torch.device, dtype: torch.dtype) -> Planner:
-    """The planner of absorbed latents: of our kernel, or of plain torch where none serves them."""
-    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-    kernel, groups = latent_kernel_for(arch, latent, rotary), latent_groups(heads)
-    if kernel is None or groups is None or dtype == torch.float32:
-        why = NO_FLOAT32 if kernel and groups else f"latents of {latent} + {rotary} for {heads} heads have no kernel"
-        say_plain_torch(why)
-        return plain_latents(heads, latent, rotary, device, dtype)
-    shape, gpu = HeadShape(heads, groups, latent + rotary, dtype.itemsize, latent), H200_LATENT
-    if 2 * shape.gqa_group > kernel.tile_rows:
-        # A tile holds one query: rows that share a node would read it no less often, and have one more state to merge.
-        gpu = replace(gpu, sharing=replace(gpu.sharing, kv_byte=0.0))
-    return _planner(kernel, shape, gpu, device, ALL)
-
-
-def _planner(kernel: Kernel, shape: HeadShape, gpu: GpuCost, device: torch.device, visible: Visible) -> CudaPlanner:
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     if shape.gqa_group > kernel.tile_rows:
         log.debug("numpy plans: the GPU's planner knows no GQA groups above a tile's %d rows", kernel.tile_rows)

@@ -97,6 +97,7 @@ def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3)
 
 
 ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_attention"
+MERGE_STATES = "prefixkit::merge_states"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 # Sizes of heads of K and V.
@@ -164,6 +165,12 @@ def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel 
     return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 
 
+def merge_unit(half: bool) -> Unit:
+    """The merge of two states in float16 or bfloat16."""
+    defines = (("PREFIXKIT_HALF", str(int(half))),)
+    return Unit("attention/merge_states.cu", (MERGE_STATES,), defines, (layouts.MERGE_STATES.header,))
+
+
 def latent_groups(heads: int) -> int | None:
     """The fewest equal groups of heads that a tile of latents holds each; None where only groups of a few heads fit."""
     groups = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= LATENT_ROWS)
@@ -207,4 +214,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     experts = map(expert_unit, (False, True))
-    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *plain, *varied
+    merges = map(merge_unit, (False, True))
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *plain, *varied

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
-from prefixkit.backends.torch.plain_kv import append_on_gpu, rotate
+from prefixkit.backends.torch.plain_kv import rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
@@ -49,7 +49,8 @@ class Append:
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
             if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
-                return append_on_gpu("kv_append", (key, value), (k_pages, v_pages), slots)
+                self.kv_append(key, key, k_pages, k_pages, slots)
+                return self.kv_append(value, value, v_pages, v_pages, slots)
             if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
                 return self.kv_append(key.contiguous(), value.contiguous(), k_pages, v_pages, slots.contiguous())
             prepared = self._appends.store(signature, _prepare_append(key, value, k_pages, v_pages, aligned))

@@ -75,6 +75,16 @@ class Maps(Enum):
 
 ATTENTION = {maps: replace(_ATTENTION, fields=maps.value + _ATTENTION.fields) for maps in Maps}
 
+MERGE_STATES = define(
+    "MergeStates",
+    ("const unsigned short*", "first second", "[their rows, heads, V]"),
+    ("const float*", "first_lse second_lse", "[their rows, heads], natural logarithm"),
+    ("const int*", "first_place second_place", "[rows] of each row of out its row in a state, or -1"),
+    ("unsigned short*", "out", "[rows, heads, V]"),
+    ("int", "rows heads"),
+    ("int", "vectors", "of 8 elements, of all heads of a row"),
+)
+
 # ---- planner ----
 
 # Of a role; ``start write merge`` are its ``points()``.

@@ -22,7 +22,7 @@ from prefixkit.backends.torch.host_planner import BoundPlan, bind
 from prefixkit.backends.torch.read_keys import Keys, check_layouts, read_latents
 from prefixkit.backends.torch.run_program import bound_plan, run_reading
 from prefixkit.ops.arguments import BadShape, check_absorbed, check_latents
-from prefixkit.ops.partial_states import State
+from prefixkit.ops.partial_states import State, merge_rows
 
 
 class LatentPlanner(Planner):
@@ -57,7 +57,7 @@ class LatentPlanner(Planner):
         return replace(bound, tree=tree, rows=index, adds=self.part.part is Part.ABSORBED)
 
 
-def planner_for(part: LatentPart, device: torch.device, dtype: torch.dtype) -> LatentPlanner:
+def planner_for(part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int) -> LatentPlanner:
     """The planner of a part, for a CPU, or for plain torch on a GPU."""
     return LatentPlanner(part, CPU_COST if device.type == "cpu" else H200.sharing)
 
@@ -101,3 +101,19 @@ def latent_attention(
     check_latents(q, latent_pages, rotary_pages, q_positions)
     state = absorbed_state(q, (latent_pages, rotary_pages), q_positions, plan, scale, CAUSAL.name)
     return state.out.to(q.dtype), state.lse
+
+
+def merge_states(
+    first: Tensor,
+    first_lse: Tensor,
+    first_place: Tensor,
+    second: Tensor,
+    second_lse: Tensor,
+    second_place: Tensor,
+) -> Tensor:
+    """``merge_states``."""
+    parts = []
+    for out, lse, place in ((first, first_lse, first_place), (second, second_lse, second_place)):
+        there = place >= 0
+        parts.append((State(out[place[there].long()].float(), lse[place[there].long()]), there.nonzero()[:, 0]))
+    return merge_rows(parts, len(first_place)).out.to(first.dtype)

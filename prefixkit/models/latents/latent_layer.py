@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from prefixkit.attention.latent_parts import Part
+from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.models.latents.latent_maps import EXPAND, maps_of
-from prefixkit.ops.backend import part_backend, plain_torch
+from prefixkit.ops.backend import backend_for, part_backend, plain_torch
 from prefixkit.ops.partial_states import State, merge_rows
+
+log = logging.getLogger("prefixkit")
 
 
 def attend_latents(
@@ -37,6 +41,13 @@ def attend_latents(
         q, scale, variant: As ``tree_attention`` takes them; the variant leaves scores alone and has no sinks.
     """
     expanded, absorbed = plans
+    if len(expanded.tensors) > 1:  # made for kernels
+        kernels, sizes = backend_for(q.device).attend_latents, [of.shape[3] for of in pages]
+        maps = maps_of(module, sizes[0], sizes[1], pages[0], lambda: sys.maxsize)
+        assert kernels is not None, "its backend has made the plans"
+        if maps is not None and maps.rotary is None:
+            return kernels(q, pages, maps, step.positions, plans, scale)
+        expanded, absorbed = plain_plans(shape, sizes, plans, q)
     found: list[tuple[State, Tensor | None]] = []
     if (rows := _rows(expanded, q, step)) is not None:
         attend = part_backend(q.device, Part.EXPANDED).attend
@@ -44,6 +55,14 @@ def attend_latents(
     if (rows := _rows(absorbed, q, step)) is not None:
         found.append((_absorb(module, pages, shape, rows, absorbed, scale, variant), absorbed.rows))
     return merge_rows(found, len(q)).out.to(q.dtype)
+
+
+def plain_plans(shape: HeadShape, sizes: Sequence[int], plans: tuple[StepPlan, ...], q: Tensor) -> list[StepPlan]:
+    """The same for plain torch, where the layer's maps are not as they were measured; with a line in the log."""
+    log.warning("attention over latents runs in plain torch: K and V are no longer linear in what is cached")
+    parts = [LatentPart(part, shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
+    planners = [plain_torch().latent_parts[part.part].planner_for(part, q.device, q.dtype, 1) for part in parts]
+    return [planner.plan(plan.tree, q.device)[0] for planner, plan in zip(planners, plans, strict=True)]
 
 
 def _rows(plan: StepPlan, q: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,113 @@
+"""K and V that are made of latents: of which tokens, and where they lie, for one step or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.bsr import BSR
+from prefixkit.attention.latent_parts import LatentPart
+from prefixkit.attention.queries import StepTree
+from prefixkit.tree.arrays import Ints, indptr_of, ranges
+
+PAGE = 64  # tokens
+# K without its rotary part, V and the rotary part, in pages as ``tree_attention`` takes them.
+Made = tuple[Tensor, Tensor, Tensor]
+Key = tuple[bytes, ...]
+
+
+class Maps(Protocol):
+    """The linear maps of a layer (see ``models.latents``)."""
+
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    made: slice
+
+
+@dataclass(frozen=True, eq=False)
+class ExpandedTokens:
+    """The tokens of the nodes that BSR rows read.
+
+    Attributes:
+        nodes: The tree's arrays, as ``tree_attention`` takes them, over pages that hold these nodes alone.
+        slots: ``[pages * PAGE]`` int64 the token's slot in the pool, for each slot of these pages; 0 for none.
+        key: What they hold; None where that is not known.
+    """
+
+    nodes: list[Ints]
+    slots: NDArray[np.int64]
+    key: Key | None
+
+
+def expanded_tokens(tree: StepTree, bsr: BSR) -> ExpandedTokens:
+    """The nodes of some BSR rows, each from the beginning of a page on."""
+    snapshot, node = tree.snapshot, np.unique(bsr.node)
+    length = np.zeros(max(2, snapshot.num_nodes), np.int32)
+    length[node] = tree.length[node]
+    pages = -(-length // PAGE)
+    indptr = indptr_of(pages)
+    count = length[node].astype(np.int64)
+    slots = np.zeros(max(1, int(indptr[-1])) * PAGE, np.int64)
+    each = np.repeat(node, count)
+    offset = ranges(np.zeros(len(node), np.int64), count)
+    slots[PAGE * indptr[each].astype(np.int64) + offset] = snapshot.slots(each, offset)
+    start = np.zeros_like(length)
+    start[: snapshot.num_nodes] = snapshot.start
+    numbers = np.arange(max(2, int(indptr[-1])), dtype=np.int32)
+    key = None
+    if snapshot.content is not None:
+        key = tuple(of[node].tobytes() for of in (snapshot.content, snapshot.start, length))
+    return ExpandedTokens([start, length, indptr, numbers, np.zeros_like(length)], slots, key)
+
+
+class Expansion:
+    """K and V of some tokens, made for each layer when it first needs them.
+
+    Args:
+        part: Heads and sizes.
+        slots: ``[pages * PAGE]`` int64 slots of the tokens in the pool.
+        key: What the tokens are, if K and V are kept; None: they are made again at each call.
+    """
+
+    def __init__(self, part: LatentPart, slots: Tensor, key: Key | None) -> None:
+        self.part, self.slots, self.key = part, slots, key
+        self._kept: dict[int, Made] = {}
+
+    def of(self, pages: Sequence[Tensor], maps: Maps) -> Made:
+        """K and V of a layer, by the pages that it caches latents and rotary keys in."""
+        layer = pages[0].data_ptr()
+        made = self._kept.get(layer)
+        if made is None:
+            made = expand(pages, maps, self.slots)
+            if self.key is not None:
+                self._kept[layer] = made
+        return made
+
+
+def expand(pages: Sequence[Tensor], maps: Maps, slots: Tensor, into: Made | None = None) -> Made:
+    """K and V of the tokens in ``slots``, head by head, so that a head's tokens are neighbours in memory."""
+    latents, rotary = pages
+    page, slot = slots // latents.shape[1], slots % latents.shape[1]
+    if into is None:
+        heads, count = maps.key.shape[0], len(slots) // PAGE
+        of_heads = [latents.new_empty((heads, count, PAGE, of.shape[1])) for of in (maps.key, maps.value)]
+        k, v = (each.permute(1, 2, 0, 3) for each in of_heads)
+        into = k, v, rotary.new_empty((count, PAGE, 1, rotary.shape[3]))
+    k, v, r = into
+    c = latents[page, slot, 0].expand(maps.key.shape[0], -1, -1)
+    biases = None if maps.key_bias is None else maps.key_bias[:, maps.made], maps.value_bias
+    for made, weight, bias in zip((k, v), (maps.key, maps.value), biases, strict=True):
+        out = made.permute(2, 0, 1, 3).flatten(1, 2)  # as it lies
+        torch.bmm(c, weight.transpose(1, 2), out=out)
+        if bias is not None:
+            out += bias[:, None]
+    r.view(len(slots), -1).copy_(rotary[page, slot, 0])
+    return into
