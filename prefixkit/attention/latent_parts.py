@@ -112,6 +112,15 @@ class PartRows:
         before[index + 1] = 1
         return PartRows(_selected(bsr, mine, np.cumsum(before)), runs, index)
 
+    def over(self, tree: StepTree) -> PartRows:
+        """The same rows, but they count all query rows of the step."""
+        index = np.append(self.index, len(self.index) and self.index[-1] + 1)
+        bsr = self.bsr
+        # A BSR row's queries are neighbours in the step too.
+        q_begin = index[bsr.q_begin]
+        bsr = replace(bsr, q_begin=q_begin.astype(np.int32), q_end=(q_begin + bsr.q_end - bsr.q_begin).astype(np.int32))
+        return PartRows(bsr, np.ones_like(self.runs), np.arange(tree.queries.num_rows))
+
     def tree(self, tree: StepTree) -> StepTree:
         """The step's tree with the part's queries alone."""
         queries = tree.queries

@@ -68,7 +68,7 @@ def _cuda() -> Backend:
         expert_product,
         latent_parts={part: PartBackend(latent_planners.planner_for, plain.latent_parts[part].attend) for part in Part},
         attend_latents=latent_kernels.attend,
-        graph_planning=device_planner.graph_planning,
+        graph_planning=latent_planners.graph_planning,
         expert_pairs=most_pairs,
     )
 

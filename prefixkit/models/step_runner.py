@@ -69,8 +69,8 @@ def runner_of(
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    if device.type == "cuda" and any(kind.expands for kind in facts.layers):
-        log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
+    if device.type == "cuda" and any(kind.expands and not kind.absorbs for kind in facts.layers):
+        log.info("attention over latents runs in plain torch: K and V are not linear in them, or layers see a part")
     if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
         log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
     counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)

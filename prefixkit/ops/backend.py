@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.ops.partial_states import State
 from prefixkit.threads import once
+from prefixkit.tree.arrays import Ints
 
 log = logging.getLogger("prefixkit")
 
@@ -83,14 +84,55 @@ class GraphPlanner(Protocol):
         """Launch the planner on the current stream."""
 
 
+class StaticPlans(Protocol):
+    """The plans of one kind of layers over the static buffers of captured decode steps."""
+
+    def holds(self, tree: StepTree) -> bool:
+        """Whether a tree's plans fit."""
+
+    def plan_of(self, tree: StepTree) -> StepPlan:
+        """The plan of a tree that is uploaded, or will be."""
+
+    def stage(self, tree: StepTree) -> None:
+        """The host's part of :meth:`upload`, for :meth:`enqueue_copy`."""
+
+    def upload(self, tree: StepTree) -> None:
+        """Upload a tree and plan it, on the current stream; PlanTooLarge if it does not fit."""
+
+    def enqueue_copy(self) -> None:
+        """Copy what :meth:`stage` wrote last to the device, and plan it.  Can be captured."""
+
+    def replan(self, tree: StepTree) -> None:
+        """Plan again for a tree whose leaves have grown to these lengths."""
+
+    def advance(self) -> None:
+        """Follow a step of the tree, whose leaves have grown by a token.  Can be captured."""
+
+    def clear(self) -> None:
+        """No work."""
+
+
 class GraphPlanning(Protocol):
     """How decode steps in graphs are planned, for the heads of one planner.
 
     Attributes:
         visible: What queries see.
+        trims: Whether plans are over nodes without their first tokens, see :meth:`unseen`.
     """
 
     visible: Visible
+
+    @property
+    def trims(self) -> bool: ...
+
+    def unseen(self, tree: StepTree) -> Ints:
+        """``[nodes]`` tokens at the beginning of each node that these layers do not read."""
+
+    def variant(self, tree: StepTree) -> Hashable:
+        """What a graph of this tree's steps has that those of others have not."""
+
+    def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticPlans | None:
+        """Plans of up to so many rows and nodes that the planner keeps itself; None: :meth:`planner` makes them."""
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""

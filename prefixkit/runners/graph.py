@@ -89,7 +89,9 @@ class GraphRunner:
         self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
-        self._graphs: dict[tuple[int, GraphOutput], Captured] = {}  # by bucket and output
+        # By bucket, output and what plannings say of the tree.
+        self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}
+        self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
@@ -153,7 +155,7 @@ class GraphRunner:
     def logits(self) -> Tensor:
         if self._eagerly:
             return self.eager.logits
-        logits = self._graphs[self._bucket, self._output].logits
+        logits = self._graphs[self._bucket, self._output, self._variant].logits
         assert logits is not None, "nothing is sampled"
         return logits[: self._rows]
 
@@ -165,17 +167,18 @@ class GraphRunner:
         with self._on_device():
             self._drop_stale_graphs()
             bucket = self._bucket_for(len(rows))
+            tree, variant = self._tree_after(self._steps).select_rows(rows), self._variant
+            self._variant = self._variant_of(tree)
             try:
-                self._ensure_graph(arrays, bucket)
+                self._ensure_graph(arrays, bucket, tree)
             except RuntimeError as error:
                 if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                     raise
                 log.warning("going on with a graph for more rows: %s", first_line(error))
-                bucket = self._bucket
+                bucket, self._variant = self._bucket, variant
                 self._drop_stale_graphs()  # the failed capture may have moved weights first
-                self._ensure_graph(arrays, bucket)
+                self._ensure_graph(arrays, bucket, tree)
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
-            tree = self._tree_after(self._steps).select_rows(rows)
             arrays.upload_tree(tree)
             if self._states is not None:
                 before = self._states.repeated() if self._steps else self._states
@@ -202,8 +205,8 @@ class GraphRunner:
         if self._refused or self._no_memory or not batch.decodes:
             return False
         sampling, rows = batch.outputs.sampling, len(batch.outputs.rows)
-        output = output_for(sampling)
-        if batch.steps < self.fewest_steps and (self._bucket_for(rows), output) not in self._graphs:
+        output, self._variant = output_for(sampling), self._variant_of(batch.tree)
+        if batch.steps < self.fewest_steps and (self._bucket_for(rows), output, self._variant) not in self._graphs:
             return False
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
         try:
@@ -229,13 +232,14 @@ class GraphRunner:
     def _place_batch(self, batch: Batch, bucket: int) -> None:
         """Capture a graph where there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
         arrays, tree, staged = self._arrays, batch.tree, False
-        if arrays is not None and self._output.uploads_batch and (bucket, self._output) in self._graphs:
+        known = (bucket, self._output, self._variant) in self._graphs
+        if arrays is not None and self._output.uploads_batch and known:
             with suppress(BatchTooLarge, PlanTooLarge):
                 arrays.stage(tree, batch.tokens)
                 staged = True
         if arrays is None or not staged:
             arrays = self._arrays_for(tree)
-            self._ensure_graph(arrays, bucket)
+            self._ensure_graph(arrays, bucket, tree)
             if self._output.uploads_batch:
                 arrays.stage(tree, batch.tokens)
         if (sampling := batch.outputs.sampling) is not None:
@@ -248,7 +252,7 @@ class GraphRunner:
         self._start_batch(arrays, tree, bucket)
 
     def _replay(self) -> None:
-        arrays, captured = self._arrays, self._graphs[self._bucket, self._output]
+        arrays, captured = self._arrays, self._graphs[self._bucket, self._output, self._variant]
         assert arrays is not None, "launched before"
         with self._on_device():
             if self._steps and self._steps % REPLAN_EVERY == 0:
@@ -308,18 +312,25 @@ class GraphRunner:
             self.drop_graphs()
         self._captured_weights, self._moves = weights, self.moves()
 
+    def _variant_of(self, tree: StepTree) -> Hashable:
+        """What a graph of this tree's steps has that others have not."""
+        return tuple(planning.variant(tree) for planning in self.plannings)
+
     def _bucket_for(self, rows: int) -> int:
         """The bucket whose graph runs a batch of ``rows`` rows."""
         return bucket_of(max(rows, self.least_rows))
 
-    def _ensure_graph(self, arrays: GraphArrays, rows: int) -> None:
-        """Capture the graph of a bucket if there is none.  Then the arrays hold no batch afterwards."""
-        if (rows, self._output) in self._graphs:
+    def _ensure_graph(self, arrays: GraphArrays, rows: int, tree: StepTree) -> None:
+        """Capture the graph of a bucket for trees like this one, if there is none.  Then the arrays hold no batch
+        afterwards.
+        """
+        key = rows, self._output, self._variant
+        if key in self._graphs:
             return
         began = time.perf_counter()
         arrays.clear()
-        counts, plans = self.eager.layer_counts, arrays.plans(arrays.first)
-        step = arrays.tree.step(arrays.first, arrays.wanted[:rows], plans, counts)
+        counts, plans = self.eager.layer_counts, arrays.plans(tree)
+        step = arrays.tree.step(tree, arrays.wanted[:rows], plans, counts)
         step = replace(step, states=arrays.states(rows))
         with torch.inference_mode():
             # First without a graph: everything lazy has happened then.  The arrays hold no row, so nothing is written.
@@ -333,7 +344,7 @@ class GraphRunner:
             self._drop_stale_graphs()  # compiled layers move theirs in their first step
             if self._capture is None:
                 self._capture = self.make_capture()
-            self._graphs[rows, self._output] = capture_step(self._capture, self.model, arrays, self._output, step)
+            self._graphs[key] = capture_step(self._capture, self.model, arrays, self._output, step)
         self.captures += 1
         took = time.perf_counter() - began
         self.seconds_capturing += took

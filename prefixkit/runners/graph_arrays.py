@@ -14,7 +14,7 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.state_batches import StateBatch
-from prefixkit.ops.backend import GraphPlanning
+from prefixkit.ops.backend import GraphPlanning, StaticPlans
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results
 from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
@@ -111,26 +111,23 @@ class GraphArrays:
         keep_states: bool = False,
     ) -> None:
         need = DecodeCapacity.of(tree)
-        self.first = tree
         self.rows = rows
         capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
         self.tree = DecodeTree(capacity, page_size, device)
-        self.kinds = [
-            KindPlans(
-                planning.planner(capacity.nodes, _with_slack(planning.capacity_for(tree), rows), device),
-                planning,
-                planning.visible,
-                self.tree,
-            )
-            for planning in plannings
-        ]
+        self.kinds: list[StaticPlans] = []
+        for planning in plannings:
+            kind = planning.static_plans(tree, rows, capacity.nodes, device)
+            if kind is None:
+                most = _with_slack(planning.capacity_for(tree), rows)
+                planner = planning.planner(capacity.nodes, most, device)
+                kind = KindPlans(planner, planning, planning.visible, self.tree)
+            self.kinds.append(kind)
         self.wanted = torch.arange(rows, device=device)
         # Slots of the states before and after a step; 0 for rows that are none.
         self._states = torch.zeros((2, rows), dtype=torch.int64, device=device) if keep_states else None
         self.ring = Ring(rows, device)
         self._beams = 0  # rows of the sampler, where all are those of beams
         self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self._plannings = plannings
 
     def __del__(self) -> None:
         """Pinned memory that a graph reads must stay until its last replay has run: torch does not know of replays."""
@@ -138,10 +135,7 @@ class GraphArrays:
             self.ring.wait()
 
     def holds(self, tree: StepTree) -> bool:
-        if not self.tree.capacity.holds(DecodeCapacity.of(tree)):
-            return False
-        pairs = zip(self.kinds, self._plannings, strict=True)
-        return all(kind.planner.capacity.holds(planning.capacity_for(tree)) for kind, planning in pairs)
+        return self.tree.capacity.holds(DecodeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
 
     def plans(self, tree: StepTree) -> tuple[StepPlan, ...]:
         """The plans of a tree that is uploaded, or will be: one for each kind of layers."""

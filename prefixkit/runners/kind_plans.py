@@ -10,7 +10,7 @@ from torch import Tensor
 from prefixkit.attention.gpu.staging import Staged
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.trimmed import trimmed, unseen_tokens
+from prefixkit.attention.trimmed import trimmed
 from prefixkit.attention.visible import Visible
 from prefixkit.ops.backend import GraphPlanner, GraphPlanning
 from prefixkit.runners.decode_tree import DecodeTree
@@ -33,18 +33,22 @@ class KindPlans:
         self.planner, self._planning, self._visible, self._tree = planner, planning, visible, tree
         self.nodes = tree.nodes
         self._staged: Staged | None = None
-        if visible.limits:
+        if planning.trims:
             start, length, page_indptr, pages, first_slot = tree.nodes
             self._staged = Staged([tuple(start.shape)], start.device)
             own = (torch.zeros_like(one) for one in (start, length, first_slot))
             self._own_start, self._own_length, self._own_first_slot = own
             self.nodes = [self._own_start, self._own_length, page_indptr, pages, self._own_first_slot]
 
+    def holds(self, tree: StepTree) -> bool:
+        """Whether any plan of a tree fits."""
+        return self.planner.capacity.holds(self._planning.capacity_for(tree))
+
     def plan_of(self, tree: StepTree) -> StepPlan:
         """The plan of a tree that is uploaded, or will be."""
         if self._staged is None:
             return self._planning.step_plan(self.planner.work, self.nodes, tree)
-        unseen = unseen_tokens(tree, self._visible)
+        unseen = self._planning.unseen(tree)
         plan = self._planning.step_plan(self.planner.work, self.nodes, trimmed(tree, unseen))
         count = plan.kv_tokens_read
         return replace(plan, count_reads=lambda length: count(length - unseen), visible=self._visible)
@@ -52,7 +56,7 @@ class KindPlans:
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`."""
         if self._staged is not None:
-            unseen = unseen_tokens(tree, self._visible)
+            unseen = self._planning.unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
             tree = trimmed(tree, unseen)
         self.planner.stage(tree)
@@ -60,7 +64,7 @@ class KindPlans:
     def upload(self, tree: StepTree) -> None:
         """Upload a tree and plan it, on the current stream; its nodes are in the :class:`DecodeTree` by then."""
         if self._staged is not None:
-            unseen = unseen_tokens(tree, self._visible)
+            unseen = self._planning.unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
             self._staged.upload()
             self._trim()

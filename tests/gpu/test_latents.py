@@ -32,7 +32,7 @@ from prefixkit.testing.forests import (
 )
 from tests.gpu.cases import GPU, head_major, poison
 from tests.gpu.oracle import Errors, dense
-from tests.models.states.hybrids import VOCAB, assert_logprobs
+from tests.models.states.hybrids import VOCAB
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper"
@@ -162,18 +162,42 @@ def exact() -> Any:
     return DeepseekV3ForCausalLM(config).eval().to("cuda", torch.bfloat16).float()
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(exact: Any, turns: int) -> None:
-    """Of a long prompt with many samples K and V are made and kept; of a short one they are not."""
+def errors_of(model: Any, exact: Any, prompts: list[list[int]], samples: list[Any]) -> tuple[float, float]:
+    """Mean errors of the samples' log-probabilities, and of the unpatched model's by one forward pass, which judge."""
+    ours, theirs = list[Tensor](), list[Tensor]()
+    prefixkit.unpatch(model)
+    for one in samples:
+        text, start = [*prompts[one.prompt_index], *one.tokens], len(prompts[one.prompt_index])
+        ids, tokens = torch.tensor([text], device="cuda"), torch.tensor(one.tokens, device="cuda")[:, None]
+        right, plain = (
+            each(ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, tokens)[:, 0]
+            for each in (exact, model)
+        )
+        ours.append((torch.tensor(one.logprobs, device="cuda") - right).abs())
+        theirs.append((plain - right).abs())
+    prefixkit.patch(model)
+    return tuple(float(torch.cat(of).mean()) for of in (ours, theirs))  # type: ignore[return-value]
+
+
+@torch.inference_mode()
+def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(exact: Any) -> None:
+    """K and V of a prompt with many samples are made and kept; of a short one they are not."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
     rng = np.random.default_rng(seed)
     model = prefixkit.patch(copy.deepcopy(exact).to(torch.bfloat16))
     prompts = [rng.integers(3, VOCAB, 1100).tolist(), rng.integers(3, VOCAB, 30).tolist()]
-    with prefixkit.Session(model) as session:
-        for turn in range(turns):
-            params = prefixkit.SamplingParams(n=(128, 12)[turn], max_new_tokens=12, seed=turn, stop_token_ids=(5, 9))
+    for n, graphs in ((128, True), (3, True), (128, False)):
+        with prefixkit.Session(model, cuda_graphs=graphs) as session:
+            params = prefixkit.SamplingParams(n=n, max_new_tokens=24, seed=n, stop_token_ids=(5, 9))
             found = [*session.generate(prompts, params)]
-            assert_logprobs(model, prompts, found[::13], exact)
-            prompts = [prompts[one.prompt_index] + list(one.tokens) for one in found][::25]
+            assert (session.report.graph_steps > 0) == graphs
+            ours, theirs = errors_of(model, exact, prompts, found[::13])
+            assert ours <= 1e-4 + 1.5 * theirs, (n, graphs, ours, theirs)
+            # Later calls go on from samples of this one, some from the middle of theirs.
+            longer = [prompts[one.prompt_index] + list(one.tokens) for one in found][::25]
+            longer = [text[: len(text) - 3 * (i % 2)] for i, text in enumerate(longer)]
+            again = [*session.generate(longer, params)]
+            ours, theirs = errors_of(model, exact, longer, again[::41])
+            assert ours <= 1e-4 + 1.5 * theirs, (n, graphs, ours, theirs)
     prefixkit.unpatch(model)

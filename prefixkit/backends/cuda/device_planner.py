@@ -22,6 +22,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
+from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
@@ -71,6 +72,21 @@ class CudaPlanner(Planner):
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
         """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
         return StepPlan([*work, *nodes], tree, *self._on_demand(tree))
+
+    @property
+    def trims(self) -> bool:
+        """Whether layers read less than all, so that plans are over what they read."""
+        return self.visible.limits
+
+    def unseen(self, tree: StepTree) -> Ints:
+        """Tokens at the beginning of each node that no query sees."""
+        return unseen_tokens(tree, self.visible)
+
+    def variant(self, tree: StepTree) -> None:
+        """One graph serves all trees."""
+
+    def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> None:
+        """None: the GPU plans into static buffers."""
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
@@ -178,8 +194,3 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
         return plan_on_gpu(shape, gpu, blocks, capacity, tree)
 
     return CudaPlanner(shape, gpu, blocks, launch, visible)
-
-
-def graph_planning(planner: Planner) -> CudaPlanner | None:
-    """The planner, if the GPU makes its plans: then a captured graph can."""
-    return planner if isinstance(planner, CudaPlanner) and planner.launch is not None else None

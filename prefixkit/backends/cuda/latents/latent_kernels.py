@@ -61,12 +61,14 @@ def attend(
             rows = torch.cat((rows[..., maps.made], rows[..., maps.copied]), 2)
         plan = expanded.tensors[:_PLAN]
         of_rows = torch.ops.prefixkit.tree_attention(rows, k, v, at, plan, scale, CAUSAL.name, None, rotary)
-        found.append((*of_rows, expanded.tensors[_PLAN]))
+        found.append((*of_rows, expanded.tensors[_PLAN][: len(q)]))
     if _any(absorbed):
         rows, at = _of(absorbed, q, positions)
         out, lse = torch.ops.prefixkit.latent_attention(absorb(rows, maps), *pages, at, absorbed.tensors[:_PLAN], scale)
         shift = maps.shift(rows)
-        found.append((values(out, maps), lse if shift is None else lse + scale * shift, absorbed.tensors[_PLAN]))
+        found.append(
+            (values(out, maps), lse if shift is None else lse + scale * shift, absorbed.tensors[_PLAN][: len(q)])
+        )
     if len(found) == 1:
         whole: Tensor = found[0][0]
         return whole

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, decompose
+from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200_LATENT, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.latent_cost import H200_LATENTS, Expanded, choose_expanded, expands_own, made_bytes
@@ -23,14 +25,19 @@ from prefixkit.backends.cuda.device_planner import (
     NO_FLOAT32,
     TREE_TENSORS,
     WORK_TENSORS,
+    CudaPlanner,
+    count_reads,
     lengthened,
     node_arrays,
     say_plain_torch,
 )
 from prefixkit.backends.cuda.kernels import expanded_kernel_for, latent_groups, latent_kernel_for
 from prefixkit.backends.cuda.latents.expansion import Expansion, expanded_tokens
+from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded
+from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.backends.torch import latent_attention
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.tree.arrays import Ints
 
 # Of a GPU's memory, what K and V that are kept from step to step may take in all layers together.
 KEPT_SHARE = 1 / 8
@@ -56,10 +63,14 @@ class LatentPlanner(Planner):
         self.part, self.gpu, self.num_sms, self.most_kept = part, gpu, num_sms, most_kept
         self._rows: PartRows | None = None  # of the last plan
         self._expansion: Expansion | None = None
+        self._chosen: tuple[StepTree, Expanded] | None = None  # of the last tree
+        self._in_graphs = False  # whose plans keep K and V; an eager step makes them again
 
     def chosen(self, tree: StepTree) -> Expanded:
         """What is expanded; both parts choose alike."""
-        return choose_expanded(tree, self.part, H200_LATENTS, self.most_kept)
+        if self._chosen is None or self._chosen[0] is not tree:
+            self._chosen = tree, choose_expanded(tree, self.part, H200_LATENTS, self.most_kept)
+        return self._chosen[1]
 
     def rows_of(self, tree: StepTree, expanded: Expanded) -> PartRows:
         """The part's BSR rows: shared nodes are those that are expanded."""
@@ -77,6 +88,51 @@ class LatentPlanner(Planner):
         """The plan of some rows."""
         return make_gpu_plan((rows.bsr,), tree.length, len(rows.index), self.shape, self.num_sms, self.gpu)
 
+    # -- decode steps in CUDA graphs -----------------------------------------------------------------------------------
+
+    trims = True
+
+    def unseen(self, tree: StepTree) -> Ints:
+        """All tokens of nodes that are expanded: the absorbed part does not read them."""
+        unseen: Ints = np.where(self.chosen(tree).nodes, tree.length, 0).astype(np.int32)
+        return unseen
+
+    def variant(self, tree: StepTree) -> str:
+        """Whether something is expanded, and K and V are kept then."""
+        chosen = self.chosen(tree)
+        if self.part.part is Part.ABSORBED or not chosen.nodes.any():
+            return ""
+        return "kept" if chosen.keeps else "made"
+
+    def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticExpanded | None:
+        """Of the expanded part, whose plan stays while leaves grow; the GPU plans the absorbed one."""
+        if self.part.part is Part.ABSORBED:
+            return None
+        self._in_graphs, self._expansion = True, None
+        return StaticExpanded(self, tree, rows, nodes, device)
+
+    def capacity_for(self, tree: StepTree) -> PlanCapacity:
+        """Capacity for any plan of the absorbed part of this tree."""
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu, now=not self.gpu.sharing.kv_byte)
+
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
+        """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
+        return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
+
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
+        """The plan of the absorbed part that ``work`` holds, or will hold, over a tree in ``nodes``."""
+        rows = cache(lambda: decompose(tree, self.shape, self.cost))
+        place = torch.arange(work[4].shape[0], dtype=torch.int32, device=work[0].device)
+        return StepPlan(
+            [*work, *nodes, place],
+            tree,
+            lambda: make_gpu_plan([rows()], tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu),
+            count_reads=lambda length: count_reads(rows(), length, self.shape, self.cost),
+            adds=True,
+        )
+
+    # -- eager steps ---------------------------------------------------------------------------------------------------
+
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
         chosen = self.chosen(tree)
@@ -93,7 +149,7 @@ class LatentPlanner(Planner):
         step, (index, *others) = tensors[: WORK_TENSORS + TREE_TENSORS + 1], tensors[WORK_TENSORS + TREE_TENSORS + 1 :]
         if made is not None:
             slots, *others = others
-            key = made.key if chosen.keeps else None
+            key = made.key if chosen.keeps and not self._in_graphs else None
             if key is None or self._expansion is None or self._expansion.key != key:
                 self._expansion = Expansion(self.part, slots, key)
         whole = len(rows.index) == tree.queries.num_rows
@@ -148,3 +204,10 @@ def planner_for(
 def is_plain(whole: HeadShape) -> bool:
     """Whether each query head has K and V of its own."""
     return whole.kv_heads == whole.heads
+
+
+def graph_planning(planner: Planner) -> CudaPlanner | LatentPlanner | None:
+    """The planner, if captured graphs can make its plans, or read them."""
+    if isinstance(planner, LatentPlanner):
+        return planner
+    return planner if isinstance(planner, CudaPlanner) and planner.launch is not None else None

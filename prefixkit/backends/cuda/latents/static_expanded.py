@@ -1,0 +1,154 @@
+"""The expanded part of captured decode steps: its plan, and K and V that stay where graphs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, PlanTooLarge
+from prefixkit.attention.gpu.latent_cost import Expanded
+from prefixkit.attention.gpu.staging import Staged, upload
+from prefixkit.attention.latent_parts import LatentPart, PartRows
+from prefixkit.attention.plan import Plan
+from prefixkit.attention.planner import StepPlan
+from prefixkit.attention.queries import StepTree
+from prefixkit.backends.cuda.latents.expansion import (
+    PAGE,
+    ExpandedTokens,
+    Expansion,
+    Made,
+    Maps,
+    expand,
+    expanded_tokens,
+)
+from prefixkit.tree.arrays import Ints
+
+# A plan, the tokens that it reads, what was chosen, and where each query row has its state, -1 for none.
+_Planned = tuple[Plan, ExpandedTokens, Expanded, Ints]
+
+
+class PartPlanner(Protocol):
+    """What plans the expanded part (see ``LatentPlanner``)."""
+
+    part: LatentPart
+
+    def chosen(self, tree: StepTree) -> Expanded: ...
+
+    def rows_of(self, tree: StepTree, expanded: Expanded) -> PartRows: ...
+
+    def plan_of(self, tree: StepTree, rows: PartRows) -> Plan: ...
+
+
+class StaticExpansion(Expansion):
+    """K and V in buffers of their own, for ``capacity`` pages.
+
+    What is kept is made when the tokens change, outside of graphs; what is not, at each call, and so by the graph: all
+    layers have one buffer then.
+    """
+
+    def __init__(self, part: LatentPart, capacity: int, device: torch.device) -> None:
+        super().__init__(part, torch.zeros(capacity * PAGE, dtype=torch.int64, device=device), None)
+        self._layers: dict[int, tuple[Sequence[Tensor], Maps, Made]] = {}
+        self._shared: Made | None = None
+        self.keeps = False
+
+    def of(self, pages: Sequence[Tensor], maps: Maps) -> Made:
+        if not self.keeps or maps.key_bias is not None:  # maps that are measured anew at each call
+            self._shared = expand(pages, maps, self.slots, self._shared)
+            return self._shared
+        layer = pages[0].data_ptr()
+        made = self._layers[layer][2] if layer in self._layers else None
+        if made is None:
+            made = expand(pages, maps, self.slots)
+        self._layers[layer] = pages, maps, made
+        return made
+
+    def change(self, tokens: ExpandedTokens, keeps: bool) -> None:
+        """Hold other tokens: on the current stream, if they are others."""
+        self.keeps = keeps
+        if tokens.key is not None and tokens.key == self.key:
+            return
+        (slots,) = upload([tokens.slots], self.slots.device)
+        self.slots[: len(slots)].copy_(slots)
+        self.key = tokens.key
+        if keeps:
+            for pages, maps, made in self._layers.values():
+                expand(pages, maps, self.slots, made)
+
+
+class StaticExpanded:
+    """The plans of the expanded part over static buffers (see ``StaticPlans``), made on the host.
+
+    They stay as leaves grow: only nodes above queries are expanded in a decode step.
+    """
+
+    def __init__(self, planner: PartPlanner, tree: StepTree, rows: int, nodes: int, device: torch.device) -> None:
+        self._planner = planner
+        plan, tokens, _, _ = self._planned(tree)
+        self._sizes = [(_more(len(of)), *of.shape[1:]) for of in plan.arrays()]
+        self._sizes[0], self._sizes[4] = (8,), (rows + 1,)
+        self._pages, self._nodes = _more(len(tokens.slots) // PAGE), max(nodes, FEWEST_ENTRIES)
+        of_nodes = [(self._nodes,), (self._nodes,), (self._nodes + 1,), (self._pages,), (self._nodes,)]
+        self._staged = Staged([*self._sizes, *of_nodes, (rows,)], device)
+        self.expansion = StaticExpansion(planner.part, self._pages, device)
+        self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def holds(self, tree: StepTree) -> bool:
+        plan, tokens, _, _ = self._planned(tree)
+        fits = all(len(array) <= size[0] for array, size in zip(plan.arrays(), self._sizes, strict=True))
+        return fits and len(tokens.slots) <= self._pages * PAGE and tree.snapshot.num_nodes <= self._nodes
+
+    def plan_of(self, tree: StepTree) -> StepPlan:
+        plan, _, chosen, _ = self._planned(tree)
+        rows = None if chosen.nodes.any() else self._no_rows
+        self.expansion.keeps = chosen.keeps
+        return StepPlan(self._staged.tensors, tree, lambda: plan, owners=self.expansion, rows=rows)
+
+    def stage(self, tree: StepTree) -> None:
+        plan, tokens, chosen, place = self._planned(tree)
+        if not self.holds(tree):
+            raise PlanTooLarge("what is expanded of this tree does not fit its buffers; capture graphs anew")
+        for target, array in zip(self._staged.writable(), (*plan.arrays(), *tokens.nodes, place), strict=True):
+            target[: len(array)] = array
+            if target.ndim == 1 and len(array):
+                target[len(array) :] = array[-1]
+        self._staged.arrays[-1][len(place) :] = -1
+        self.expansion.change(tokens, chosen.keeps)
+
+    def upload(self, tree: StepTree) -> None:
+        self.stage(tree)
+        self._staged.upload()
+
+    def enqueue_copy(self) -> None:
+        self._staged.enqueue_copy()
+
+    def replan(self, tree: StepTree) -> None:
+        """Nothing: leaves are not expanded."""
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def clear(self) -> None:
+        self._staged.tensors[0].zero_()
+
+    def _planned(self, tree: StepTree) -> _Planned:
+        """The plan of all query rows of a tree, of which some may have no part; that of the last one is known."""
+        if self._last is None or self._last[0] is not tree:
+            chosen = self._planner.chosen(tree)
+            rows = self._planner.rows_of(tree, chosen)
+            place = np.full(tree.queries.num_rows, -1, np.int32)
+            place[rows.index] = rows.index
+            whole = rows.over(tree)
+            made = self._planner.plan_of(tree, whole), expanded_tokens(tree, whole.bsr), chosen, place
+            self._last = tree, made
+        return self._last[1]
+
+    _last: tuple[StepTree, _Planned] | None = None
+
+
+def _more(n: int) -> int:
+    return n + n // 8 + 8
