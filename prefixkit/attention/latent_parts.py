@@ -90,7 +90,8 @@ class LatentPart:
         through[ranges(bsr.q_begin[own], queries[own])] = 0
         through = np.concatenate(([0], np.cumsum(through)))
         absorbed += (through[bsr.q_end] - through[bsr.q_begin]) * made
-        return own | (~bsr.causal & (absorbed < expanded))
+        found: NDArray[np.bool_] = own | (~bsr.causal & (absorbed < expanded))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
