@@ -109,6 +109,8 @@ class ModelFacts:
             kinds = [*map(str, found.layers), *(f"states {', '.join(map(str, of))}" for of in found.states)]
             said = "; ".join(dict.fromkeys(kinds))
             log.info("measured the layers of %s by passes over four tokens: %s", name, said)
+            if any(kind.expands and not kind.absorbs and kind.selects is None for kind in found.layers):
+                log.info("K and V are made of all latents that a step reads: in some layers of %s not linearly", name)
             known[key] = found
         return known[key]
 

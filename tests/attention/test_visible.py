@@ -252,7 +252,10 @@ def test_queries_that_see_more_than_the_last_ones_are_planned_anew() -> None:
     assert planner.plans_made == 3
 
 
-@pytest.mark.parametrize("backend", ["host_planner", "device_planner"])
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the GPU for its kernels")
+
+
+@pytest.mark.parametrize("backend", ["host_planner", pytest.param("device_planner", marks=NEEDS_GPU)])
 def test_a_backends_planner_takes_the_range(backend: str) -> None:
     from prefixkit.backends.cuda import device_planner
     from prefixkit.backends.torch import host_planner

@@ -187,17 +187,17 @@ def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(exa
     rng = np.random.default_rng(seed)
     model = prefixkit.patch(copy.deepcopy(exact).to(torch.bfloat16))
     prompts = [rng.integers(3, VOCAB, 1100).tolist(), rng.integers(3, VOCAB, 30).tolist()]
-    for n, graphs in ((128, True), (3, True), (128, False)):
-        with prefixkit.Session(model, cuda_graphs=graphs) as session:
-            params = prefixkit.SamplingParams(n=n, max_new_tokens=24, seed=n, stop_token_ids=(5, 9))
+    for n, new in ((128, 24), (3, 24), (128, 3)):  # few steps run without graphs
+        with prefixkit.Session(model) as session:
+            params = prefixkit.SamplingParams(n=n, max_new_tokens=new, seed=n, stop_token_ids=(5, 9))
             found = [*session.generate(prompts, params)]
-            assert (session.report.graph_steps > 0) == graphs
+            assert (session.report.graph_steps > 0) == (new > 3)
             ours, theirs = errors_of(model, exact, prompts, found[::13])
-            assert ours <= 1e-4 + 1.5 * theirs, (n, graphs, ours, theirs)
+            assert ours <= 1e-4 + 1.5 * theirs, (n, new, ours, theirs)
             # Later calls go on from samples of this one, some from the middle of theirs.
             longer = [prompts[one.prompt_index] + list(one.tokens) for one in found][::25]
             longer = [text[: len(text) - 3 * (i % 2)] for i, text in enumerate(longer)]
             again = [*session.generate(longer, params)]
             ours, theirs = errors_of(model, exact, longer, again[::41])
-            assert ours <= 1e-4 + 1.5 * theirs, (n, graphs, ours, theirs)
+            assert ours <= 1e-4 + 1.5 * theirs, (n, new, ours, theirs)
     prefixkit.unpatch(model)

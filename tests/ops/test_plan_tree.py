@@ -99,8 +99,8 @@ WRONG = {
     "strides": (8, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
     "scratch": (11, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
     "device": (7, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
-    "heads": (12, lambda _: (6, 4, 64, 2), ValueError, "heads must be query heads, KV heads"),
-    "group": (12, lambda _: (200, 1, 64, 2), ValueError, "a tile must hold a GQA group of 200 heads"),
+    "heads": (12, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
+    "group": (12, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
     "cost": (14, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
 }
 

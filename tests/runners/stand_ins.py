@@ -38,7 +38,13 @@ class Planner:
 class Planning:
     """How steps in such graphs are planned; every row is one item."""
 
-    visible = ALL
+    visible, trims = ALL, False
+
+    def variant(self, tree):
+        return None
+
+    def static_plans(self, tree, rows, nodes, device):
+        return None
 
     def __init__(self, planner):
         self._planner, self.planners = planner, []

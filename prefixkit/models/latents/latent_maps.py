@@ -1,9 +1,10 @@
 """The linear maps by which an attention module's ``expand_kv`` makes K and V of a latent and rotary keys.
 
 K of head h is ``A_h [c; r]`` and V is ``D_h c``.  Both are measured: the module expands the basis vectors.  Mostly they
-are rows of one weight, which is found by comparing.  Then its place is kept, and each call views the weight as it is.
-Else (adapters, quantised weights) no map is kept: the module expands the basis again at each call, which takes as long
-as expanding ``latent + rotary`` tokens, and no write to any weight can make the maps stale.
+are rows of a weight, which is found by comparing, and nothing else of the module is read.  Then its place is kept, and
+each call views the weight as it is.  Else (adapters, quantised weights) no map is kept: the module expands the basis
+again at each call, which takes as long as expanding ``latent + rotary`` tokens, and no write to any weight can make the
+maps stale.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from prefixkit.models.weights.state import ModelState, state_of
 
@@ -131,10 +133,14 @@ class _Place:
     step: int
     shape: tuple[int, int]  # heads, rows
 
+    def weight(self, state: ModelState) -> Tensor:
+        found = state.modules[self.module]._parameters[self.name]
+        assert found is not None, "the modules are the same"
+        return found
+
     def view(self, state: ModelState, latent: int) -> Tensor:
         """``[heads, rows, latent]``"""
-        weight = state.modules[self.module]._parameters[self.name]
-        assert weight is not None, "it was found"
+        weight = self.weight(state)
         strides = weight.stride()
         begin = weight.storage_offset() + self.first * strides[0]
         return weight.detach().as_strided((*self.shape, latent), (self.step * strides[0], *strides), begin)
@@ -167,6 +173,27 @@ class _Known:
         )
 
 
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that torch's functions are given.
+
+    Attributes:
+        seen: Their ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        for one in given:  # the list grows while it is read
+            if isinstance(one, Tensor):
+                self.seen.add(id(one))
+            elif isinstance(one, list | tuple):
+                given += one
+        return func(*args, **(kwargs or {}))
+
+
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
@@ -175,7 +202,8 @@ def _facts(state: ModelState) -> list[Hashable]:
 
 
 def _measured(module: nn.Module, state: ModelState, latent: int, rotary: int, kv: Tensor) -> _Known:
-    k, v = _basis(module, latent, rotary, kv)
+    with _Reads() as reads:
+        k, v = _basis(module, latent, rotary, kv)
     layout = _layout(k, rotary)
     maps = layout.maps(k, v, rotary)
     # No random numbers: samples of the model's own generate() would be others.
@@ -185,7 +213,10 @@ def _measured(module: nn.Module, state: ModelState, latent: int, rotary: int, kv
     places = None
     if fits and layout.copies and not k[:, -1].any() and not v[:, -1].any():
         found = [next(_places(state, part), None) for part in (maps.key, maps.value)]
-        places = None if found[0] is None or found[1] is None else (found[0], found[1])
+        weights = {id(place.weight(state)) for place in found if place is not None}
+        # What is read besides, such as an adapter that is zero now, may not stay so.
+        if None not in found and weights == reads.seen & set(map(id, [*state.tensors, *state.plain])):
+            places = cast(tuple[_Place, _Place], tuple(found))
     modules, forwards = (tuple(map(weakref.ref, of)) for of in (state.modules, state.forwards))
     return _Known(modules, forwards, _facts(state), layout if fits else None, places)
 
