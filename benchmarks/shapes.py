@@ -100,5 +100,6 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
 FAMILIES = {name: Family(**found) for name, found in TABLE["families"].items()}
 HYBRIDS = {name: Family(**found) for name, found in TABLE["hybrids"].items()}
+LATENTS = {name: Family(**found) for name, found in TABLE["latents"].items()}
 CALLS = {name: Calls(**found) for name, found in TABLE["calls"].items()}
 LLAMA_8B, TINY = SHAPES["Llama-3.1-8B"], SHAPES["tiny"]

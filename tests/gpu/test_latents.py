@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -180,17 +181,22 @@ def errors_of(model: Any, exact: Any, prompts: list[list[int]], samples: list[An
 
 
 @torch.inference_mode()
-def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(exact: Any) -> None:
+def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(
+    exact: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """K and V of a prompt with many samples are made and kept; of a short one they are not."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
     rng = np.random.default_rng(seed)
     model = prefixkit.patch(copy.deepcopy(exact).to(torch.bfloat16))
     prompts = [rng.integers(3, VOCAB, 1100).tolist(), rng.integers(3, VOCAB, 30).tolist()]
+    caplog.set_level(logging.INFO, logger="prefixkit")
     for n, new in ((128, 24), (3, 24), (128, 3)):  # few steps run without graphs
         with prefixkit.Session(model) as session:
             params = prefixkit.SamplingParams(n=n, max_new_tokens=new, seed=n, stop_token_ids=(5, 9))
+            caplog.clear()
             found = [*session.generate(prompts, params)]
+            assert ("are kept" in caplog.text) == (n == 128 and new > 3)
             assert (session.report.graph_steps > 0) == (new > 3)
             ours, theirs = errors_of(model, exact, prompts, found[::13])
             assert ours <= 1e-4 + 1.5 * theirs, (n, new, ours, theirs)

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window
-from prefixkit.backends.cuda import device_planner
-from prefixkit.backends.torch.host_planner import TorchPlanner, bind
+from prefixkit.backends.torch.host_planner import bind
 from prefixkit.backends.torch.run_program import expanded_attention
 from prefixkit.ops.arguments import BadShape
 from prefixkit.ops.partial_states import State
@@ -93,9 +91,10 @@ def test_bytes_of_kv_and_of_partial_states_count_each_size() -> None:
     assert alike.partial_bytes == unlike.partial_bytes == 4 * 8 * 129
 
 
-def test_no_kernel_takes_heads_of_two_sizes() -> None:
-    planner = device_planner.planner_for(HeadShape(8, 2, 192, 2, 128), torch.device("cuda"), torch.bfloat16)
-    assert isinstance(planner, TorchPlanner) and planner.cost == H200.sharing
+@pytest.mark.parametrize(("sizes", "is_served"), [((192, 128), True), ((128, 96), False), ((64, 128), False)])
+def test_a_kernel_for_hopper_takes_some_heads_of_two_sizes(sizes: tuple[int, int], is_served: bool) -> None:
+    assert (kernel_for("sm_90a", sizes[0], 4, sizes[1]) is not None) == is_served
+    assert kernel_for("sm_80", sizes[0], 4, sizes[1]) is None
 
 
 def test_the_fake_says_the_size_of_v() -> None:

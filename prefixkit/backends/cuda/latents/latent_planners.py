@@ -13,7 +13,14 @@ from prefixkit.attention.bsr import BSR, decompose
 from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200_LATENT, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
-from prefixkit.attention.gpu.latent_cost import H200_LATENTS, Expanded, choose_expanded, expands_own, made_bytes
+from prefixkit.attention.gpu.latent_cost import (
+    H200_LATENTS,
+    Expanded,
+    LatentCost,
+    choose_expanded,
+    expands_own,
+    made_bytes,
+)
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.latent_parts import LatentPart, Part, PartRows
 from prefixkit.attention.plan import Plan
@@ -56,11 +63,14 @@ class LatentPlanner(Planner):
         gpu: What its kernel costs.
         num_sms: Blocks to plan for.
         most_kept: Tokens of which K and V may be kept.
+        latents: What the parts cost.
     """
 
-    def __init__(self, part: LatentPart, shape: HeadShape, gpu: GpuCost, num_sms: int, most_kept: int) -> None:
+    def __init__(
+        self, part: LatentPart, shape: HeadShape, gpu: GpuCost, num_sms: int, most_kept: int, latents: LatentCost
+    ) -> None:
         super().__init__(shape, gpu.sharing)
-        self.part, self.gpu, self.num_sms, self.most_kept = part, gpu, num_sms, most_kept
+        self.part, self.gpu, self.num_sms, self.most_kept, self.latents = part, gpu, num_sms, most_kept, latents
         self._rows: PartRows | None = None  # of the last plan
         self._expansion: Expansion | None = None
         self._chosen: tuple[StepTree, Expanded] | None = None  # of the last tree
@@ -69,13 +79,13 @@ class LatentPlanner(Planner):
     def chosen(self, tree: StepTree) -> Expanded:
         """What is expanded; both parts choose alike."""
         if self._chosen is None or self._chosen[0] is not tree:
-            self._chosen = tree, choose_expanded(tree, self.part, H200_LATENTS, self.most_kept)
+            self._chosen = tree, choose_expanded(tree, self.part, self.latents, self.most_kept)
         return self._chosen[1]
 
     def rows_of(self, tree: StepTree, expanded: Expanded) -> PartRows:
         """The part's BSR rows: shared nodes are those that are expanded."""
         bsr = decompose(tree, self.part.whole, self.cost, expanded.nodes)
-        made = ~bsr.causal | expands_own(bsr, tree, self.part, H200_LATENTS)
+        made = ~bsr.causal | expands_own(bsr, tree, self.part, self.latents)
         return PartRows.of(bsr, made == (self.part.part is Part.EXPANDED), tree)
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
@@ -179,7 +189,7 @@ class LatentPlanner(Planner):
 
 
 def planner_for(
-    part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int
+    part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int, latents: LatentCost = H200_LATENTS
 ) -> LatentPlanner | latent_attention.LatentPlanner:
     """The planner of a part: of our kernels where they serve both, else of plain torch."""
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
@@ -198,7 +208,7 @@ def planner_for(
         cost = gpu_cost(device)
         shape = whole
         gpu = tiles_only(replace(cost, sharing=replace(cost.sharing, tile_heads=over_made.tile_rows)))
-    return LatentPlanner(part, shape, gpu, properties.multi_processor_count, most_kept)
+    return LatentPlanner(part, shape, gpu, properties.multi_processor_count, most_kept, latents)
 
 
 def is_plain(whole: HeadShape) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, PlanTooLarge
-from prefixkit.attention.gpu.latent_cost import Expanded
+from prefixkit.attention.gpu.latent_cost import Expanded, made_bytes
 from prefixkit.attention.gpu.staging import Staged, upload
 from prefixkit.attention.latent_parts import LatentPart, PartRows
 from prefixkit.attention.plan import Plan
@@ -26,6 +27,8 @@ from prefixkit.backends.cuda.latents.expansion import (
     expanded_tokens,
 )
 from prefixkit.tree.arrays import Ints
+
+log = logging.getLogger("prefixkit")
 
 # A plan, the tokens that it reads, what was chosen, and where each query row has its state, -1 for none.
 _Planned = tuple[Plan, ExpandedTokens, Expanded, Ints]
@@ -76,6 +79,8 @@ class StaticExpansion(Expansion):
         self.slots[: len(slots)].copy_(slots)
         self.key = tokens.key
         if keeps:
+            kept = len(tokens.slots) * made_bytes(self.part) * len(self._layers)
+            log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
             for pages, maps, made in self._layers.values():
                 expand(pages, maps, self.slots, made)
 
