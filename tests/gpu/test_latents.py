@@ -170,17 +170,17 @@ def errors_of(model: Any, exact: Any, prompts: list[list[int]], samples: list[An
     for one in samples:
         text, start = [*prompts[one.prompt_index], *one.tokens], len(prompts[one.prompt_index])
         ids, tokens = torch.tensor([text], device="cuda"), torch.tensor(one.tokens, device="cuda")[:, None]
-        right, plain = (
-            each(ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, tokens)[:, 0]
-            for each in (exact, model)
-        )
+        with torch.inference_mode():
+            right, plain = (
+                each(ids).logits[0, start - 1 : -1].float().log_softmax(-1).gather(1, tokens)[:, 0]
+                for each in (exact, model)
+            )
         ours.append((torch.tensor(one.logprobs, device="cuda") - right).abs())
         theirs.append((plain - right).abs())
     prefixkit.patch(model)
     return tuple(float(torch.cat(of).mean()) for of in (ours, theirs))  # type: ignore[return-value]
 
 
-@torch.inference_mode()
 def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(
     exact: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ class LatentCost:
         absorbed, expanded, made: A floating-point operation of absorbed attention, of attention over K and V, and of
             making K and V.
         byte: Reading or writing one byte.
+        read: Reading one byte of K or V.
         part: One more part of a step: its kernel, and the merge.
         tile: Query heads of a tile over K and V that take as long as fewer.
         keeps_for: Steps that use K and V of a node which are kept.
@@ -29,7 +30,8 @@ class LatentCost:
     expanded: float = 1 / 640e6
     made: float = 1 / 600e6
     byte: float = 1 / 4.3e6
-    part: float = 15.0
+    read: float = 1 / 3.2e6
+    part: float = 30.0
     tile: int = 64
     keeps_for: int = 32
 
@@ -58,11 +60,10 @@ def made_bytes(part: LatentPart) -> int:
 
 def choose_expanded(tree: StepTree, part: LatentPart, cost: LatentCost, most_kept: int) -> Expanded:
     """Which nodes are expanded: kept where all that pay then have ``most_kept`` tokens at most, else those that pay
-    though they are made at every step.
+    though they are made at every step.  Only decode steps keep them, of trees that say what nodes hold.
     """
     length = tree.length.astype(np.int64)
-    decodes = bool((tree.own_rows <= 1).all())
-    if decodes:
+    if tree.snapshot.content is not None and bool((tree.own_rows <= 1).all()):
         nodes = _pays(tree, part, cost, 1 / cost.keeps_for)
         if int(length[nodes].sum()) <= most_kept:
             return Expanded(nodes, keeps=True)
@@ -75,7 +76,7 @@ def _pays(tree: StepTree, part: LatentPart, cost: LatentCost, share: float) -> N
     absorbed = below * length * _absorbed_flops(part) * cost.absorbed
     rows = -(-below // cost.tile) * cost.tile
     products = rows * length * (2 * whole.heads * (whole.head_dim + whole.value_dim)) * cost.expanded
-    expanded = np.maximum(products, length * made_bytes(part) * cost.byte)
+    expanded = np.maximum(products, length * made_bytes(part) * cost.read)
     merged = below * (6 * whole.heads * whole.value_dim * cost.byte)
     gain = np.where(below > 0, absorbed - expanded - merged - share * length * _made_us(part, cost), 0.0)
     nodes: NDArray[np.bool_] = gain > 0

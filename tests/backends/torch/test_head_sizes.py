@@ -13,6 +13,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window
+from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.torch.host_planner import bind
 from prefixkit.backends.torch.run_program import expanded_attention
 from prefixkit.ops.arguments import BadShape

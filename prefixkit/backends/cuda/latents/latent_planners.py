@@ -74,7 +74,6 @@ class LatentPlanner(Planner):
         self._rows: PartRows | None = None  # of the last plan
         self._expansion: Expansion | None = None
         self._chosen: tuple[StepTree, Expanded] | None = None  # of the last tree
-        self._in_graphs = False  # whose plans keep K and V; an eager step makes them again
 
     def chosen(self, tree: StepTree) -> Expanded:
         """What is expanded; both parts choose alike."""
@@ -118,7 +117,6 @@ class LatentPlanner(Planner):
         """Of the expanded part, whose plan stays while leaves grow; the GPU plans the absorbed one."""
         if self.part.part is Part.ABSORBED:
             return None
-        self._in_graphs, self._expansion = True, None
         return StaticExpanded(self, tree, rows, nodes, device)
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
@@ -159,9 +157,10 @@ class LatentPlanner(Planner):
         step, (index, *others) = tensors[: WORK_TENSORS + TREE_TENSORS + 1], tensors[WORK_TENSORS + TREE_TENSORS + 1 :]
         if made is not None:
             slots, *others = others
-            key = made.key if chosen.keeps and not self._in_graphs else None
+            key = made.key if chosen.keeps else None
             if key is None or self._expansion is None or self._expansion.key != key:
                 self._expansion = Expansion(self.part, slots, key)
+            self._expansion.slots = slots
         whole = len(rows.index) == tree.queries.num_rows
         made_plan = StepPlan(
             step,

@@ -73,16 +73,17 @@ class StaticExpansion(Expansion):
     def change(self, tokens: ExpandedTokens, keeps: bool) -> None:
         """Hold other tokens: on the current stream, if they are others."""
         self.keeps = keeps
-        if tokens.key is not None and tokens.key == self.key:
-            return
         (slots,) = upload([tokens.slots], self.slots.device)
         self.slots[: len(slots)].copy_(slots)
+        if tokens.key is not None and tokens.key == self.key:
+            return
         self.key = tokens.key
         if keeps:
             kept = len(tokens.slots) * made_bytes(self.part) * len(self._layers)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
-            for pages, maps, made in self._layers.values():
-                expand(pages, maps, self.slots, made)
+            with torch.inference_mode():  # in which the buffers were made
+                for pages, maps, made in self._layers.values():
+                    expand(pages, maps, self.slots, made)
 
 
 class StaticExpanded:
