@@ -78,7 +78,7 @@ class StaticExpansion(Expansion):
         if tokens.key is not None and tokens.key == self.key:
             return
         self.key = tokens.key
-        if keeps:
+        if keeps and tokens.nodes[1].any():
             kept = len(tokens.slots) * made_bytes(self.part) * len(self._layers)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
             with torch.inference_mode():  # in which the buffers were made
