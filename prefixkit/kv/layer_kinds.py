@@ -38,19 +38,20 @@ class CachedTensor:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, and whether
-    each query sees tokens that are selected for it.
+    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
+    each query sees tokens that are selected for it, and whether the layer adds to the scores.
     """
 
     shape: HeadShape
     visible: Visible
     expands: bool
     selects: bool = False
+    biased: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether plain torch alone computes it."""
-        return self.expands or self.selects
+        return self.expands or self.selects or self.biased
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,10 @@ class LayerKind:
         visible: Which tokens a query sees.
         expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
         reads: The layer whose cached tensors it attends over; None for its own.
-        selects: Of how many tokens, that an indexer selects for it, a query sees at most; None: it sees all.
+        selects: Of how many tokens, that an indexer selects for it, a query sees at most, or 0 where some of the fewest
+            are left out; None: it sees all.
+        selection_is_mask: Whether the layer's own indexer returns a mask in place of indices.
+        biased: Whether the layer adds numbers of its own to the scores, for each head, query and position.
         index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
@@ -87,6 +91,8 @@ class LayerKind:
     temperature: tuple[float, float] | None = None
     selects: int | None = None
     index_dtype: torch.dtype | None = None
+    selection_is_mask: bool = False
+    biased: bool = False
 
     @property
     def attended(self) -> int:
@@ -98,7 +104,7 @@ class LayerKind:
         """What a plan for it must be made for."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
         shape = HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
-        return PlanKind(shape, self.visible, self.expands, self.selects is not None)
+        return PlanKind(shape, self.visible, self.expands, self.selects is not None, self.biased)
 
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"
@@ -107,7 +113,9 @@ class LayerKind:
             text += f", made of {' and '.join(map(str, self.cached[: self.attended]))}"
         if self.selects is not None:
             by = "an earlier layer" if self.index_dtype is None else f"index keys of {self.cached[-1]}"
-            text += f", of {self.selects} tokens selected by {by}"
+            text += f", of {self.selects or ''} tokens selected by {by}".replace("  ", " ")
+        if self.biased:
+            text += ", with a bias for each head, query and position"
         if self.reads is not None:
             text += f", reading layer {self.reads}"
         return text + (f", {self.visible}" if self.visible != ALL else "")

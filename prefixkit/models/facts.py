@@ -29,7 +29,7 @@ from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.cache import Probed
-from prefixkit.models.probe.passes import probe
+from prefixkit.models.probe.passes import SCALES_FROM, probe
 from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
@@ -145,6 +145,8 @@ class ModelFacts:
     def scales_from(self) -> int | None:
         """The position from which on the model scales queries by where they are in a batch, padding included."""
         found = [math.ceil(kind.temperature[0]) - 1 for kind in self.layers if kind.temperature is not None]
+        if self.probed.scales_padded:
+            found.append(int(getattr(self.config, SCALES_FROM, None) or 0))
         return min(found, default=None)
 
     def _attention(self) -> list[nn.Module]:

@@ -118,8 +118,8 @@ class Backend:
             ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, advance, sample, plan_tree,
             expert_product: The ops.
-        expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
-            selected for each query; None where there is none.
+        expanded_attention: Attention over K and V that a function makes of what is cached, of tokens that are selected
+            for each query, or with a bias of each; None where there is none.
         graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
             planners whose plans cannot be made anew in a graph.  None: there are no graphs.
         expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a

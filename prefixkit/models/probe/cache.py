@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,15 +13,19 @@ from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.attention_class import SCALES, layer_number, original_class
+from prefixkit.models.indexing.indexers import IndexerCall
 from prefixkit.models.indexing.plain_layer import EXPAND
+from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
-from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
 from prefixkit.models.states.going_on import measure_state
 
-ROWS = 4  # tokens of a pass; the last is the first once more, at its position
+ORDER = (0, 1, 2, 0)  # positions in a step: the last token is the first once more, at its position
+ROWS = len(ORDER)  # tokens of a pass
+_TOKENS = ROWS - 1  # of the text of a step
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Probed:
     Attributes:
         layers: The kind of each.
         counts_from_zero: Keys are the same without position_ids as with those that count from 0.
+        scales_padded: Queries or what is added to scores change with the number of tokens before, padding included.
         numbers: Of these layers in the model, where others lie between them.
         states: Of each module that keeps a state, what it keeps of a sequence.
     """
@@ -40,6 +44,7 @@ class Probed:
     counts_from_zero: bool = True
     numbers: tuple[int, ...] = ()
     states: States = ()
+    scales_padded: bool = False
 
 
 class Enough(Exception):
@@ -69,7 +74,7 @@ class ProbeCache(LayeredCache):
         self._numbers = tuple(map(layer_number, layers.values()))
         self.length, self.shapes_only = length, shapes_only
         self.is_initialized = length != 0
-        self.names = list(layers)
+        self.names, self._layers = list(layers), list(layers.values())
         self.kinds: list[LayerKind] = []
         self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
         self.selections: list[Selection] = []  # of all indexers
@@ -105,6 +110,11 @@ class ProbeCache(LayeredCache):
 
     get_query_offset = get_seq_length
 
+    def text_positions(self) -> Tensor:
+        """Those of a few tokens: keys that an indexer is measured with mean nothing."""
+        device = next(next(iter(self.mixers or self._layers)).parameters()).device
+        return text_positions(ROWS, device)
+
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         new = len(query_length) if isinstance(query_length, Tensor) else query_length  # positions, before 5.20
         return (self.length or 0) + new, 0
@@ -118,6 +128,9 @@ class ProbedLayer:
         self._cached: tuple[Tensor, ...] = ()
         self._indexed: Selection | None = None  # by the layer's own indexer
         self._attended: Selection | None = None  # to which it attends
+        self._own_mask: Tensor | None = None  # in place of the one that it makes of that
+        self._measures = False  # whether it asks for the lengths of texts
+        self._bias: Tensor | None = None  # on its scores
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -141,23 +154,47 @@ class ProbedLayer:
         if self._indexed is not None:
             self._refuse("runs its indexer twice")
         cache = self._cache
+        call = IndexerCall(indexer, args, kwargs, self, ROWS, ROWS)
         try:
-            self._indexed = ProbedIndexer(
-                indexer, args, kwargs, self, ROWS, cache.length, not cache.shapes_only
-            ).selection()
+            self._indexed = ProbedIndexer(call, cache.length, not cache.shapes_only).selection()
         except ValueError as error:
             self._refuse(f"cannot select tokens in a tree: {error}")
         cache.selections.append(self._indexed)
-        return self._indexed.indices
+        if not self._indexed.is_mask:
+            return self._indexed.found
+        self._attended = self._indexed
+        return self._indexed.mask(cache.length)
 
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        found = [each for each in self._cache.selections if self._same((indices,), (each.indices,))]
+    def take(self, indices: Tensor) -> None:
+        found = [each for each in self._cache.selections if self._same((indices,), (each.found,))]
         if not found:
             self._refuse("attends to tokens that no indexer has selected")
         self._attended = found[-1] if self._indexed is None else self._indexed
-        return self.attend(query, scale, window, cap, sinks)
+
+    def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self.take(kwargs["topk_indices"] if "topk_indices" in kwargs else args[0])
+        assert self._attended is not None, "taken"
+        mask = own(*args, **kwargs)
+        at = torch.arange(ROWS, device=mask.device)
+        shown = mask == 0 if mask.is_floating_point() else mask
+        if mask.shape[-2:] != (ROWS, ROWS) or not torch.equal(shown[0, 0] & (at <= at[:, None]), self._attended.shown):
+            self._refuse("makes another mask than that of the tokens that are selected")
+        self._own_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=mask.device)
+        return self._own_mask
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        self._measures = True
+        return self._cache.get_mask_sizes(query_length, layer_idx) if self._cache.length is not None else (_TOKENS, 0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        self._measures = True
+        if self._cache.length is not None:
+            return self._cache.length
+        device = next(self._module.parameters()).device
+        return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
+
+    def add(self, bias: Tensor) -> None:
+        self._bias = bias
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
@@ -197,17 +234,12 @@ class ProbedLayer:
         sinks: Tensor | None,
         bias: Bias | None = None,
     ) -> Tensor:
-        (k, v), told = self._kv, Visible(window)
-        if (length := self._cache.length) is not None:
-            try:
-                chunk = chunk_of(self._mask, length, ROWS)
-                told = Visible(chunk=chunk) if chunk else Visible(window_of(self._mask, length, ROWS, window))
-            except UnknownMask as error:
-                self._refuse(str(error))
+        (k, v), told = self._kv, self._visible(window)
         if self._indexed is not None and self._attended is None:
             self._refuse("has an indexer, but attends to all tokens")
+        self._check_bias(cap)
         own = self._module.__dict__
-        dtype = _smaller(*(self._cached or self._kv))
+        dtype = smaller(*(self._cached or self._kv))
         scales = own.get(SCALES) and not own.get("use_rope")
         kind = LayerKind(
             heads=query.shape[1],
@@ -223,6 +255,8 @@ class ProbedLayer:
             temperature=(float(own["floor_scale"]), float(own["attn_scale"])) if scales else None,
             selects=None if self._attended is None else self._attended.most,
             index_dtype=None if self._indexed is None else self._indexed.keys.dtype,
+            selection_is_mask=self._indexed is not None and self._indexed.is_mask,
+            biased=self._bias is not None,
         )
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
@@ -231,12 +265,56 @@ class ProbedLayer:
         if self._cache.length is None:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
-            self._compare(query, scale, window, cap, sinks)
+            added = None if self._bias is None else self._bias_of_rows()
+            if (error := eager_error(self._module, (query, k, v), scale, window, cap, sinks, added)) is not None:
+                self._refuse(
+                    "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap, "
+                    f"sinks and bias that it is told of, differ by {error:.1e}"
+                )
         rows = [of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)]
         if self._indexed is not None:
             rows.append(self._indexed.keys[0].float())
+        if self._bias is not None:
+            rows.append(self._bias_of_rows()[0].transpose(0, 1)[..., :-1].flatten(1).float())
+        if sinks is not None and sinks.ndim == 2:
+            rows.append(sinks.float())
         self._cache.rows.append(torch.cat(rows, 1))
         return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
+
+    def _visible(self, window: int | None) -> Visible:
+        """What queries see: by the mask where there is one, else by the window that the attention function is told."""
+        length, mask = self._cache.length, self._mask
+        if length is None:
+            return Visible(window)
+        if self._own_mask is not None:
+            if mask is not self._own_mask:
+                self._refuse("gets another mask than that of the tokens that are selected")
+            return Visible(window)
+        if self._indexed is not None and self._indexed.is_mask:
+            mask = self._indexed.without(mask)
+            if mask is None:
+                self._refuse("attends to tokens that its indexer has not selected")
+        try:
+            chunk = chunk_of(mask, length, ROWS)
+            return Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+        except UnknownMask as error:
+            self._refuse(str(error))
+
+    def _check_bias(self, cap: float | None) -> None:
+        """Refuse a bias that is not of each row and position, or one without which the layer asks for these."""
+        if self._measures != (self._bias is not None):
+            self._refuse("asks how long texts are, or adds to its scores, but not one for the other")
+        if self._bias is not None:
+            tokens, shape = self.get_mask_sizes(ROWS)[0], self._bias.shape
+            if cap is not None or len(shape) != 4 or (shape[0], *shape[2:]) != (1, ROWS, tokens):
+                self._refuse(f"adds {list(shape)} to its scores, which are not numbers of each position, or caps them")
+
+    def _bias_of_rows(self) -> Tensor:
+        """``[1, heads, ROWS, ROWS]`` the bias of each row with each row."""
+        assert self._bias is not None, "added"
+        if self._cache.length is None:
+            return self._bias[..., list(ORDER)]
+        return self._bias[..., self._cache.length :]
 
     def _index(self, dtype: torch.dtype) -> list[CachedTensor]:
         """The keys of the layer's own indexer, as numbers of the pool's dtype."""
@@ -247,40 +325,6 @@ class ProbedLayer:
         if size % dtype.itemsize:
             self._refuse(f"has index keys of {size} bytes, which are no whole numbers of {dtype}")
         return [CachedTensor(1, size // dtype.itemsize)]
-
-    def _compare(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> None:
-        """Refuse a layer whose attention function means something else by its arguments than attention over a tree."""
-        eager = inspect.unwrap(original_class(self._module).forward).__globals__.get("eager_attention_forward")
-        own = own_code(original_class(self._module))  # type: ignore[arg-type]  # classes hash
-        if eager is None or own is not None:  # which is compared as a whole
-            return
-        k, v = self._kv
-        at = torch.arange(ROWS, device=query.device)
-        hidden = at > at[:, None]
-        if window is not None:
-            hidden |= at <= at[:, None] - window
-        mask = torch.zeros(1, 1, ROWS, ROWS, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(hidden, torch.finfo(query.dtype).min)
-        others = {"sliding_window": window, "softcap": cap, "s_aux": sinks}
-        given = {name: value for name, value in others.items() if value is not None}
-        theirs = eager(self._module, query, k, v, mask, scaling=scale, dropout=0.0, **given)[0].double()
-        q, k, v = (of.double() for of in (query, *self._kv))
-        k, v = (of.repeat_interleave(q.shape[1] // of.shape[1], 1) for of in (k, v))
-        scores = q @ k.transpose(2, 3) * scale
-        # Products are rounded before the softmax, which is of float32, weights and values after it.
-        eps = max(torch.finfo(dtype).eps for dtype in (_smaller(*self._kv), torch.float32))
-        allowed = eps * (16 + 4 * scores.abs().max()) * v.abs().max()
-        scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, ROWS, 1)], 3)
-        ours = (scores.softmax(3)[..., :ROWS] @ v).transpose(1, 2)
-        if theirs.shape != ours.shape or not (error := (theirs - ours).abs().max()) <= allowed:
-            self._refuse(
-                "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap and "
-                f"sinks that it is told of, differ by {error:.1e}"
-            )
 
     def _refuse(self, what: str) -> NoReturn:
         index = layer_number(self._module)
@@ -301,8 +345,3 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 def _are(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:
     """Whether these are the very same tensors."""
     return len(cached) == len(given) and all(one is other for one, other in zip(cached, given, strict=True))
-
-
-def _smaller(k: Tensor, v: Tensor) -> torch.dtype:
-    """Under autocast keys that were rotated in float32 are rounded to what values are, when they are used."""
-    return min(k.dtype, v.dtype, key=lambda dtype: dtype.itemsize)

@@ -27,13 +27,14 @@ from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
-from prefixkit.models.probe.cache import ROWS, Enough, ProbeCache, Probed, close
+from prefixkit.models.probe.cache import ORDER, ROWS, Enough, ProbeCache, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.step_cache import empty_mask
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3
+SCALES_FROM = "log_scaling_n_floor"  # in a config: positions up to which queries are not scaled
 
 
 def probe(model: nn.Module) -> Probed:
@@ -73,7 +74,7 @@ def _look(
 ) -> tuple[str | None, Probed]:
     """One probe: what is not as it should be, and what layers work on."""
     length = _length(model)
-    order = torch.tensor([[*range(ROWS - 1), 0]], device=_device(model))
+    order = torch.tensor([ORDER], device=_device(model))
     step, plain, long = (ProbeCache(layers, tokens, mixers=states) for tokens in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
@@ -88,7 +89,25 @@ def _look(
         close(rows[:-1], others[:-1], kind.dtype)
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
-    return _difference(step, logits), Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states)
+    scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
+    probed = Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, scales)
+    return _difference(step, logits), probed
+
+
+def _scales_padded(
+    model: PreTrainedModel,
+    layers: dict[str, nn.Module],
+    states: dict[str, nn.Module],
+    text: Sequence[int],
+    step: ProbeCache,
+) -> bool:
+    """Whether rows behind a long text, at the positions of a step, differ from those of that step."""
+    behind = ProbeCache(layers, _length(model), mixers=states)
+    _run(model, behind, text, position_ids=torch.arange(ROWS, device=_device(model))[None])
+    return not all(
+        close(rows[:-1], others[:-1], kind.dtype)
+        for kind, rows, others in zip(step.kinds, step.rows, behind.rows, strict=True)
+    )
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
@@ -189,8 +208,9 @@ def _device(model: PreTrainedModel) -> torch.device:
 def _length(model: PreTrainedModel) -> int:
     """Tokens that the cache claims to hold: windows show after them, and a chunk begins among the next four."""
     config = text_config(model)
-    chunk, window = (getattr(config, name, None) or 0 for name in ("attention_chunk_size", "sliding_window"))
-    most = max(_LONGEST, 2 * chunk, window + 2 * ROWS)
+    names = "attention_chunk_size", "sliding_window", SCALES_FROM
+    chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
+    most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
     return most - most % max(chunk, 1) - ROWS // 2
 
 
