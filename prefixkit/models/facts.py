@@ -28,7 +28,7 @@ from prefixkit.models.families import attention_index, attention_layers, pretrai
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.probe.cache import Probed
+from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
 from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of

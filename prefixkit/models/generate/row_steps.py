@@ -46,6 +46,7 @@ class RowSteps:
         rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         index_dtypes: See :func:`index_dtypes`.
+        asks_positions: Whether the model keeps positions in its cache.
         dtype: Of the model's weights, to which logits are converted.
 
     Raises:
@@ -58,7 +59,7 @@ class RowSteps:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
-        self.index_dtypes = index_dtypes(facts.layers)
+        self.index_dtypes, self.asks_positions = index_dtypes(facts.layers), facts.probed.asks_positions
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated

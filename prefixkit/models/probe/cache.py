@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -21,34 +20,8 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
+from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, close
 from prefixkit.models.states.going_on import measure_state
-
-ORDER = (0, 1, 2, 0)  # positions in a step: the last token is the first once more, at its position
-ROWS = len(ORDER)  # tokens of a pass
-_TOKENS = ROWS - 1  # of the text of a step
-
-
-@dataclass(frozen=True)
-class Probed:
-    """What a model's attention layers do.
-
-    Attributes:
-        layers: The kind of each.
-        counts_from_zero: Keys are the same without position_ids as with those that count from 0.
-        scales_padded: Queries or what is added to scores change with the number of tokens before, padding included.
-        numbers: Of these layers in the model, where others lie between them.
-        states: Of each module that keeps a state, what it keeps of a sequence.
-    """
-
-    layers: tuple[LayerKind, ...]
-    counts_from_zero: bool = True
-    numbers: tuple[int, ...] = ()
-    states: States = ()
-    scales_padded: bool = False
-
-
-class Enough(Exception):
-    """The first layer was seen."""
 
 
 class ProbeCache(LayeredCache):
@@ -72,7 +45,7 @@ class ProbeCache(LayeredCache):
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
         self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
         self._numbers = tuple(map(layer_number, layers.values()))
-        self.length, self.shapes_only = length, shapes_only
+        self.length, self.shapes_only, self.asks_positions = length, shapes_only, False
         self.is_initialized = length != 0
         self.names, self._layers = list(layers), list(layers.values())
         self.kinds: list[LayerKind] = []
@@ -112,6 +85,7 @@ class ProbeCache(LayeredCache):
 
     def text_positions(self) -> Tensor:
         """Those of a few tokens: keys that an indexer is measured with mean nothing."""
+        self.asks_positions = True
         device = next(next(iter(self.mixers or self._layers)).parameters()).device
         return text_positions(ROWS, device)
 
@@ -184,7 +158,7 @@ class ProbedLayer:
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         self._measures = True
-        return self._cache.get_mask_sizes(query_length, layer_idx) if self._cache.length is not None else (_TOKENS, 0)
+        return self._cache.get_mask_sizes(query_length, layer_idx) if self._cache.length is not None else (TOKENS, 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         self._measures = True
@@ -327,19 +301,13 @@ class ProbedLayer:
         return [CachedTensor(1, size // dtype.itemsize)]
 
     def _refuse(self, what: str) -> NoReturn:
-        index = layer_number(self._module)
-        raise UnsupportedModel(f"{self._cache.names[index]} ({original_class(self._module).__name__}) {what}")
+        place = self._cache._numbers.index(layer_number(self._module))
+        raise UnsupportedModel(f"{self._cache.names[place]} ({original_class(self._module).__name__}) {what}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(f"asks its cache for {name!r}, which a tree does not have for a step of many sequences")
-
-
-def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
-    error, size = (one - other).abs().max(), one.abs().max()
-    return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
 
 
 def _are(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:

@@ -108,19 +108,22 @@ class ProbedIndexer:
         if not self._has_values:
             return Selection(own, keys, self._run(keys, _KEYS).shape[1], added)
         count = _KEYS
-        while (most := self._selected(keys, count)) == count:
+        while (most := int(self._counts(keys, count).max())) == count:
             if count == _MOST_KEYS:
                 raise ValueError(f"an indexer selects all of {count} tokens")
             count *= 2
         if self._length is None:
             self._check(keys, most)
-        whole = all(self._selected(keys, few) == few for few in (1, 2, 3, most - 1, most) if few > 0)
+        if not bool(self._counts(keys, 1).all()):
+            raise ValueError("an indexer selects no token of a short text, and attention to none is not defined")
+        sizes = {1, 2, 3, most - 1, most} - {0}
+        whole = all(bool((self._counts(keys, size) == size).all()) for size in sizes if size <= most)
         return Selection(own, keys, most if whole else 0, added)
 
-    def _selected(self, keys: Tensor, count: int) -> int:
-        """Of so many tokens, how many are selected."""
+    def _counts(self, keys: Tensor, count: int) -> Tensor:
+        """``[rows]`` of so many tokens, how many are selected."""
         found = self._run(keys, count)
-        return int((found if is_selection_mask(found) else found >= 0).sum(1).max())
+        return (found if is_selection_mask(found) else found >= 0).sum(1)
 
     def _check(self, keys: Tensor, most: int) -> None:
         """That a row's tokens depend on the row and the keys that it sees alone, wherever these are in a batch."""

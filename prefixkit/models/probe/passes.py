@@ -27,7 +27,8 @@ from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
-from prefixkit.models.probe.cache import ORDER, ROWS, Enough, ProbeCache, Probed, close
+from prefixkit.models.probe.cache import ProbeCache
+from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.step_cache import empty_mask
@@ -90,7 +91,7 @@ def _look(
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
     scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
-    probed = Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, scales)
+    probed = Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, step.asks_positions, scales)
     return _difference(step, logits), probed
 
 
