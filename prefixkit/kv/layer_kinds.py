@@ -37,9 +37,24 @@ class CachedTensor:
 
 
 @dataclass(frozen=True)
+class Compressed:
+    """What a layer caches of each token for one of its compressors: two vectors, as one tensor.
+
+    Attributes:
+        name: By which the compressor asks its cache.
+        kv, gate: Elements of each.
+    """
+
+    name: str
+    kv: int
+    gate: int
+
+
+@dataclass(frozen=True)
 class PlanKind:
     """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
-    each query sees tokens that are selected for it, and whether the layer adds to the scores.
+    each query sees tokens that are selected for it, and whether the layer adds to the scores, or attends to
+    compressed tokens too.
     """
 
     shape: HeadShape
@@ -47,11 +62,12 @@ class PlanKind:
     expands: bool
     selects: bool = False
     biased: bool = False
+    compresses: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether plain torch alone computes it."""
-        return self.expands or self.selects or self.biased
+        return self.expands or self.selects or self.biased or self.compresses
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class LayerKind:
             are left out; None: it sees all.
         selection_is_mask: Whether the layer's own indexer returns a mask in place of indices.
         biased: Whether the layer adds numbers of its own to the scores, for each head, query and position.
+        compressed: What it caches to attend to compressed tokens too, the last of ``cached``.
         index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
@@ -93,18 +110,19 @@ class LayerKind:
     index_dtype: torch.dtype | None = None
     selection_is_mask: bool = False
     biased: bool = False
+    compressed: tuple[Compressed, ...] = ()
 
     @property
     def attended(self) -> int:
         """How many of the cached tensors are K and V, or make them: the first ones."""
-        return len(self.cached) - (self.index_dtype is not None)
+        return len(self.cached) - (self.index_dtype is not None) - len(self.compressed)
 
     @property
     def plan_kind(self) -> PlanKind:
         """What a plan for it must be made for."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
         shape = HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
-        return PlanKind(shape, self.visible, self.expands, self.selects is not None, self.biased)
+        return PlanKind(shape, self.visible, self.expands, self.selects is not None, self.biased, bool(self.compressed))
 
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"
@@ -114,6 +132,8 @@ class LayerKind:
         if self.selects is not None:
             by = "an earlier layer" if self.index_dtype is None else f"index keys of {self.cached[-1]}"
             text += f", of {self.selects or ''} tokens selected by {by}".replace("  ", " ")
+        if self.compressed:
+            text += f", with compressed tokens of {' and '.join(str(one.kv + one.gate) for one in self.compressed)}"
         if self.biased:
             text += ", with a bias for each head, query and position"
         if self.reads is not None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.indexing.plain_layer import MASK_OF, add, mask_of, select, take
+from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layer import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
@@ -186,6 +187,8 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
         if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
             # An attribute of the instance is found before a submodule of that name.
             copy.__dict__[name] = functools.partial(select, layer, part)
+        if part is not None and is_compressor(type(part)):  # type: ignore[arg-type]
+            copy.__dict__[name] = functools.partial(compress, layer, part)
     if hasattr(original, MASK_OF):
         copy.__dict__[MASK_OF] = functools.partial(mask_of, layer, getattr(module, MASK_OF))
     return copy

@@ -25,6 +25,7 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
+from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
@@ -215,7 +216,7 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
             parts = module.__dict__
             inside += parts["_modules"].values()
             found.append(cls := original_class(module))
-            if is_indexer(cls):  # type: ignore[arg-type]  # classes hash
+            if is_indexer(cls) or is_compressor(cls):  # type: ignore[arg-type]  # classes hash
                 found += plain_numbers(module)
             for tensor in (*parts["_parameters"].values(), *parts["_buffers"].values()):
                 found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))

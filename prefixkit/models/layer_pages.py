@@ -21,6 +21,7 @@ class LayerPages:
         plan: Which of a step's plans is for it.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
         index_pages: That of its indexer's keys; None where it has no indexer.
+        compressed_pages: Those of what its compressors make of tokens.
     """
 
     index: int
@@ -28,6 +29,7 @@ class LayerPages:
     plan: int
     pages: tuple[Tensor, ...]
     index_pages: Tensor | None = None
+    compressed_pages: tuple[Tensor, ...] = ()
 
 
 def layer_pages(
@@ -43,6 +45,7 @@ def layer_pages(
         pages = pool.pages(own[read])
         index_pages = None if kind.index_dtype is None else pages[-1]
         plan = plan_kinds.index(kind.plan_kind)
-        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages)
+        compressed = pages[len(pages) - len(kind.compressed) :]
+        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages, compressed)
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

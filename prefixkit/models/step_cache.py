@@ -62,7 +62,8 @@ class StepCache(LayeredCache):
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
-        self.blocks: dict[int, list[Block]] = {}  # what indexers have made of the step
+        self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
+        self.equal_blocks: dict[int, list[Block]] = {}  # and compressors
 
     @property
     def step(self) -> Step:
@@ -81,7 +82,7 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step, self.blocks = step, {}
+        self._step, self.blocks, self.equal_blocks = step, {}, {}
         self.given_positions = step.positions[None]
         self.attended = [0] * len(self.attended)
 
@@ -134,7 +135,7 @@ class StepCache(LayeredCache):
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
             self._step = self.given_positions = None
-            self.blocks = {}
+            self.blocks, self.equal_blocks = {}, {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -166,7 +167,8 @@ class CacheLayer(PlainLayer):
             )
         self.place = cache.places[index]
         super().__init__(cache.layer_pages[self.place], cache.step)
-        self.cache, self.module, self.index, self.blocks = cache, module, index, cache.blocks
+        self.cache, self.module, self.index = cache, module, index
+        self.blocks, self.equal_blocks = cache.blocks, cache.equal_blocks
         self.appended = False
 
     def update(
@@ -214,8 +216,8 @@ class CacheLayer(PlainLayer):
             )
         query = self._rounded(query)
         if self.own.kind.plan_kind.plain:
-            common = sinks is not None and sinks.ndim == 1
-            variant = self.variant(cap, common, None if bias is None else bias())
+            together = sinks is not None and not self.apart(sinks)
+            variant = self.variant(cap, together, None if bias is None else bias())
             out = self.attend_plain(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)

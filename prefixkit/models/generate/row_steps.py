@@ -46,7 +46,8 @@ class RowSteps:
         rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         index_dtypes: See :func:`index_dtypes`.
-        asks_positions: Whether the model keeps positions in its cache.
+        compresses: Whether layers attend to compressed tokens, among them those of padding.
+        keeps_more: Whether caches of transformers keep more than KV and index keys: states, positions or entries.
         dtype: Of the model's weights, to which logits are converted.
 
     Raises:
@@ -59,7 +60,9 @@ class RowSteps:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
-        self.index_dtypes, self.asks_positions = index_dtypes(facts.layers), facts.probed.asks_positions
+        self.index_dtypes = index_dtypes(facts.layers)
+        self.compresses = any(kind.compressed for kind in facts.layers)
+        self.keeps_more = self.compresses or facts.probed.asks_positions or bool(facts.spec.states)
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated

@@ -286,9 +286,8 @@ class TreeCache(DynamicCache):
 
     @property
     def _computes_again(self) -> bool:
-        """Whether the pool does not hold what another cache of the same rows does: positions, or states."""
-        steps = self._steps
-        return self.unplaced or (steps is not None and (steps.asks_positions or bool(steps.store.pool.spec.states)))
+        """Whether the pool does not hold what another cache of the same rows does."""
+        return self.unplaced or (self._steps is not None and self._steps.keeps_more)
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.step import Step
+from prefixkit.models.indexing.compressors import Entries, compress, sizes_of
 from prefixkit.models.indexing.indexers import Block, IndexerCall, IndexKeys, blocks_of, in_texts, joined
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
@@ -79,6 +80,42 @@ class StepIndexer:
         """Append a block's index keys ``[texts, S, dim]``; those of its texts come back, ``[texts, T, dim]``."""
         self._append(block, keys)
         return index_keys_at(self._pages, block.slots, self._dtype).masked_fill_((block.places < 0)[..., None], 0)
+
+
+class StepCompressor:
+    """A layer's compressor in a step; arguments as :class:`StepIndexer` takes them, but for blocks without padding.
+
+    Raises:
+        IncompleteStep: the probe of the model has seen no compressor in the layer.
+    """
+
+    def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
+        if not own.compressed_pages:
+            raise IncompleteStep(f"StepCache: layer {own.index} had no compressor when the model was measured")
+        self._own, self._step = own, step
+        if own.plan not in blocks:
+            tree = step.plans[own.plan].tree
+            blocks[own.plan] = blocks_of(tree, own.compressed_pages[0].device, padded=False)
+        self._blocks = blocks[own.plan]
+
+    def entries(self, call: IndexerCall) -> list[Entries]:
+        """What the compressor makes of each block; IncompleteStep where it does not cache what it did."""
+        names = set[str]()
+        made = [compress(call, block, partial(self._exchange, names, block)) for block in self._blocks]
+        if len(names) != len(self._own.compressed_pages):
+            raise IncompleteStep(
+                f"StepCache: the compressor of layer {self._own.index} has cached {sorted(names)} alone"
+            )
+        return made
+
+    def _exchange(self, names: set[str], block: Block, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        kind = sizes_of(self._own.kind.compressed, name)
+        pages = self._own.compressed_pages[self._own.kind.compressed.index(kind)]
+        rows = torch.cat((kv, gate), -1).flatten(0, 1)[block.real]
+        torch.ops.prefixkit.index_append(rows[:, None], pages, self._step.slots[block.first : block.last])
+        names.add(name)
+        found = index_keys_at(pages, block.slots, pages.dtype)
+        return found[..., : kind.kv], found[..., kind.kv :]
 
 
 def index_keys_at(pages: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

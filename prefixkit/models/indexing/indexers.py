@@ -76,7 +76,7 @@ class _IndexLayer:
         return self.keys.shape[2]
 
 
-class _AnyIndex(tuple[_IndexLayer, ...]):
+class AnyIndex(tuple[Any, ...]):
     """One layer, whatever its number."""
 
     __slots__ = ()
@@ -92,7 +92,7 @@ class IndexKeys:
 
     def __init__(self, exchange: Callable[[Tensor], Tensor], block: Block) -> None:
         self._exchange = exchange
-        self.layers = _AnyIndex((_IndexLayer(block.slots),))
+        self.layers = AnyIndex((_IndexLayer(block.slots),))
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """What transformers' caches have by this name."""
@@ -125,7 +125,7 @@ class IndexerCall:
         """
         return checked_selection(self.returned(keys, block, is_mask), block)
 
-    def returned(self, keys: IndexKeys, block: Block, is_mask: Callable[[Tensor], bool]) -> Any:
+    def returned(self, keys: object, block: Block, is_mask: Callable[[Tensor], bool]) -> Any:
         """What the indexer returns for a block.
 
         Args:
@@ -225,10 +225,13 @@ class _Piece:
     slots: Longs
 
 
-def blocks_of(tree: StepTree, device: torch.device, most_scores: int | None = None) -> list[Block]:
+def blocks_of(
+    tree: StepTree, device: torch.device, most_scores: int | None = None, *, padded: bool = True
+) -> list[Block]:
     """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
 
     ``most_scores``: rows times tokens of a block at most, but for a single row; None: what suits the device.
+    ``padded``: whether texts of a block may differ in length.
     """
     most_scores = _MOST_SCORES[device.type] if most_scores is None else most_scores
     blocks, pieces, scores = list[Block](), list[_Piece](), 0
@@ -236,8 +239,9 @@ def blocks_of(tree: StepTree, device: torch.device, most_scores: int | None = No
         rows, tokens = piece.last - piece.first, len(piece.slots)
         most = max([rows, *(other.last - other.first for other in pieces)])
         longest = max([tokens, *(len(other.slots) for other in pieces)])
-        padded = (len(pieces) + 1) * most * longest
-        if pieces and padded > min(most_scores, _MOST_PADDING * (scores + rows * tokens)):
+        size = (len(pieces) + 1) * most * longest
+        full = size > min(most_scores, _MOST_PADDING * (scores + rows * tokens))
+        if pieces and (full or (not padded and tokens != len(pieces[0].slots))):
             blocks.append(_block(pieces, tree, device))
             pieces, scores = [], 0
         pieces.append(piece)

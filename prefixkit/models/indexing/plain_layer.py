@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
-from prefixkit.models.indexing.index_keys import StepIndexer
+from prefixkit.models.indexing.compressors import Entries, with_entries
+from prefixkit.models.indexing.index_keys import StepCompressor, StepIndexer
 from prefixkit.models.indexing.indexers import Block, IndexerCall, is_selection_mask, selected_of
 from prefixkit.models.layer import Layer, LayerCache
 from prefixkit.models.model_errors import IncompleteStep
@@ -40,6 +41,15 @@ class SelectingLayer(LayerCache, Protocol):
         """
 
 
+class CompressingLayer(LayerCache, Protocol):
+    """What stands for a cache to an attention module that attends to compressed tokens too."""
+
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What stands for the entries that the module's compressor makes, and for the bias on them: none, and the mask
+        of a step.
+        """
+
+
 class BiasedLayer(LayerCache, Protocol):
     """What stands for a cache to an attention module that adds to the scores."""
 
@@ -50,6 +60,13 @@ class BiasedLayer(LayerCache, Protocol):
 def select(layer: LayerCache, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """What an attention module's own code calls in place of its indexer; ValueError as :func:`take`."""
     return _selecting(layer, indexer).select(indexer, args, kwargs)
+
+
+def compress(layer: LayerCache, compressor: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """What it calls in place of its compressor; ValueError where the layer takes no entries."""
+    if not hasattr(layer, "compress"):
+        raise ValueError(f"{type(layer).__name__} takes no compressed tokens, of {type(compressor).__name__}")
+    return cast(CompressingLayer, layer).compress(compressor, args, kwargs)
 
 
 def mask_of(layer: LayerCache, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -81,17 +98,21 @@ class PlainLayer(Layer):
     Attributes:
         module: The attention module.
         blocks: The step's rows as indexers take them, by the number of a plan; made once for all layers.
+        equal_blocks: The same as compressors take them, of texts of one length.
         indexed: Whether the layer's own indexer has run.
         taken: Whether selected tokens have been taken.
         selected: ``[T, positions]`` bool what each row sees; None: everything.
         bias: ``[T, heads, positions]`` what is added to scores; None: nothing.
+        entries: What the layer's compressor has made of the texts of the step; None: it has not run.
     """
 
     module: nn.Module
     blocks: dict[int, list[Block]]
+    equal_blocks: dict[int, list[Block]]
     indexed = taken = False
     selected: Tensor | None = None
     bias: Tensor | None = None
+    entries: list[Entries] | None = None
 
     @property
     def longest(self) -> int:
@@ -145,6 +166,15 @@ class PlainLayer(Layer):
             )
         self.bias = bias[0].transpose(0, 1)
 
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See :class:`CompressingLayer`: vectors of tokens go to the pool, and those of each text are compressed."""
+        assert isinstance(self.step, Step), "compiled layers have no compressors"
+        call = IndexerCall(compressor, args, kwargs, self, self.step.num_rows, 0)
+        self.entries = StepCompressor(self.own, self.step, self.equal_blocks).entries(call)
+        kv = self.entries[0].kv
+        mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=kv.device)
+        return kv.new_empty((1, 1, 0, kv.shape[2])), mask
+
     def attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
         """:meth:`attend`, over K and V that the layer's own code makes of what it caches, to selected tokens, or with a
         bias.
@@ -156,23 +186,31 @@ class PlainLayer(Layer):
         kind = self.own.kind
         if self.own.index_pages is not None and not self.indexed:
             raise IncompleteStep(f"StepCache: layer {self.own.index} attends, but its indexer has not run in this step")
-        if (kind.selects is not None and not self.taken) or (kind.biased and self.bias is None):
-            raise IncompleteStep(f"StepCache: layer {self.own.index} attends without its selected tokens or its bias")
+        missing = (kind.selects is not None and not self.taken) or (kind.biased and self.bias is None)
+        if missing or (kind.compressed and self.entries is None):
+            what = "selected tokens, its bias or its compressed tokens"
+            raise IncompleteStep(f"StepCache: layer {self.own.index} attends without its {what}")
         attention = plain_torch().expanded_attention
         assert attention is not None, "plain torch has it"
-        by_row = sinks if sinks is not None and sinks.ndim == 2 else None
+        rows, apart = self.scaled(query)[0].transpose(0, 1), sinks if self.apart(sinks) else None
         out, lse = attention(
-            self.scaled(query)[0].transpose(0, 1),
+            rows,
             self.own.pages,
             getattr(self.module, EXPAND) if kind.expands else None,
             self.step.positions,
             self.plan,
             scale,
             variant,
-            None if sinks is None or by_row is not None else sinks.to(query.dtype),
+            None if sinks is None or apart is not None else sinks.to(query.dtype),
             self.selected,
             self.bias,
         )
-        if by_row is not None:
-            out = (out.float() * torch.sigmoid(lse - by_row.float())[..., None]).to(out.dtype)
+        if self.entries is not None:
+            out = with_entries(rows, out, lse, self.entries, scale, apart)
+        elif apart is not None:
+            out = (out.float() * torch.sigmoid(lse - apart.float())[..., None]).to(out.dtype)
         return out[None]
+
+    def apart(self, sinks: Tensor | None) -> bool:
+        """Whether sinks join the softmax after attention to tokens: those of each row, or beside compressed tokens."""
+        return sinks is not None and (sinks.ndim == 2 or bool(self.own.kind.compressed))

@@ -17,6 +17,7 @@ from prefixkit.models.indexing.plain_layer import EXPAND
 from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
@@ -105,6 +106,7 @@ class ProbedLayer:
         self._own_mask: Tensor | None = None  # in place of the one that it makes of that
         self._measures = False  # whether it asks for the lengths of texts
         self._bias: Tensor | None = None  # on its scores
+        self._compressed: ProbedCompressor | None = None  # to whose entries it attends
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -170,6 +172,16 @@ class ProbedLayer:
     def add(self, bias: Tensor) -> None:
         self._bias = bias
 
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if self._compressed is not None:
+            self._refuse("runs its compressor twice")
+        call = IndexerCall(compressor, args, kwargs, self, ROWS, 0)
+        try:
+            self._compressed = ProbedCompressor(call, check=self._cache.length is None and not self._cache.shapes_only)
+        except ValueError as error:
+            self._refuse(f"cannot compress tokens in a tree: {error}")
+        return self._compressed.stand_in
+
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
         if not self._cached:
@@ -220,7 +232,7 @@ class ProbedLayer:
             kv_heads=k.shape[1],
             k_dim=k.shape[3],
             v_dim=v.shape[3],
-            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._index(dtype)),
+            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._beside(dtype)),
             dtype=dtype,
             device=k.device,
             visible=told,
@@ -231,6 +243,7 @@ class ProbedLayer:
             index_dtype=None if self._indexed is None else self._indexed.keys.dtype,
             selection_is_mask=self._indexed is not None and self._indexed.is_mask,
             biased=self._bias is not None,
+            compressed=() if self._compressed is None else self._compressed.kinds,
         )
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
@@ -248,6 +261,8 @@ class ProbedLayer:
         rows = [of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)]
         if self._indexed is not None:
             rows.append(self._indexed.keys[0].float())
+        if self._compressed is not None:
+            rows.append(self._compressed.rows)
         if self._bias is not None:
             rows.append(self._bias_of_rows()[0].transpose(0, 1)[..., :-1].flatten(1).float())
         if sinks is not None and sinks.ndim == 2:
@@ -290,8 +305,14 @@ class ProbedLayer:
             return self._bias[..., list(ORDER)]
         return self._bias[..., self._cache.length :]
 
-    def _index(self, dtype: torch.dtype) -> list[CachedTensor]:
-        """The keys of the layer's own indexer, as numbers of the pool's dtype."""
+    def _beside(self, dtype: torch.dtype) -> list[CachedTensor]:
+        """The keys of the layer's own indexer, as numbers of the pool's dtype, and what its compressors cache."""
+        if self._compressed is not None:
+            if self._compressed.dtype != dtype or self._indexed is not None:
+                self._refuse(
+                    f"compresses vectors of {self._compressed.dtype} beside K of {dtype}, or has an indexer too"
+                )
+            return [CachedTensor(1, one.kv + one.gate) for one in self._compressed.kinds]
         if self._indexed is None:
             return []
         keys = self._indexed.keys
