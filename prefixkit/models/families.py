@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.models.attention_class import is_own_forward, numbered_by_model, original_class
+from prefixkit.models.idle_modules import idle_modules
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.states.mixer_class import mixers
@@ -25,6 +26,8 @@ _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
 
 def attention_layers(model: object) -> dict[str, nn.Module]:
     """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
+
+    Where some attend otherwise than a decoder's layers, those that do not run with text are left out.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, or has layers that do not follow the attention interface,
@@ -37,9 +40,13 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
     for name, module in pretrained.named_modules():
         _note_number(name, module)
         if (index := attention_index(module)) is not None:
-            _check_layer(name, module)
             found.append((index, name, module))
     found.sort(key=operator.itemgetter(0))
+    if len({index for index, _, _ in found}) < len(found) or not all(_is_causal(module) for _, _, module in found):
+        idle = idle_modules(pretrained, [module for _, _, module in found])
+        found = [one for one in found if one[2] not in idle]
+    for _, name, module in found:
+        _check_layer(name, module)
     _check_order(pretrained, found)
     return {name: module for _, name, module in found}
 
@@ -117,9 +124,13 @@ def _of(pretrained: PreTrainedModel) -> str:
     return f"{type(pretrained).__name__} (model_type {str(pretrained.config.model_type)!r})"
 
 
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", True))
+
+
 def _check_layer(name: str, module: nn.Module) -> None:
     kind = original_class(module).__name__
-    if not getattr(module, "is_causal", True):
+    if not _is_causal(module):
         raise UnsupportedModel(f"{name} ({kind}) is bidirectional; in a tree, tokens see their ancestors only")
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:

@@ -50,11 +50,13 @@ class StepCache(LayeredCache):
         attended: ``[layers + mixers]`` how often each has run in the current step.
         given_positions: ``[1, T]`` int64 positions of the current step.
         takes: The model whose keywords :meth:`inputs` are for; None: as most models have them.
+        takes_offsets: See ``Probed``.
     """
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerPages], mixers: Sequence[nn.Module] = ()) -> None:
         super().__init__(len(layers))
         self.takes: nn.Module | None = None
+        self.takes_offsets = False
         self.pool, self.layer_pages = pool, layers
         self.places = {layer.index: place for place, layer in enumerate(layers)}
         self.mixers = {module: number for number, module in enumerate(mixers)}
@@ -95,6 +97,13 @@ class StepCache(LayeredCache):
             "use_cache": True,
         }
         return {"past_key_values": self, **given} if self.takes is None else step_inputs(self.takes, self, given)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """0; or for a model that counts positions from it ``[T]``, which makes those of the numbers of rows."""
+        if not self.takes_offsets or self._step is None:
+            return 0
+        positions = self._step.positions
+        return positions - torch.arange(positions.shape[0], device=positions.device)
 
     def text_positions(self) -> Tensor:
         """See :class:`LayeredCache`."""

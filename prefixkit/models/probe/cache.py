@@ -33,6 +33,7 @@ class ProbeCache(LayeredCache):
             mask must arrive.
         shapes_only: The pass ends at the first attention, as tensors have no values.
         mixers: Modules that keep a state, by name.
+        offsets: Whether a step over a tree holds as many tokens before each row as its position says.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class ProbeCache(LayeredCache):
         length: int | None,
         shapes_only: bool = False,
         mixers: dict[str, nn.Module] | None = None,
+        offsets: bool = False,
     ) -> None:
         super().__init__(len(layers))
+        self._offsets = offsets
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
         self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
         self._numbers = tuple(map(layer_number, layers.values()))
@@ -79,10 +82,20 @@ class ProbeCache(LayeredCache):
         """What each module that keeps a state keeps, in their order."""
         return tuple(self.states.get(module, ()) for module in self.mixers)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.length or 0
 
-    get_query_offset = get_seq_length
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Of a long text none, where positions are counted from it: few models with a table of them know so many."""
+        if not self._offsets:
+            return self.length or 0
+        return self.offsets if self.length is None else 0
+
+    @property
+    def offsets(self) -> Tensor:
+        """``[ROWS]`` what makes the positions of a step of the numbers of its rows."""
+        device = next(next(iter(self.mixers or self._layers)).parameters()).device
+        return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
 
     def text_positions(self) -> Tensor:
         """Those of a few tokens: keys that an indexer is measured with mean nothing."""
@@ -164,10 +177,7 @@ class ProbedLayer:
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         self._measures = True
-        if self._cache.length is not None:
-            return self._cache.length
-        device = next(self._module.parameters()).device
-        return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
+        return self._cache.offsets if self._cache.length is None else self._cache.length
 
     def add(self, bias: Tensor) -> None:
         self._bias = bias

@@ -22,6 +22,8 @@ class Probed:
     Attributes:
         layers: The kind of each.
         counts_from_zero: Keys are the same without position_ids as with those that count from 0.
+        takes_offsets: The model takes no positions, and counts them from the number of tokens that the cache holds,
+            which may be one for each row.
         asks_positions: The model keeps positions of all tokens in its cache.
         scales_padded: Queries or what is added to scores change with the number of tokens before, padding included.
         numbers: Of these layers in the model, where others lie between them.
@@ -33,6 +35,7 @@ class Probed:
     numbers: tuple[int, ...] = ()
     states: States = ()
     asks_positions: bool = False
+    takes_offsets: bool = False
     scales_padded: bool = False
 
 

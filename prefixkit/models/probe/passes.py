@@ -60,7 +60,7 @@ def probe(model: nn.Module) -> Probed:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
-            found, probed = _look(inner, layers, states, _tokens(inner, attempt))
+            found, probed = _look_both_ways(inner, layers, states, _tokens(inner, attempt))
             if found is None:
                 return probed
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
@@ -70,18 +70,48 @@ def probe(model: nn.Module) -> Probed:
     return probed
 
 
-def _look(
+def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
+) -> tuple[str | None, Probed]:
+    """:func:`_look`; at a model that takes no positions once more, with offsets, where that finds what is wrong."""
+    if "position_ids" in inspect.signature(original_class(model).forward).parameters:
+        return _look(model, layers, states, text)
+    first: UnsupportedModel | None = None
+    try:
+        found, probed = _look(model, layers, states, text)
+        if found is None:
+            return None, probed
+    except UnsupportedModel as error:
+        first = error
+    try:
+        by_offsets, other = _look(model, layers, states, text, offsets=True)
+    except UnsupportedModel:
+        by_offsets = "not so either"
+    if by_offsets is None:
+        return None, other
+    if first is not None:
+        raise first
+    return found, probed
+
+
+def _look(
+    model: PreTrainedModel,
+    layers: dict[str, nn.Module],
+    states: dict[str, nn.Module],
+    text: Sequence[int],
+    *,
+    offsets: bool = False,
 ) -> tuple[str | None, Probed]:
     """One probe: what is not as it should be, and what layers work on."""
     length = _length(model)
     order = torch.tensor([ORDER], device=_device(model))
-    step, plain, long = (ProbeCache(layers, tokens, mixers=states) for tokens in (None, 0, length))
+    step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
         given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
     logits = _run(model, step, text, **given)
-    _run(model, long, text, position_ids=_positions(model, length))
+    shown = {"attention_mask": torch.ones(1, length + ROWS, device=_device(model))} if offsets else {}
+    _run(model, long, text, position_ids=_positions(model, length), **shown)
     if random_part(model) is not None:
         return None, Probed(tuple(long.kinds), numbers=step.numbers, states=step.found_states)
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
@@ -91,7 +121,9 @@ def _look(
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
     scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
-    probed = Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, step.asks_positions, scales)
+    probed = Probed(
+        tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, step.asks_positions, offsets, scales
+    )
     return _difference(step, logits), probed
 
 
