@@ -12,6 +12,7 @@ import torch
 
 from prefixkit.attention.planner import Planner
 from prefixkit.kv.kv_pool import KVPool
+from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
@@ -33,6 +34,22 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
     return tuple(made)
+
+
+def _log_plain(layers: Sequence[LayerKind]) -> None:
+    """Say why attention runs in plain torch on a GPU, where it does."""
+    reasons = {
+        "over latents": ("no kernel makes K and V of them", any(kind.expands for kind in layers)),
+        "to tokens that indexers select": (
+            "no kernel reads some tokens of a text",
+            any(kind.selects is not None for kind in layers),
+        ),
+        "with a bias of each query": ("no kernel adds one", any(kind.biased for kind in layers)),
+        "to compressed tokens": ("no kernel compresses them", any(kind.compressed for kind in layers)),
+    }
+    for what, (why, here) in reasons.items():
+        if here:
+            log.info("attention %s runs in plain torch: %s", what, why)
 
 
 def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
@@ -64,10 +81,8 @@ def runner_of(
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    if device.type == "cuda" and any(kind.expands for kind in facts.layers):
-        log.info("attention over latents runs in plain torch: no kernel makes K and V of them")
-    if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
-        log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
+    if device.type == "cuda":
+        _log_plain(facts.layers)
     counts = Counter(kind.plan_kind for kind in facts.layers)
     layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
     if compiled and facts.spec.states:
