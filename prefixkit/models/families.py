@@ -68,6 +68,13 @@ def text_config(model: object) -> PreTrainedConfig:
     return pretrained_model(model).config.get_text_config()
 
 
+def known_positions(model: object) -> int:
+    """Positions that a model surely knows."""
+    config = text_config(model)
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    return next((int(known) for known in named if isinstance(known, int)), 2048)
+
+
 def attention_index(module: nn.Module) -> int | None:
     """The layer of an attention module that follows the interface, or whose own code is known; None for any other."""
     cls = original_class(module)

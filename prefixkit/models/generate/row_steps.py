@@ -14,7 +14,8 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out, known_positions
+from prefixkit.models.families import known_positions
+from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out
 from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
-from prefixkit.models.families import text_config
+from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.tree.arrays import Ints, Longs
@@ -24,12 +24,6 @@ from prefixkit.tree.rows import Rows
 
 _TEXT, _PADDING, _ATTEMPTS = 5, 59, 3
 _RESERVED = 16  # positions that a model may use up before its first token
-
-
-def known_positions(model: PreTrainedModel) -> int:
-    """Positions that a model surely knows."""
-    known = getattr(text_config(model), "max_position_embeddings", None)
-    return int(known) if isinstance(known, int) else 2048
 
 
 def example_of(tokens: Ints, pad: Longs) -> Tensor:

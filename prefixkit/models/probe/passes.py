@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
-from prefixkit.models.families import attention_layers, pretrained_model, text_config
+from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
@@ -249,9 +249,8 @@ def _length(model: PreTrainedModel) -> int:
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
     """``[1, 4]`` positions after ``length`` tokens, or the last that the model surely knows."""
-    most = int(getattr(text_config(model), "max_position_embeddings", None) or 2048)
     # Some models count positions from a padding token's.
-    return min(length, max(0, most - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
+    return min(length, max(0, known_positions(model) - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
