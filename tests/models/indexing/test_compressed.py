@@ -119,16 +119,16 @@ def test_a_cache_goes_on_with_more_text(rng):
 def test_a_session_finds_and_saves_what_it_has_computed(tmp_path, rng):
     """With less memory than all samples need: what is cached of tokens is copied out and back."""
     model, memory = prefixkit.patch(make_model()), prefixkit.MemoryPolicy(preemption="swap", headroom=0)
-    prompt, options = rng.integers(3, VOCAB, 30).tolist(), {"n": 5, "max_new_tokens": 20, "stop_token_ids": ()}
+    prompt, options = rng.integers(3, VOCAB, 30).tolist(), {"n": 4, "max_new_tokens": 20, "stop_token_ids": ()}
     found = []
-    for pages in (200, 9):
+    for pages in (200, 8):
         budget = pages * 16 * kv_spec(model).bytes_per_token
         with prefixkit.Session(model, kv_budget=budget, memory=memory) as session:
             found.append(session.generate([prompt], **options))
             session.save(tmp_path / str(pages), [prompt])
     assert found[1].report.preempted_swapped
     with prefixkit.Session(model, kv_budget="4MiB") as session:
-        session.load(tmp_path / "9")
+        session.load(tmp_path / "8")
         found.append(session.generate([prompt], **options))
     assert found[2].report.prompt_tokens_found >= 29
     want = [sample.tokens for sample in found[0]]
@@ -139,7 +139,7 @@ def test_a_session_finds_and_saves_what_it_has_computed(tmp_path, rng):
 def test_it_errs_no_more_than_the_unpatched_model(dtype, drive, dense_logits, rng):
     """Against the same weights in float64, where all entries are selected and all experts taken."""
     theirs, ours = [], []
-    for seed in range(4):
+    for seed in range(3):
         model = make_model(seed, num_experts_per_tok=4, index_topk=64).to(dtype)
         exact, tokens = copy.deepcopy(model).double(), rng.integers(3, VOCAB, 40).tolist()
         exact.config._experts_implementation = "eager"  # the default has no float64
