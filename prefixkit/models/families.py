@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.models.attention_class import is_own_forward, numbered_by_model, original_class
-from prefixkit.models.idle_modules import idle_modules
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.idle_modules import idle_modules
 from prefixkit.models.states.mixer_class import mixers
 
 # Names in the code of an attention class that follows the interface.
