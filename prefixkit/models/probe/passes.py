@@ -112,8 +112,10 @@ def _look(
     logits = _run(model, step, text, **given)
     shown = {"attention_mask": torch.ones(1, length + ROWS, device=_device(model))} if offsets else {}
     _run(model, long, text, position_ids=_positions(model, length), **shown)
+    numbers, kept, asks = step.numbers, step.found_states, step.asks_positions
     if random_part(model) is not None:
-        return None, Probed(tuple(long.kinds), numbers=step.numbers, states=step.found_states)
+        scales = any(kind.biased for kind in long.kinds)  # maybe: rows cannot be compared
+        return None, Probed(tuple(long.kinds), True, numbers, kept, asks, offsets, scales)
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
         _run(model, plain, text)
     counts_from_zero = not plain.rows or all(
@@ -121,9 +123,7 @@ def _look(
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
     scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
-    probed = Probed(
-        tuple(long.kinds), counts_from_zero, step.numbers, step.found_states, step.asks_positions, offsets, scales
-    )
+    probed = Probed(tuple(long.kinds), counts_from_zero, numbers, kept, asks, offsets, scales)
     return _difference(step, logits), probed
 
 
