@@ -41,7 +41,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
         "num_attention_heads n_heads n_head num_heads encoder_attention_heads decoder_attention_heads attention_heads "
         "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads mamba_num_heads mamba_n_heads "
         "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
-        "indexer_n_heads linear_num_heads index_local_blocks index_kpool adapter_rank num_mel_bins",
+        "linear_num_heads index_local_blocks index_kpool adapter_rank num_mel_bins",
     ),
     (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
     (
@@ -56,7 +56,8 @@ _BY_VALUE: list[tuple[Any, str]] = [
         "hidden_size_per_layer_input moe_latent_size laurel_rank",
     ),
     (24, "kv_lora_rank"),
-    (16, "index_n_heads"),  # the scores of few heads are often all 0, and which of equals are selected is not defined
+    # The scores of few heads are often all 0, and which of equals are selected is not defined.
+    (16, "index_n_heads indexer_n_heads"),
     (
         16,
         "head_dim dim_head d_kv kv_channels d_head attention_head_size linear_head_dim swa_head_dim index_head_dim "
@@ -106,6 +107,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 2,
+    },
+    "dots3_note_text": {
+        "per_layer_config": {
+            "1": {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 40}
+            | {"head_dim": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        }
+    },
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},

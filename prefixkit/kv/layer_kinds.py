@@ -38,21 +38,38 @@ class CachedTensor:
 
 
 @dataclass(frozen=True)
+class Compressed:
+    """What a layer caches of each token for one of its compressors: two vectors, as one tensor.
+
+    Attributes:
+        name: By which the compressor asks its cache.
+        kv, gate: Elements of each.
+    """
+
+    name: str
+    kv: int
+    gate: int
+
+
+@dataclass(frozen=True)
 class PlanKind:
     """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
-    each query sees tokens that are selected for it, and which part of attention over latents it is, if not all.
+    each query sees tokens that are selected for it, whether the layer adds to the scores, or attends to compressed
+    tokens too, and which part of attention over latents it is, if not all.
     """
 
     shape: HeadShape
     visible: Visible
     expands: bool
     selects: bool = False
+    biased: bool = False
+    compresses: bool = False
     part: LatentPart | None = None
 
     @property
     def plain(self) -> bool:
         """Whether plain torch alone computes it."""
-        return self.expands or self.selects
+        return self.expands or self.selects or self.biased or self.compresses
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,11 @@ class LayerKind:
         expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
         absorbs: Whether queries may attend over what is cached instead, as K and V are linear in it.
         reads: The layer whose cached tensors it attends over; None for its own.
-        selects: Of how many tokens, that an indexer selects for it, a query sees at most; None: it sees all.
+        selects: Of how many tokens, that an indexer selects for it, a query sees at most, or 0 where some of the fewest
+            are left out; None: it sees all.
+        selection_is_mask: Whether the layer's own indexer returns a mask in place of indices.
+        biased: Whether the layer adds numbers of its own to the scores, for each head, query and position.
+        compressed: What it caches to attend to compressed tokens too, the last of ``cached``.
         index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
@@ -91,11 +112,14 @@ class LayerKind:
     temperature: tuple[float, float] | None = None
     selects: int | None = None
     index_dtype: torch.dtype | None = None
+    selection_is_mask: bool = False
+    biased: bool = False
+    compressed: tuple[Compressed, ...] = ()
 
     @property
     def attended(self) -> int:
         """How many of the cached tensors are K and V, or make them: the first ones."""
-        return len(self.cached) - (self.index_dtype is not None)
+        return len(self.cached) - (self.index_dtype is not None) - len(self.compressed)
 
     @property
     def shape(self) -> HeadShape:
@@ -112,7 +136,8 @@ class LayerKind:
     def plan_kinds(self) -> tuple[PlanKind, ...]:
         """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
         if not self.absorbs:
-            return (PlanKind(self.shape, self.visible, self.expands, self.selects is not None),)
+            others = self.selects is not None, self.biased, bool(self.compressed)
+            return (PlanKind(self.shape, self.visible, self.expands, *others),)
         sizes = [tensor.head_dim for tensor in self.cached]
         parts = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
         return tuple(PlanKind(part.shape, self.visible, expands=True, part=part) for part in parts)
@@ -124,7 +149,11 @@ class LayerKind:
             text += f", made of {' and '.join(map(str, self.cached[: self.attended]))}"
         if self.selects is not None:
             by = "an earlier layer" if self.index_dtype is None else f"index keys of {self.cached[-1]}"
-            text += f", of {self.selects} tokens selected by {by}"
+            text += f", of {self.selects or ''} tokens selected by {by}".replace("  ", " ")
+        if self.compressed:
+            text += f", with compressed tokens of {' and '.join(str(one.kv + one.gate) for one in self.compressed)}"
+        if self.biased:
+            text += ", with a bias for each head, query and position"
         if self.reads is not None:
             text += f", reading layer {self.reads}"
         return text + (f", {self.visible}" if self.visible != ALL else "")

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.indexing.plain_layer import attend_selected, select
+from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layer import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
@@ -186,6 +187,10 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
         if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
             # An attribute of the instance is found before a submodule of that name.
             copy.__dict__[name] = functools.partial(select, layer, part)
+        if part is not None and is_compressor(type(part)):  # type: ignore[arg-type]
+            copy.__dict__[name] = functools.partial(compress, layer, part)
+    if hasattr(original, MASK_OF):
+        copy.__dict__[MASK_OF] = functools.partial(mask_of, layer, getattr(module, MASK_OF))
     return copy
 
 
@@ -213,6 +218,8 @@ def tree_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
@@ -227,6 +234,8 @@ def tree_attention_forward(
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
         indices: ``[1, T, k]`` the tokens that an indexer has selected for each row; None: it sees all.
+        position_bias: ``[1, heads, T, positions]`` what is added to the scores; None for nothing.
+        sinks: ``[1, heads, T, 1]`` logits of each row that join the softmax's denominator; None for none.
         **kwargs: Other keywords of the family; each must be known not to change the result.
 
     Returns:
@@ -241,7 +250,13 @@ def tree_attention_forward(
     layer.check(key, value, attention_mask)
     scale = _scale(module, scaling, dropout, kwargs)
     if indices is not None:
-        return attend_selected(layer, indices, query, scale, sliding_window, softcap, s_aux), None
+        take(layer, indices)
+    if position_bias is not None:
+        add(layer, position_bias)
+    if sinks is not None:
+        if s_aux is not None or sinks.shape != (1, *query.shape[1:3], 1):
+            raise ValueError(f"{type(module).__name__} passed sinks of shape {list(sinks.shape)}, or two kinds of them")
+        s_aux = sinks[0, :, :, 0].transpose(0, 1)
     return layer.attend(query, scale, sliding_window, softcap, s_aux), None
 
 

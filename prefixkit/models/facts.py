@@ -25,11 +25,12 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
+from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.probe.cache import Probed
-from prefixkit.models.probe.passes import probe
+from prefixkit.models.probe.measured import Probed
+from prefixkit.models.probe.passes import SCALES_FROM, probe
 from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
@@ -147,6 +148,8 @@ class ModelFacts:
     def scales_from(self) -> int | None:
         """The position from which on the model scales queries by where they are in a batch, padding included."""
         found = [math.ceil(kind.temperature[0]) - 1 for kind in self.layers if kind.temperature is not None]
+        if self.probed.scales_padded:
+            found.append(int(getattr(self.config, SCALES_FROM, None) or 0))
         return min(found, default=None)
 
     def _attention(self) -> list[nn.Module]:
@@ -215,7 +218,7 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
             parts = module.__dict__
             inside += parts["_modules"].values()
             found.append(cls := original_class(module))
-            if is_indexer(cls):  # type: ignore[arg-type]  # classes hash
+            if is_indexer(cls) or is_compressor(cls):  # type: ignore[arg-type]  # classes hash
                 found += plain_numbers(module)
             for tensor in (*parts["_parameters"].values(), *parts["_buffers"].values()):
                 found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from prefixkit.models.attention_class import is_own_forward, numbered_by_model, original_class
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.idle_modules import idle_modules
 from prefixkit.models.states.mixer_class import mixers
 
 # Names in the code of an attention class that follows the interface.
@@ -25,6 +26,8 @@ _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
 
 def attention_layers(model: object) -> dict[str, nn.Module]:
     """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
+
+    Where some attend otherwise than a decoder's layers, those that do not run with text are left out.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, or has layers that do not follow the attention interface,
@@ -37,9 +40,13 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
     for name, module in pretrained.named_modules():
         _note_number(name, module)
         if (index := attention_index(module)) is not None:
-            _check_layer(name, module)
             found.append((index, name, module))
     found.sort(key=operator.itemgetter(0))
+    if len({index for index, _, _ in found}) < len(found) or not all(_is_causal(module) for _, _, module in found):
+        idle = idle_modules(pretrained, [module for _, _, module in found])
+        found = [one for one in found if one[2] not in idle]
+    for _, name, module in found:
+        _check_layer(name, module)
     _check_order(pretrained, found)
     return {name: module for _, name, module in found}
 
@@ -59,6 +66,13 @@ def pretrained_model(model: object) -> PreTrainedModel:
 def text_config(model: object) -> PreTrainedConfig:
     """The config of what a model, or the one in a wrapper, does with text."""
     return pretrained_model(model).config.get_text_config()
+
+
+def known_positions(model: object) -> int:
+    """Positions that a model surely knows."""
+    config = text_config(model)
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    return next((int(known) for known in named if isinstance(known, int)), 2048)
 
 
 def attention_index(module: nn.Module) -> int | None:
@@ -117,9 +131,13 @@ def _of(pretrained: PreTrainedModel) -> str:
     return f"{type(pretrained).__name__} (model_type {str(pretrained.config.model_type)!r})"
 
 
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", True))
+
+
 def _check_layer(name: str, module: nn.Module) -> None:
     kind = original_class(module).__name__
-    if not getattr(module, "is_causal", True):
+    if not _is_causal(module):
         raise UnsupportedModel(f"{name} ({kind}) is bidirectional; in a tree, tokens see their ancestors only")
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:

@@ -23,6 +23,7 @@ from prefixkit.attention.variants import (
     soft_cap,
 )
 from prefixkit.attention.visible import Visible
+from prefixkit.models.indexing.text_positions import ShownLayers
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.torch_private import mark_dynamic
@@ -61,7 +62,9 @@ class LayerCache(Protocol):
         sinks: Tensor | None,
         bias: Bias | None = None,
     ) -> Tensor:
-        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi."""
+        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi, and
+        sinks are ``[heads]``, or ``[T, heads]`` where the layer's own bias is added.
+        """
 
 
 class LayeredCache(Cache):
@@ -79,7 +82,21 @@ class LayeredCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
+        self.layers = ShownLayers(self.text_positions)
         self.num_layers = num_layers
+
+    def text_positions(self) -> Tensor:
+        """``[3, 1, N]`` int64 the positions 0 to N - 1, as far as those of tokens that run go."""
+        raise NotImplementedError
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The same, for models that ask a cache and none of its layers."""
+        return self.text_positions()
+
+    @position_ids.setter
+    def position_ids(self, positions: Tensor) -> None:
+        """What a model would keep for its next pass."""
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> LayerCache:
         """The part of an attention module, for one call of its ``forward``, which may be told of positions."""

@@ -22,6 +22,7 @@ class LayerPages:
         absorbed: Which is for the absorbed part; None where there is none.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
         index_pages: That of its indexer's keys; None where it has no indexer.
+        compressed_pages: Those of what its compressors make of tokens.
     """
 
     index: int
@@ -29,6 +30,7 @@ class LayerPages:
     plan: int
     pages: tuple[Tensor, ...]
     index_pages: Tensor | None = None
+    compressed_pages: tuple[Tensor, ...] = ()
     absorbed: int | None = None
 
 
@@ -45,6 +47,7 @@ def layer_pages(
         pages = pool.pages(own[read])
         index_pages = None if kind.index_dtype is None else pages[-1]
         plan, *absorbed = map(plan_kinds.index, kind.plan_kinds)
-        return LayerPages(names[index], kind, plan, pages[: kinds[read].attended], index_pages, *absorbed)
+        compressed, attended = pages[len(pages) - len(kind.compressed) :], pages[: kinds[read].attended]
+        return LayerPages(names[index], kind, plan, attended, index_pages, compressed, *absorbed)
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

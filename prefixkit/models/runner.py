@@ -82,7 +82,7 @@ class ModelRunner:
         self.model, self.call = model, model if call is None else call
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
-        self.cache.takes = None if facts.layers else inner
+        self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
         self.vocab_size = facts.vocab_size
         _warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.

@@ -14,6 +14,7 @@ from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
 from prefixkit.models.indexing.plain_layer import PlainLayer
+from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
@@ -47,21 +48,24 @@ class StepCache(LayeredCache):
         layer_pages: Of each attention layer, its kind, plan and pages.
         mixers: The modules that keep a state, and which of the pool's they are.
         attended: ``[layers + mixers]`` how often each has run in the current step.
-        position_ids: ``[1, T]`` int64 positions of the current step.
+        given_positions: ``[1, T]`` int64 positions of the current step.
         takes: The model whose keywords :meth:`inputs` are for; None: as most models have them.
+        takes_offsets: See ``Probed``.
     """
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerPages], mixers: Sequence[nn.Module] = ()) -> None:
         super().__init__(len(layers))
         self.takes: nn.Module | None = None
+        self.takes_offsets = False
         self.pool, self.layer_pages = pool, layers
         self.places = {layer.index: place for place, layer in enumerate(layers)}
         self.mixers = {module: number for number, module in enumerate(mixers)}
         self.attended = [0] * (len(layers) + len(mixers))
-        self.position_ids: Tensor | None = None
+        self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
-        self.blocks: dict[int, list[Block]] = {}  # what indexers have made of the step
+        self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
+        self.equal_blocks: dict[int, list[Block]] = {}  # and compressors
 
     @property
     def step(self) -> Step:
@@ -80,19 +84,31 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step, self.blocks = step, {}
-        self.position_ids = step.positions[None]
+        self._step, self.blocks, self.equal_blocks = step, {}, {}
+        self.given_positions = step.positions[None]
         self.attended = [0] * len(self.attended)
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
         given = {
             "input_ids": self.step.tokens[None],
-            "position_ids": self.position_ids,
+            "position_ids": self.given_positions,
             "attention_mask": self._no_mask,
             "use_cache": True,
         }
         return {"past_key_values": self, **given} if self.takes is None else step_inputs(self.takes, self, given)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """0; or for a model that counts positions from it ``[T]``, which makes those of the numbers of rows."""
+        if not self.takes_offsets or self._step is None:
+            return 0
+        positions = self._step.positions
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def text_positions(self) -> Tensor:
+        """See :class:`LayeredCache`."""
+        longest = max((int(plan.tree.positions.max(initial=-1)) + 1 for plan in self.step.plans), default=0)
+        return text_positions(longest, self.pool.spec.device)
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> CacheLayer:
         """The same, after a check that the positions are the step's."""
@@ -127,8 +143,8 @@ class StepCache(LayeredCache):
     def abandon(self, step: Step | None = None) -> None:
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
-            self._step = self.position_ids = None
-            self.blocks = {}
+            self._step = self.given_positions = None
+            self.blocks, self.equal_blocks = {}, {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -160,7 +176,8 @@ class CacheLayer(PlainLayer):
             )
         self.place = cache.places[index]
         super().__init__(cache.layer_pages[self.place], cache.step)
-        self.cache, self.module, self.index, self.blocks = cache, module, index, cache.blocks
+        self.cache, self.module, self.index = cache, module, index
+        self.blocks, self.equal_blocks = cache.blocks, cache.equal_blocks
         self.appended = False
 
     def update(
@@ -208,7 +225,8 @@ class CacheLayer(PlainLayer):
             )
         query = self._rounded(query)
         if self.own.kind.plain:
-            variant = self.variant(cap, sinks is not None, None if bias is None else bias())
+            together = sinks is not None and not self.apart(sinks)
+            variant = self.variant(cap, together, None if bias is None else bias())
             out = self.attend_plain(query, scale, variant, sinks)
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
@@ -221,7 +239,7 @@ class CacheLayer(PlainLayer):
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""
-        given = self.cache.position_ids
+        given = self.cache.given_positions
         if position_ids is None or (given is not None and _repeats(position_ids, given)):
             return
         positions = self.step.positions  # several rows of them are for images, which are nowhere

@@ -12,6 +12,7 @@ import torch
 
 from prefixkit.attention.planner import Planner
 from prefixkit.kv.kv_pool import KVPool
+from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
@@ -38,6 +39,25 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
     return tuple(made)
+
+
+def _log_plain(layers: Sequence[LayerKind]) -> None:
+    """Say why attention runs in plain torch on a GPU, where it does."""
+    reasons = {
+        "over latents": (
+            "K and V are not linear in them, or layers see a part",
+            any(kind.expands and not kind.absorbs for kind in layers),
+        ),
+        "to tokens that indexers select": (
+            "no kernel reads some tokens of a text",
+            any(kind.selects is not None for kind in layers),
+        ),
+        "with a bias of each query": ("no kernel adds one", any(kind.biased for kind in layers)),
+        "to compressed tokens": ("no kernel compresses them", any(kind.compressed for kind in layers)),
+    }
+    for what, (why, here) in reasons.items():
+        if here:
+            log.info("attention %s runs in plain torch: %s", what, why)
 
 
 def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
@@ -69,10 +89,8 @@ def runner_of(
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
     plain = ModelRunner(model, pool, call=call, facts=facts)
-    if device.type == "cuda" and any(kind.expands and not kind.absorbs for kind in facts.layers):
-        log.info("attention over latents runs in plain torch: K and V are not linear in them, or layers see a part")
-    if device.type == "cuda" and any(kind.selects is not None for kind in facts.layers):
-        log.info("attention to tokens that indexers select runs in plain torch: no kernel reads some tokens of a text")
+    if device.type == "cuda":
+        _log_plain(facts.layers)
     counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)
     layer_counts = tuple(max(1, counts[kind]) for kind in facts.plan_kinds)
     if compiled and facts.spec.states:

@@ -220,6 +220,13 @@ def check_selected(op: str, selected: Tensor, q: Tensor) -> None:
     expect(op, "selected", selected, f"[{q.shape[0]}, positions] (rows of q)", fits, (torch.bool,), q.device)
 
 
+def check_bias(op: str, bias: Tensor, q: Tensor) -> None:
+    """``bias``: what is added to the scores of each row of q."""
+    fits = bias.ndim == 3 and bias.shape[:2] == q.shape[:2]
+    rows, heads = q.shape[:2]
+    expect(op, "bias", bias, f"[{rows}, {heads}, positions] (rows and heads of q)", fits, FLOATS, q.device)
+
+
 def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None) -> None:
     """Positions, and sinks where the variant has them."""
     check_positions(q, q_positions, op)

@@ -184,8 +184,8 @@ class Backend:
             ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, merge_states, advance,
             sample, plan_tree, expert_product: The ops.
-        expanded_attention: Attention over K and V that a function makes of what is cached, or of tokens that are
-            selected for each query; None where there is none.
+        expanded_attention: Attention over K and V that a function makes of what is cached, of tokens that are selected
+            for each query, or with a bias of each; None where there is none.
         latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
         attend_latents: Both parts in one, where its planners have planned for its own kernels: ``(q, pages, maps,
             positions, (expanded plan, absorbed plan), scale)`` to ``[T, heads, v_dim]``.

@@ -30,8 +30,8 @@ class LatentCost:
     expanded: float = 1 / 640e6
     made: float = 1 / 600e6
     byte: float = 1 / 4.3e6
-    read: float = 1 / 3.2e6
-    part: float = 30.0
+    read: float = 1 / 3.6e6
+    part: float = 20.0
     tile: int = 64
     keeps_for: int = 32
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,28 @@ from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import pick, run_merge
 from prefixkit.backends.torch.read_keys import Expand, Keys, Read, check_layout, check_layouts, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_expanded, check_selected
+from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_bias, check_expanded, check_selected
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.partial_states import State
 
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
 # heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Own(NamedTuple):
+    """What a layer brings for each query: see :func:`expanded_attention`."""
+
+    selected: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether scores must be in memory for it."""
+        return self.selected is not None or self.bias is not None
+
+
+_NOTHING = Own()
 
 
 def tree_attention(
@@ -54,9 +70,10 @@ def expanded_attention(
     variant: str,
     sinks: Tensor | None = None,
     selected: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over K and V that are computed from what the pool holds, such as latents, or of tokens that are
-    selected for each query.
+    """Attention over K and V that are computed from what the pool holds, such as latents, of tokens that are selected
+    for each query, or with a bias of each.
 
     ``expand`` is called for each kernel call, on the tokens that it reads: so a shared node is expanded once a step,
     and no more than one call's K and V are in memory.
@@ -71,6 +88,8 @@ def expanded_attention(
             returns.
         selected: ``[T, positions]`` bool: which positions of its sequence each query sees, of those that it would see;
             None for all.
+        bias: ``[T, heads, positions]`` floats: what is added to the scaled score of each query at each position of its
+            sequence; None for nothing.
 
     Returns:
         As ``tree_attention``: ``out [T, heads, v_dim]`` and ``lse [T, heads]``.
@@ -79,7 +98,7 @@ def expanded_attention(
         BadShape, BadDtype, BadDevice: the arguments, or what ``expand`` returns, do not fit each other or the plan.
         NoSuchPlan, UnknownVariant, NotCapturable: as ``tree_attention``.
     """
-    found = expanded_state(q, cached, expand, q_positions, plan, scale, variant, sinks, selected)
+    found = expanded_state(q, cached, expand, q_positions, plan, scale, variant, sinks, selected, bias)
     return found.out.to(q.dtype), found.lse
 
 
@@ -94,6 +113,7 @@ def expanded_state(
     variant: str,
     sinks: Tensor | None = None,
     selected: Tensor | None = None,
+    bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> State:
     """The same, but the output in float32; ``shape``: the heads of K and V, where the plan was made for others."""
@@ -107,7 +127,10 @@ def expanded_state(
     pool = (*cached[0].shape[:2], shape.kv_heads, shape.head_dim)
     if selected is not None:
         check_selected(op, selected, q)
-    kinds = {"expanded": expand is not None, "scored": selected is not None}
+    if bias is not None:
+        check_bias(op, bias, q)
+    own = Own(selected, bias)
+    kinds = {"expanded": expand is not None, "scored": own.scored}
     program = bound.program(pool, shape.heads, q.dtype, q.device, variant, shape.value_dim, **kinds)
     if program.on_cpu:
         check_layouts(op, cached)
@@ -117,7 +140,7 @@ def expanded_state(
             return read_kv(call, *cached, on_cpu=program.on_cpu)
         return expand_keys(call, cached, expand, program.heads, on_cpu=program.on_cpu)
 
-    return run_reading(program, q, read, scale, modifier, sinks, selected)
+    return run_reading(program, q, read, scale, modifier, sinks, own)
 
 
 def bound_plan(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
@@ -164,10 +187,10 @@ def _finish(
     scale: float,
     variant: Variant,
     sinks: Tensor | None,
-    selected: Tensor | None = None,
+    own: Own = _NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """The program's result in q's dtype."""
-    state = run_reading(program, q, read, scale, variant, sinks, selected)
+    state = run_reading(program, q, read, scale, variant, sinks, own)
     return state.out.to(q.dtype), state.lse
 
 
@@ -178,11 +201,11 @@ def run_reading(
     scale: float,
     variant: Variant,
     sinks: Tensor | None = None,
-    selected: Tensor | None = None,
+    own: Own = _NOTHING,
 ) -> State:
     """The state of queries over K and V that ``read`` gives; what is computed on a CPU is float32."""
     sinks = None if sinks is None else sinks.to(torch.float32)
-    return _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, selected)
+    return _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, own)
 
 
 def _run(
@@ -192,7 +215,7 @@ def _run(
     scale: float,
     variant: Variant,
     sinks: Tensor | None,
-    selected: Tensor | None,
+    own: Own,
 ) -> State:
     """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
     heads = program.heads
@@ -207,8 +230,7 @@ def _run(
         count = call.batch * call.rows
         rows = pick(grouped if call.grouped else q, call.row, count)
         if call.positions is not None:
-            shown = _shown(call, call.positions, selected)
-            out, lse = _scored(call, call.positions, shown, variant.score_mod, numbers, rows, k, v, heads, scale)
+            out, lse = _scored(call, call.positions, own, variant.score_mod, numbers, rows, k, v, heads, scale)
         else:
             assert isinstance(k, Tensor), "scores are computed for others"
             out, lse = _kernel(call, rows, k, v, heads, scale)
@@ -260,10 +282,17 @@ def _shown(call: Call, positions: Positions, selected: Tensor | None) -> Tensor 
     return chosen if call.mask is None else chosen & call.mask
 
 
+def _biases(call: Call, positions: Positions, bias: Tensor) -> Tensor:
+    """``[batch, heads, rows, length]`` what is added to a call's scores."""
+    mine = pick(bias, call.row, call.batch * call.rows)
+    mine = mine.view(call.batch, call.rows, *mine.shape[1:]).transpose(1, 2)
+    return mine.gather(3, positions[1].expand(-1, *mine.shape[1:3], -1))
+
+
 def _scored(
     call: Call,
     positions: Positions,
-    shown: Tensor | None,
+    own: Own,
     score_mod: ScoreMod | None,
     numbers: Tensor | None,
     q: Tensor,
@@ -281,10 +310,12 @@ def _scored(
         for states in (*(k if isinstance(k, tuple) else (k,)), v)
     )
     score = _scores(q, keys).mul_(scale).view(batch, heads.heads, rows, call.length)
+    if own.bias is not None:
+        score += _biases(call, positions, own.bias)
     if score_mod is not None:
         assert numbers is not None, "made for it"
         score = score_mod(score, *positions, numbers).to(torch.float32)
-    if shown is not None:
+    if (shown := _shown(call, positions, own.selected)) is not None:
         score = score.masked_fill(~shown, -torch.inf)
     top = score.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top == -torch.inf, 0.0)

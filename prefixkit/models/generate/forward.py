@@ -198,6 +198,8 @@ def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
     steps = cache.steps
     if steps.scales_from is not None and cache.padding.any() and until > steps.scales_from:
         raise NotOnTree(f"the model scales queries after {steps.scales_from} tokens, padding counted")
+    if cache.padding.any() and steps.compresses:
+        raise NotOnTree("rows are padded, and the model compresses padding with the text after it")
     if cache.padding.any() and not steps.keeps_padding_out():
         raise NotOnTree("rows are padded, and the model lets padding into the state that its layers keep")
     if cache.unplaced and cache.padding.any() and not steps.ignores_padding(max(until, cache.final_length)):

@@ -14,7 +14,8 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
-from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out, known_positions
+from prefixkit.models.families import known_positions
+from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out
 from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
@@ -46,6 +47,8 @@ class RowSteps:
         rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         index_dtypes: See :func:`index_dtypes`.
+        compresses: Whether layers attend to compressed tokens, among them those of padding.
+        keeps_more: Whether caches of transformers keep more than KV and index keys: states, positions or entries.
         dtype: Of the model's weights, to which logits are converted.
 
     Raises:
@@ -59,6 +62,8 @@ class RowSteps:
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
         self.index_dtypes = index_dtypes(facts.layers)
+        self.compresses = any(kind.compressed for kind in facts.layers)
+        self.keeps_more = self.compresses or facts.probed.asks_positions or bool(facts.spec.states)
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated

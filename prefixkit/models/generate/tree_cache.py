@@ -275,19 +275,19 @@ class TreeCache(DynamicCache):
         if self._computes_again and self._steps is not None:
             with self.in_use:
                 rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
-                return compute_again(self.model, rows, cache, device)
+                return compute_again(self.model, rows, cache, device, placed=not self.unplaced)
         modules = attention_layers(self.model).values() if len(self) else ()
         for layer, module in enumerate(list(modules)[: len(self)]):
             cache.update(*cached_by(module, *self.kv(layer)), layer)
         if self._steps is not None:
             with self.in_use:
-                pool, slots = self._steps.store.pool, self._steps.flushed().slots()
-                copy_index_keys(self._steps.index_dtypes, pool, slots, cache)
+                pool, rows = self._steps.store.pool, self._steps.flushed()
+                copy_index_keys(self._steps.index_dtypes, pool, rows, cache)
 
     @property
     def _computes_again(self) -> bool:
-        """Whether the pool does not hold what another cache of the same rows does: other positions, or states."""
-        return self.unplaced or (self._steps is not None and bool(self._steps.store.pool.spec.states))
+        """Whether the pool does not hold what another cache of the same rows does."""
+        return self.unplaced or (self._steps is not None and self._steps.keeps_more)
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""

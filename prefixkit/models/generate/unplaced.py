@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
-from prefixkit.models.families import text_config
+from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.tree.arrays import Ints, Longs
@@ -24,12 +24,6 @@ from prefixkit.tree.rows import Rows
 
 _TEXT, _PADDING, _ATTEMPTS = 5, 59, 3
 _RESERVED = 16  # positions that a model may use up before its first token
-
-
-def known_positions(model: PreTrainedModel) -> int:
-    """Positions that a model surely knows."""
-    known = getattr(text_config(model), "max_position_embeddings", None)
-    return int(known) if isinstance(known, int) else 2048
 
 
 def example_of(tokens: Ints, pad: Longs) -> Tensor:
@@ -83,10 +77,15 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
         return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
 
 
-def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torch.device) -> None:
-    """Fill an empty cache of transformers with the KV of rows, at the positions that the model counts by itself."""
-    mask = torch.from_numpy(np.arange(rows.length) >= rows.pad[:, None]).long().to(device)
-    _call(model, torch.from_numpy(rows.tokens()).long().to(device), mask, None, cache, keep=1)
+def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torch.device, *, placed: bool) -> None:
+    """Fill an empty cache of transformers with what it keeps of rows: at positions that count each row's text from zero
+    where they are ``placed`` so and the model takes positions, else at those that it counts by itself.
+    """
+    own = np.arange(rows.length) - rows.pad[:, None]
+    tokens, mask = torch.from_numpy(rows.tokens()).long().to(device), torch.from_numpy(own >= 0).long().to(device)
+    takes = "position_ids" in inspect.signature(original_class(model).forward).parameters
+    at = torch.from_numpy(own).clamp(min=0).to(device) if placed and takes else None
+    _call(model, tokens, mask, at, cache, keep=1)
 
 
 def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None, count: int = _TEXT) -> list[Tensor]:

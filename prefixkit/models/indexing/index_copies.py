@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.indexing.index_keys import index_keys_at
+from prefixkit.tree.rows import Rows
 
 
 def index_dtypes(kinds: Sequence[LayerKind]) -> dict[int, torch.dtype]:
@@ -20,8 +20,10 @@ def index_dtypes(kinds: Sequence[LayerKind]) -> dict[int, torch.dtype]:
     return {layer: dtype for layer, dtype in found.items() if dtype is not None}
 
 
-def copy_index_keys(dtypes: dict[int, torch.dtype], pool: KVPool, slots: NDArray[np.int64], cache: Any) -> None:
-    """Put the index keys of tokens in slots ``[rows, length]`` of a pool into a cache of transformers."""
+def copy_index_keys(dtypes: dict[int, torch.dtype], pool: KVPool, rows: Rows, cache: Any) -> None:
+    """Put the index keys of rows, which lie in a pool, into a cache of transformers; zeros in place of padding."""
+    slots, padding = torch.from_numpy(rows.slots()), torch.from_numpy(np.arange(rows.length) < rows.pad[:, None])
     for layer, dtype in dtypes.items():
         pages = pool.pages(layer)[-1]
-        cache.update_indexer(index_keys_at(pages, torch.from_numpy(slots).to(pages.device), dtype), layer)
+        keys = index_keys_at(pages, slots.to(pages.device), dtype)
+        cache.update_indexer(keys.masked_fill_(padding.to(keys.device)[..., None], 0), layer)

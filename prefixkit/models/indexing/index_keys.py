@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prefixkit.attention.step import Step
-from prefixkit.models.indexing.indexers import Block, IndexKeys, blocks_of, joined, run_indexer
+from prefixkit.models.indexing.compressors import Entries, compress, sizes_of
+from prefixkit.models.indexing.indexers import Block, IndexerCall, IndexKeys, blocks_of, in_texts, joined
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
 
@@ -37,33 +37,34 @@ class StepIndexer:
         self._own, self._step, self._blocks = own, step, blocks
         self._pages, self._dtype, self._most = own.index_pages, kind.index_dtype, kind.selects
 
-    def select(self, cache: object, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``[1, T, k]`` int32: see :class:`SelectingLayer`; ``cache`` stands for the cache among the arguments."""
+    def select(self, call: IndexerCall) -> Tensor:
+        """``[1, T, k]`` int32 or ``[1, T, positions]`` bool: see :class:`SelectingLayer`."""
         tree = self._step.plans[self._own.plan].tree
         if int(tree.positions.max()) < self._most:
-            return self._all(cache, indexer, args, kwargs)
+            return self._all(call)
         if self._own.plan not in self._blocks:
             self._blocks[self._own.plan] = blocks_of(tree, self._pages.device)
         parts = []
         for block in self._blocks[self._own.plan]:
-            keys = IndexKeys(partial(self._exchange, block))
-            parts.append((block, run_indexer(indexer, args, kwargs, cache, keys, block, _is_empty)))
+            keys = IndexKeys(partial(self._exchange, block), block)
+            parts.append(in_texts(block, call.run(keys, block, is_empty)))
         return joined(parts)
 
-    def _all(self, cache: object, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """No indices: no text is longer than what is selected of it, so nothing is scored."""
+    def _all(self, call: IndexerCall) -> Tensor:
+        """No indices, or a mask of no tokens: no text is longer than what is selected of it, so nothing is scored."""
         rows = self._step.slots.shape[0]
         at = torch.arange(rows, device=self._pages.device)
-        block = Block(0, rows, at[None], at, at[None], at.new_empty((1, rows, 0), dtype=torch.bool))
+        none = at.new_empty((1, rows, 0), dtype=torch.bool)
+        block = Block(0, rows, at[None], at, at[None], at.new_zeros(1), none)
 
         def exchange(keys: Tensor) -> Tensor:
             self._append(block, keys)
             raise _Appended
 
         try:
-            run_indexer(indexer, args, kwargs, cache, IndexKeys(exchange), block, _is_empty)
+            call.run(IndexKeys(exchange, block), block, is_empty)
         except _Appended:
-            return torch.empty((1, rows, 0), dtype=torch.int32, device=self._pages.device)
+            return none if self._own.kind.selection_is_mask else none.to(torch.int32)
         raise IncompleteStep(f"StepCache: the indexer of layer {self._own.index} has cached no keys in this step")
 
     def _append(self, block: Block, keys: Tensor) -> None:
@@ -78,7 +79,43 @@ class StepIndexer:
     def _exchange(self, block: Block, keys: Tensor) -> Tensor:
         """Append a block's index keys ``[texts, S, dim]``; those of its texts come back, ``[texts, T, dim]``."""
         self._append(block, keys)
-        return index_keys_at(self._pages, block.slots, self._dtype)
+        return index_keys_at(self._pages, block.slots, self._dtype).masked_fill_((block.places < 0)[..., None], 0)
+
+
+class StepCompressor:
+    """A layer's compressor in a step; arguments as :class:`StepIndexer` takes them, but for blocks without padding.
+
+    Raises:
+        IncompleteStep: the probe of the model has seen no compressor in the layer.
+    """
+
+    def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
+        if not own.compressed_pages:
+            raise IncompleteStep(f"StepCache: layer {own.index} had no compressor when the model was measured")
+        self._own, self._step = own, step
+        if own.plan not in blocks:
+            tree = step.plans[own.plan].tree
+            blocks[own.plan] = blocks_of(tree, own.compressed_pages[0].device, padded=False)
+        self._blocks = blocks[own.plan]
+
+    def entries(self, call: IndexerCall) -> list[Entries]:
+        """What the compressor makes of each block; IncompleteStep where it does not cache what it did."""
+        names = set[str]()
+        made = [compress(call, block, partial(self._exchange, names, block)) for block in self._blocks]
+        if len(names) != len(self._own.compressed_pages):
+            raise IncompleteStep(
+                f"StepCache: the compressor of layer {self._own.index} has cached {sorted(names)} alone"
+            )
+        return made
+
+    def _exchange(self, names: set[str], block: Block, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        kind = sizes_of(self._own.kind.compressed, name)
+        pages = self._own.compressed_pages[self._own.kind.compressed.index(kind)]
+        rows = torch.cat((kv, gate), -1).flatten(0, 1)[block.real]
+        torch.ops.prefixkit.index_append(rows[:, None], pages, self._step.slots[block.first : block.last])
+        names.add(name)
+        found = index_keys_at(pages, block.slots, pages.dtype)
+        return found[..., : kind.kv], found[..., kind.kv :]
 
 
 def index_keys_at(pages: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,6 +124,6 @@ def index_keys_at(pages: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return pages[slots // size, slots % size].squeeze(-2).contiguous().view(dtype)
 
 
-def _is_empty(tensor: Tensor) -> bool:
+def is_empty(tensor: Tensor) -> bool:
     """Whether it is of the mask of a step, which has no elements."""
     return not tensor.numel()

@@ -1,11 +1,11 @@
 """Indexers of sparse attention on a tree: which tokens each row of a step selects.
 
 The attention module of such a model has an indexer: it gives its keys to the cache's ``update_indexer``, scores every
-key that comes back for each row, and returns the indices of the best.  Rows of a step are of many texts, so the
-module's own indexer runs on blocks of rows, each a padded batch of the texts that its rows belong to: their index keys
-are gathered from the pool, and a mask shows each row its own token and those before it.  Indices are then positions in
-a row's text.  Where scores tie, ``torch.topk`` takes any: which, depends on the length of the batch, with and without a
-tree.
+key that comes back for each row, or groups of them, and returns the indices of the best or a mask that shows them.
+Rows of a step are of many texts, so the module's own indexer runs on blocks of rows, each a batch, padded on the left,
+of the texts that its rows belong to: their index keys are gathered from the pool, zeros in place of padding, and a mask
+shows each row its own token and those before it.  What comes back is moved to positions in a row's text.  Where scores
+tie, ``torch.topk`` takes any: which, depends on the length of the batch, with and without a tree.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def is_indexer(cls: type[nn.Module]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows that an indexer takes at once, as a batch that is padded on the right.
+    """Rows that an indexer takes at once, the last ones of each text, as a batch that is padded on the left.
 
     Attributes:
         first, last: The rows are those from ``first`` to before ``last``.
-        rows: ``[texts, S]`` int64; each text's last row repeats as padding.
+        rows: ``[texts, S]`` int64; each text's first row repeats as padding.
         real: ``[last - first]`` int64 where the rows are in a flat ``[texts * S]``.
-        slots: ``[texts, T]`` int64 of each text's tokens, by position; its last repeats as padding.
+        slots: ``[texts, T]`` int64 of each text's tokens; that of its first stands for padding.
+        padding: ``[texts]`` int64 how much of a text's ``T`` is padding.
         visible: ``[texts, S, T]`` bool: a row sees itself and what is before it.
     """
 
@@ -54,78 +55,163 @@ class Block:
     rows: Tensor
     real: Tensor
     slots: Tensor
+    padding: Tensor
     visible: Tensor
+
+    @property
+    def places(self) -> Tensor:
+        """``[texts, T]`` int64 the position of each token in its text; below 0 where it is padding."""
+        tokens = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return tokens - self.padding[:, None]
+
+
+class _IndexLayer:
+    """The layer of :class:`IndexKeys`, as far as indexers ask it: how many tokens its texts have."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.keys = slots[:, None, :, None]
+
+    def get_seq_length(self) -> int:
+        """With the rows that run."""
+        return self.keys.shape[2]
+
+
+class AnyIndex(tuple[Any, ...]):
+    """One layer, whatever its number."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
 
 
 class IndexKeys:
-    """In place of a cache for an indexer: ``exchange`` takes its keys ``[texts, S, dim]`` and returns all keys of the
-    texts, ``[texts, T, dim]``.
+    """In place of a cache for an indexer that runs on a block: ``exchange`` takes its keys ``[texts, S, dim]`` and
+    returns all keys of the texts, ``[texts, T, dim]``.
     """
 
-    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, exchange: Callable[[Tensor], Tensor], block: Block) -> None:
         self._exchange = exchange
+        self.layers = AnyIndex((_IndexLayer(block.slots),))
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """What transformers' caches have by this name."""
         return self._exchange(indexer_key_states)
 
 
-def run_indexer(
-    indexer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    cache: object,
-    keys: IndexKeys,
-    block: Block,
-    is_mask: Callable[[Tensor], bool],
-) -> Tensor:
-    """``[texts, S, k]`` indices that an indexer returns for a block.
+@dataclass(frozen=True, eq=False)
+class IndexerCall:
+    """An indexer as its attention module calls it for all rows.
 
-    Args:
-        indexer: The indexer.
-        args, kwargs: What it was called with for all rows.
+    Attributes:
+        indexer: The module.
+        args, kwargs: What it is called with.
         cache: What stands for the cache among these.
-        keys: In its place.
-        block: The block.
-        is_mask: Whether a tensor is the mask, for which the block's takes its place.
-
-    Raises:
-        ValueError: it is called with what is of no row, or does not return indices of tokens.
+        total: Rows.
+        before: Positions that stand before those of the rows where a tensor is of positions 0, 1, 2, ... and then of
+            each row.
     """
 
-    def of_block(value: Any) -> Any:
-        if value is cache:
-            return keys
-        if isinstance(value, tuple | list):
-            return tuple(map(of_block, value))
-        if not isinstance(value, Tensor):
-            return value
-        if is_mask(value):
-            return block.visible if value.ndim == 3 else block.visible[:, None]
-        if value.ndim < 2 or value.shape[0] != 1 or value.shape[1] < block.last:
-            raise ValueError(f"an indexer takes a tensor of shape {tuple(value.shape)}, which is not one of each row")
-        return value[0][block.rows]
+    indexer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cache: object
+    total: int
+    before: int
 
-    found = indexer(*map(of_block, args), **{name: of_block(value) for name, value in kwargs.items()})
+    def run(self, keys: IndexKeys, block: Block, is_mask: Callable[[Tensor], bool]) -> Tensor:
+        """What the indexer selects for a block: ``[texts, S, k]`` indices, below 0 for none, or ``[texts, S, T]`` bool
+        a mask that shows the tokens; arguments and errors as :meth:`returned`.
+        """
+        return checked_selection(self.returned(keys, block, is_mask), block)
+
+    def returned(self, keys: object, block: Block, is_mask: Callable[[Tensor], bool]) -> Any:
+        """What the indexer returns for a block.
+
+        Args:
+            keys: In place of the cache.
+            block: The block.
+            is_mask: Whether a tensor is the mask, for which the block's takes its place.
+
+        Raises:
+            ValueError: it is called with what is of no row.
+        """
+
+        def of_block(value: Any) -> Any:
+            if value is self.cache:
+                return keys
+            if isinstance(value, tuple | list):
+                return tuple(map(of_block, value))
+            if not isinstance(value, Tensor):
+                return value
+            if is_mask(value):
+                return _shown_as(value, block.visible if value.ndim == 3 else block.visible[:, None])
+            if value.ndim < 2 or value.shape[0] != 1 or value.shape[1] < block.last:
+                raise ValueError(
+                    f"an indexer takes a tensor of shape {tuple(value.shape)}, which is not one of each row"
+                )
+            if self.before and value.shape[1] == self.before + self.total:
+                places = block.places.clamp(0, self.before - 1)
+                return torch.cat((value[0][places], value[0][self.before + block.rows]), 1)
+            return value[0][block.rows]
+
+        kwargs = {name: of_block(value) for name, value in self.kwargs.items()}
+        return self.indexer(*map(of_block, self.args), **kwargs)
+
+
+def _shown_as(mask: Tensor, visible: Tensor) -> Tensor:
+    """What is visible as a mask of a kind: bool, or what is added to scores."""
+    if mask.dtype == torch.bool:
+        return visible
+    hidden = torch.finfo(mask.dtype).min
+    return torch.zeros(visible.shape, dtype=mask.dtype, device=visible.device).masked_fill_(~visible, hidden)
+
+
+def is_selection_mask(found: Tensor) -> bool:
+    """Whether what :meth:`IndexerCall.run` returns is a mask."""
+    return found.dtype == torch.bool
+
+
+def checked_selection(found: Any, block: Block) -> Tensor:
+    """What an indexer has returned, as :meth:`IndexerCall.run` does; ValueError where that is no tokens."""
     shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    texts, rows, tokens = block.visible.shape
+    if isinstance(found, Tensor) and found.shape == (texts, 1, rows, tokens):
+        if found.is_floating_point():
+            found = found > torch.finfo(found.dtype).min / 2
+        if found.dtype == torch.bool:
+            mask: Tensor = found[:, 0]
+            return mask
     if not isinstance(found, Tensor) or found.is_floating_point() or found.dtype == torch.bool:
-        raise ValueError(f"an indexer returns something else than indices of tokens, {shape}")
-    if found.ndim != 3 or found.shape[:2] != block.rows.shape or found.shape[2] > block.slots.shape[1]:
-        expected = f"{tuple(block.rows.shape)} rows and at most {block.slots.shape[1]} tokens"
-        raise ValueError(f"an indexer returns indices of shape {shape} for {expected}")
+        raise ValueError(f"an indexer returns something else than indices of tokens, or a mask of them: {shape}")
+    if found.ndim != 3 or found.shape[:2] != (texts, rows):
+        raise ValueError(f"an indexer returns indices of shape {shape} for {(texts, rows)} rows")
     return found
 
 
-def joined(parts: list[tuple[Block, Tensor]]) -> Tensor:
-    """``[1, rows, k]`` int32 indices of all blocks; -1 where one has fewer."""
-    most = max(found.shape[2] for _, found in parts)
-    rows = [nn.functional.pad(found, (0, most - found.shape[2]), value=-1) for _, found in parts]
-    return torch.cat([found.flatten(0, 1)[block.real] for (block, _), found in zip(parts, rows, strict=True)])[None]
+def in_texts(block: Block, found: Tensor) -> Tensor:
+    """What :meth:`IndexerCall.run` returns for the rows of a block, by positions in their texts: indices ``[rows, k]``,
+    below 0 for none, or a mask ``[rows, T]``.
+    """
+    if not is_selection_mask(found):
+        return (found - block.padding[:, None, None]).flatten(0, 1)[block.real]
+    tokens = block.slots.shape[1]
+    at = (torch.arange(tokens, device=found.device) + block.padding[:, None]).clamp(max=tokens - 1)
+    moved = (found & block.visible).gather(2, at[:, None].expand_as(found))
+    return (moved & (block.places[:, None] < tokens - block.padding[:, None, None])).flatten(0, 1)[block.real]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """``[1, rows, k]`` int32 indices of all blocks, -1 where one has fewer; or ``[1, rows, T]`` masks of them."""
+    most = max(found.shape[1] for found in parts)
+    fill = 0 if is_selection_mask(parts[0]) else -1
+    found = torch.cat([nn.functional.pad(found, (0, most - found.shape[1]), value=fill) for found in parts])[None]
+    return found if is_selection_mask(found) else found.clamp_(min=-1).to(torch.int32)
 
 
 def selected_of(indices: Tensor, length: int) -> Tensor:
-    """``[rows, length]`` bool: the positions at ``indices [1, rows, k]``, of which -1 stands for none."""
-    at = torch.where(indices[0] < 0, length, indices[0]).long()
+    """``[rows, length]`` bool: the positions at ``indices [1, rows, k]``, of which those that are none are left out."""
+    at = torch.where((indices[0] < 0) | (indices[0] >= length), length, indices[0]).long()
     shown = torch.zeros(at.shape[0], length + 1, dtype=torch.bool, device=at.device)
     return shown.scatter_(1, at, True)[:, :length]
 
@@ -139,10 +225,13 @@ class _Piece:
     slots: Longs
 
 
-def blocks_of(tree: StepTree, device: torch.device, most_scores: int | None = None) -> list[Block]:
+def blocks_of(
+    tree: StepTree, device: torch.device, most_scores: int | None = None, *, padded: bool = True
+) -> list[Block]:
     """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
 
     ``most_scores``: rows times tokens of a block at most, but for a single row; None: what suits the device.
+    ``padded``: whether texts of a block may differ in length.
     """
     most_scores = _MOST_SCORES[device.type] if most_scores is None else most_scores
     blocks, pieces, scores = list[Block](), list[_Piece](), 0
@@ -150,8 +239,9 @@ def blocks_of(tree: StepTree, device: torch.device, most_scores: int | None = No
         rows, tokens = piece.last - piece.first, len(piece.slots)
         most = max([rows, *(other.last - other.first for other in pieces)])
         longest = max([tokens, *(len(other.slots) for other in pieces)])
-        padded = (len(pieces) + 1) * most * longest
-        if pieces and padded > min(most_scores, _MOST_PADDING * (scores + rows * tokens)):
+        size = (len(pieces) + 1) * most * longest
+        full = size > min(most_scores, _MOST_PADDING * (scores + rows * tokens))
+        if pieces and (full or (not padded and tokens != len(pieces[0].slots))):
             blocks.append(_block(pieces, tree, device))
             pieces, scores = [], 0
         pieces.append(piece)
@@ -186,11 +276,14 @@ def _path(tree: StepTree, node: int, paths: dict[int, Longs]) -> Longs:
 
 def _block(pieces: list[_Piece], tree: StepTree, device: torch.device) -> Block:
     rows = np.array([piece.last - piece.first for piece in pieces])
-    firsts, tokens = np.array([piece.first for piece in pieces]), np.array([len(piece.slots) for piece in pieces])
-    grid = firsts[:, None] + np.minimum(np.arange(rows.max()), rows[:, None] - 1)
-    real = np.flatnonzero(np.arange(rows.max()) < rows[:, None])
-    slots = np.stack([np.pad(piece.slots, (0, tokens.max() - len(piece.slots)), "edge") for piece in pieces])
-    arrays = grid.astype(np.int64), real, slots, tree.positions[grid]
-    at, flat, of, positions = (torch.from_numpy(array).to(device) for array in arrays)
-    visible = torch.arange(int(tokens.max()), device=device) <= positions[..., None]
-    return Block(pieces[0].first, pieces[-1].last, at, flat, of, visible)
+    lasts, tokens = np.array([piece.last for piece in pieces]), np.array([len(piece.slots) for piece in pieces])
+    back = np.arange(rows.max())[::-1]
+    grid = lasts[:, None] - 1 - np.minimum(back, rows[:, None] - 1)
+    real = np.flatnonzero(back < rows[:, None])
+    padding = tokens.max() - tokens
+    slots = np.stack([np.pad(piece.slots, (pad, 0), "edge") for piece, pad in zip(pieces, padding, strict=True)])
+    arrays = grid.astype(np.int64), real, slots, padding.astype(np.int64), tree.positions[grid]
+    at, flat, of, before, positions = (torch.from_numpy(array).to(device) for array in arrays)
+    places = (torch.arange(int(tokens.max()), device=device) - before[:, None])[:, None]
+    visible = (places >= 0) & (places <= positions[..., None])
+    return Block(pieces[0].first, pieces[-1].last, at, flat, of, before, visible)

@@ -1,19 +1,26 @@
-"""A layer of a step that plain torch alone computes: K and V made of latents, or tokens that an indexer selects."""
+"""A layer of a step that plain torch alone computes: K and V made of latents, tokens that an indexer selects, or a bias
+of the layer's own on the scores.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
-from prefixkit.models.indexing.index_keys import StepIndexer
-from prefixkit.models.indexing.indexers import Block, selected_of
+from prefixkit.models.indexing.compressors import Entries, with_entries
+from prefixkit.models.indexing.index_keys import StepCompressor, StepIndexer
+from prefixkit.models.indexing.indexers import Block, IndexerCall, is_selection_mask, selected_of
 from prefixkit.models.latents.latent_layer import attend_latents
 from prefixkit.models.latents.latent_maps import EXPAND
 from prefixkit.models.layer import Layer, LayerCache
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.ops.backend import plain_torch
+
+MASK_OF = "build_attention_mask_from_topk"  # the method of one that makes its mask of the tokens that are selected
 
 
 class SelectingLayer(LayerCache, Protocol):
@@ -22,28 +29,66 @@ class SelectingLayer(LayerCache, Protocol):
     """
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """``[1, T, k]`` int32: what the module's indexer returns for these arguments, in each row's own text; -1 stands
-        for none, and no index at all for every token.
+        """What stands for the tokens that the module's indexer selects for these arguments: ``[1, T, k]`` int32, in
+        each row's own text, of which -1 stands for none, and no index at all for every token; or a mask of a step.
         """
 
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """``attend``, to the tokens at ``indices [1, T, k]``, which :meth:`select` has returned."""
+    def take(self, indices: Tensor) -> None:
+        """Attend to the tokens at ``indices [1, T, k]``, which :meth:`select` has returned."""
+
+    def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The mask of a step in place of what the module's own code makes of selected tokens, which are the first
+        argument or ``topk_indices``; the layer attends to these.
+        """
+
+
+class CompressingLayer(LayerCache, Protocol):
+    """What stands for a cache to an attention module that attends to compressed tokens too."""
+
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What stands for the entries that the module's compressor makes, and for the bias on them: none, and the mask
+        of a step.
+        """
+
+
+class BiasedLayer(LayerCache, Protocol):
+    """What stands for a cache to an attention module that adds to the scores."""
+
+    def add(self, bias: Tensor) -> None:
+        """Add ``[1, heads, T, positions]`` to the scores, of each row with the positions of its text."""
 
 
 def select(layer: LayerCache, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What an attention module's own code calls in place of its indexer; ValueError as :func:`attend_selected`."""
+    """What an attention module's own code calls in place of its indexer; ValueError as :func:`take`."""
     return _selecting(layer, indexer).select(indexer, args, kwargs)
 
 
-def attend_selected(layer: LayerCache, indices: Tensor, *args: Any) -> Tensor:
-    """:meth:`SelectingLayer.attend_selected`; ValueError where the layer does not take selected tokens."""
-    return _selecting(layer, indices).attend_selected(indices, *args)
+def compress(layer: LayerCache, compressor: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """What it calls in place of its compressor; ValueError where the layer takes no entries."""
+    if not hasattr(layer, "compress"):
+        raise ValueError(f"{type(layer).__name__} takes no compressed tokens, of {type(compressor).__name__}")
+    return cast(CompressingLayer, layer).compress(compressor, args, kwargs)
+
+
+def mask_of(layer: LayerCache, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """What it calls in place of its method :data:`MASK_OF`; ValueError as :func:`take`."""
+    return _selecting(layer, own).mask_of(own, args, kwargs)
+
+
+def take(layer: LayerCache, indices: Tensor) -> None:
+    """:meth:`SelectingLayer.take`; ValueError where the layer does not take selected tokens."""
+    _selecting(layer, indices).take(indices)
+
+
+def add(layer: LayerCache, bias: Tensor) -> None:
+    """:meth:`BiasedLayer.add`; ValueError where the layer does not take a bias."""
+    if not hasattr(layer, "add"):
+        raise ValueError(f"{type(layer).__name__} takes no bias of {tuple(bias.shape)} on its scores")
+    cast(BiasedLayer, layer).add(bias)
 
 
 def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
-    if not hasattr(layer, "attend_selected"):
+    if not hasattr(layer, "take"):
         raise ValueError(f"{type(layer).__name__} takes no tokens that are selected, by {type(by).__name__}")
     return cast(SelectingLayer, layer)
 
@@ -54,40 +99,98 @@ class PlainLayer(Layer):
     Attributes:
         module: The attention module.
         blocks: The step's rows as indexers take them, by the number of a plan; made once for all layers.
+        equal_blocks: The same as compressors take them, of texts of one length.
         indexed: Whether the layer's own indexer has run.
+        taken: Whether selected tokens have been taken.
         selected: ``[T, positions]`` bool what each row sees; None: everything.
+        bias: ``[T, heads, positions]`` what is added to scores; None: nothing.
+        entries: What the layer's compressor has made of the texts of the step; None: it has not run.
     """
 
     module: nn.Module
     blocks: dict[int, list[Block]]
-    indexed: bool = False
+    equal_blocks: dict[int, list[Block]]
+    indexed = taken = False
     selected: Tensor | None = None
+    bias: Tensor | None = None
+    entries: list[Entries] | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text of the step, up to the last that runs."""
+        assert isinstance(self.step, Step), "compiled layers have no plain attention"
+        return int(self.step.plans[self.own.plan].tree.positions.max()) + 1
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """See :class:`SelectingLayer`: the indexer's keys go to the pool, and it scores those of each row's text."""
         assert isinstance(self.step, Step), "compiled layers have no indexers"
-        found = StepIndexer(self.own, self.step, self.blocks).select(self, indexer, args, kwargs)
+        call = IndexerCall(indexer, args, kwargs, self, self.step.num_rows, self.longest)
+        found = StepIndexer(self.own, self.step, self.blocks).select(call)
         self.indexed = True
-        return found
+        if not is_selection_mask(found):
+            return found
+        self.taken, self.selected = True, found[0] if found.shape[2] else None
+        return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=found.device)
 
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """:meth:`attend`, to selected tokens."""
-        assert isinstance(self.step, Step), "compiled layers have no indexers"
+    def take(self, indices: Tensor) -> None:
+        """See :class:`SelectingLayer`."""
+        self.taken = True
         if indices.shape[2]:
-            positions = self.step.plans[self.own.plan].tree.positions
-            self.selected = selected_of(indices, int(positions.max()) + 1)
-        return self.attend(query, scale, window, cap, sinks)
+            self.selected = selected_of(indices, self.longest)
 
-    def attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
-        """:meth:`attend`, over K and V that the layer's own code makes of what it caches, or to selected tokens.
+    def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """See :class:`SelectingLayer`."""
+        indices: Tensor = kwargs["topk_indices"] if "topk_indices" in kwargs else args[0]
+        self.take(indices)
+        return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=indices.device)
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """Of all texts, for a layer that makes its bias by it: positions, and the first of them."""
+        return self.longest, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:
+        """``[T]`` what makes positions of the rows' numbers."""
+        positions = self.step.positions
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def add(self, bias: Tensor) -> None:
+        """See :class:`BiasedLayer`.
 
         Raises:
-            IncompleteStep: the layer's indexer has not run, so its keys are missing.
+            IncompleteStep: the probe of the model has seen no bias, or one of another shape.
         """
+        rows, heads = self.step.positions.shape[0], self.own.kind.heads
+        if not self.own.kind.biased or bias.shape != (1, heads, rows, self.longest):
+            raise IncompleteStep(
+                f"StepCache: layer {self.own.index} adds {list(bias.shape)} to its scores, which is not what it did "
+                "when the model was measured"
+            )
+        self.bias = bias[0].transpose(0, 1)
+
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See :class:`CompressingLayer`: vectors of tokens go to the pool, and those of each text are compressed."""
+        assert isinstance(self.step, Step), "compiled layers have no compressors"
+        call = IndexerCall(compressor, args, kwargs, self, self.step.num_rows, 0)
+        self.entries = StepCompressor(self.own, self.step, self.equal_blocks).entries(call)
+        kv = self.entries[0].kv
+        mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=kv.device)
+        return kv.new_empty((1, 1, 0, kv.shape[2])), mask
+
+    def attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
+        """:meth:`attend`, over K and V that the layer's own code makes of what it caches, to selected tokens, or with a
+        bias.
+
+        Raises:
+            IncompleteStep: the layer's indexer has not run, so its keys are missing; or it has not been told which
+                tokens to attend to, or of its bias.
+        """
+        kind = self.own.kind
         if self.own.index_pages is not None and not self.indexed:
             raise IncompleteStep(f"StepCache: layer {self.own.index} attends, but its indexer has not run in this step")
+        missing = (kind.selects is not None and not self.taken) or (kind.biased and self.bias is None)
+        if missing or (kind.compressed and self.entries is None):
+            what = "selected tokens, its bias or its compressed tokens"
+            raise IncompleteStep(f"StepCache: layer {self.own.index} attends without its {what}")
         if self.own.absorbed is not None:
             assert isinstance(self.step, Step), "such layers are not compiled"
             plans, q = self.step.plans, self.scaled(query)[0].transpose(0, 1)
@@ -96,15 +199,25 @@ class PlainLayer(Layer):
             return attend_latents(self.module, self.own.pages, shape, self.step, parts, q, scale, variant)[None]
         attention = plain_torch().expanded_attention
         assert attention is not None, "plain torch has it"
-        out: Tensor = attention(
-            self.scaled(query)[0].transpose(0, 1),
+        rows, apart = self.scaled(query)[0].transpose(0, 1), sinks if self.apart(sinks) else None
+        out, lse = attention(
+            rows,
             self.own.pages,
-            getattr(self.module, EXPAND) if self.own.kind.expands else None,
+            getattr(self.module, EXPAND) if kind.expands else None,
             self.step.positions,
             self.plan,
             scale,
             variant,
-            None if sinks is None else sinks.to(query.dtype),
+            None if sinks is None or apart is not None else sinks.to(query.dtype),
             self.selected,
-        )[0]
+            self.bias,
+        )
+        if self.entries is not None:
+            out = with_entries(rows, out, lse, self.entries, scale, apart)
+        elif apart is not None:
+            out = (out.float() * torch.sigmoid(lse - apart.float())[..., None]).to(out.dtype)
         return out[None]
+
+    def apart(self, sinks: Tensor | None) -> bool:
+        """Whether sinks join the softmax after attention to tokens: those of each row, or beside compressed tokens."""
+        return sinks is not None and (sinks.ndim == 2 or bool(self.own.kind.compressed))

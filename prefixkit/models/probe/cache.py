@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -14,36 +12,17 @@ from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.attention_class import SCALES, layer_number, original_class
+from prefixkit.models.indexing.indexers import IndexerCall
+from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.latents.latent_maps import EXPAND, is_affine
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
-from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.probe.compressor import ProbedCompressor
+from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
+from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, close
 from prefixkit.models.states.going_on import measure_state
-
-ROWS = 4  # tokens of a pass; the last is the first once more, at its position
-
-
-@dataclass(frozen=True)
-class Probed:
-    """What a model's attention layers do.
-
-    Attributes:
-        layers: The kind of each.
-        counts_from_zero: Keys are the same without position_ids as with those that count from 0.
-        numbers: Of these layers in the model, where others lie between them.
-        states: Of each module that keeps a state, what it keeps of a sequence.
-    """
-
-    layers: tuple[LayerKind, ...]
-    counts_from_zero: bool = True
-    numbers: tuple[int, ...] = ()
-    states: States = ()
-
-
-class Enough(Exception):
-    """The first layer was seen."""
 
 
 class ProbeCache(LayeredCache):
@@ -54,6 +33,7 @@ class ProbeCache(LayeredCache):
             mask must arrive.
         shapes_only: The pass ends at the first attention, as tensors have no values.
         mixers: Modules that keep a state, by name.
+        offsets: Whether a step over a tree holds as many tokens before each row as its position says.
     """
 
     def __init__(
@@ -62,14 +42,16 @@ class ProbeCache(LayeredCache):
         length: int | None,
         shapes_only: bool = False,
         mixers: dict[str, nn.Module] | None = None,
+        offsets: bool = False,
     ) -> None:
         super().__init__(len(layers))
+        self._offsets = offsets
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
         self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
         self._numbers = tuple(map(layer_number, layers.values()))
-        self.length, self.shapes_only = length, shapes_only
+        self.length, self.shapes_only, self.asks_positions = length, shapes_only, False
         self.is_initialized = length != 0
-        self.names = list(layers)
+        self.names, self._layers = list(layers), list(layers.values())
         self.kinds: list[LayerKind] = []
         self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
         self.selections: list[Selection] = []  # of all indexers
@@ -100,10 +82,26 @@ class ProbeCache(LayeredCache):
         """What each module that keeps a state keeps, in their order."""
         return tuple(self.states.get(module, ()) for module in self.mixers)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.length or 0
 
-    get_query_offset = get_seq_length
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Of a long text none, where positions are counted from it: few models with a table of them know so many."""
+        if not self._offsets:
+            return self.length or 0
+        return self.offsets if self.length is None else 0
+
+    @property
+    def offsets(self) -> Tensor:
+        """``[ROWS]`` what makes the positions of a step of the numbers of its rows."""
+        device = next(next(iter(self.mixers or self._layers)).parameters()).device
+        return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
+
+    def text_positions(self) -> Tensor:
+        """Those of a few tokens: keys that an indexer is measured with mean nothing."""
+        self.asks_positions = True
+        device = next(next(iter(self.mixers or self._layers)).parameters()).device
+        return text_positions(ROWS, device)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         new = len(query_length) if isinstance(query_length, Tensor) else query_length  # positions, before 5.20
@@ -118,6 +116,10 @@ class ProbedLayer:
         self._cached: tuple[Tensor, ...] = ()
         self._indexed: Selection | None = None  # by the layer's own indexer
         self._attended: Selection | None = None  # to which it attends
+        self._own_mask: Tensor | None = None  # in place of the one that it makes of that
+        self._measures = False  # whether it asks for the lengths of texts
+        self._bias: Tensor | None = None  # on its scores
+        self._compressed: ProbedCompressor | None = None  # to whose entries it attends
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -141,23 +143,54 @@ class ProbedLayer:
         if self._indexed is not None:
             self._refuse("runs its indexer twice")
         cache = self._cache
+        call = IndexerCall(indexer, args, kwargs, self, ROWS, ROWS)
         try:
-            self._indexed = ProbedIndexer(
-                indexer, args, kwargs, self, ROWS, cache.length, not cache.shapes_only
-            ).selection()
+            self._indexed = ProbedIndexer(call, cache.length, not cache.shapes_only).selection()
         except ValueError as error:
             self._refuse(f"cannot select tokens in a tree: {error}")
         cache.selections.append(self._indexed)
-        return self._indexed.indices
+        if not self._indexed.is_mask:
+            return self._indexed.found
+        self._attended = self._indexed
+        return self._indexed.mask(cache.length)
 
-    def attend_selected(
-        self, indices: Tensor, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        found = [each for each in self._cache.selections if self._same((indices,), (each.indices,))]
+    def take(self, indices: Tensor) -> None:
+        found = [each for each in self._cache.selections if self._same((indices,), (each.found,))]
         if not found:
             self._refuse("attends to tokens that no indexer has selected")
         self._attended = found[-1] if self._indexed is None else self._indexed
-        return self.attend(query, scale, window, cap, sinks)
+
+    def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        self.take(kwargs["topk_indices"] if "topk_indices" in kwargs else args[0])
+        assert self._attended is not None, "taken"
+        mask = own(*args, **kwargs)
+        at = torch.arange(ROWS, device=mask.device)
+        shown = mask == 0 if mask.is_floating_point() else mask
+        if mask.shape[-2:] != (ROWS, ROWS) or not torch.equal(shown[0, 0] & (at <= at[:, None]), self._attended.shown):
+            self._refuse("makes another mask than that of the tokens that are selected")
+        self._own_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=mask.device)
+        return self._own_mask
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        self._measures = True
+        return self._cache.get_mask_sizes(query_length, layer_idx) if self._cache.length is not None else (TOKENS, 0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        self._measures = True
+        return self._cache.offsets if self._cache.length is None else self._cache.length
+
+    def add(self, bias: Tensor) -> None:
+        self._bias = bias
+
+    def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if self._compressed is not None:
+            self._refuse("runs its compressor twice")
+        call = IndexerCall(compressor, args, kwargs, self, ROWS, 0)
+        try:
+            self._compressed = ProbedCompressor(call, check=self._cache.length is None and not self._cache.shapes_only)
+        except ValueError as error:
+            self._refuse(f"cannot compress tokens in a tree: {error}")
+        return self._compressed.stand_in
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
@@ -197,24 +230,19 @@ class ProbedLayer:
         sinks: Tensor | None,
         bias: Bias | None = None,
     ) -> Tensor:
-        (k, v), told = self._kv, Visible(window)
-        if (length := self._cache.length) is not None:
-            try:
-                chunk = chunk_of(self._mask, length, ROWS)
-                told = Visible(chunk=chunk) if chunk else Visible(window_of(self._mask, length, ROWS, window))
-            except UnknownMask as error:
-                self._refuse(str(error))
+        (k, v), told = self._kv, self._visible(window)
         if self._indexed is not None and self._attended is None:
             self._refuse("has an indexer, but attends to all tokens")
+        self._check_bias(cap)
         own = self._module.__dict__
-        dtype = _smaller(*(self._cached or self._kv))
+        dtype = smaller(*(self._cached or self._kv))
         scales = own.get(SCALES) and not own.get("use_rope")
         kind = LayerKind(
             heads=query.shape[1],
             kv_heads=k.shape[1],
             k_dim=k.shape[3],
             v_dim=v.shape[3],
-            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._index(dtype)),
+            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._beside(dtype)),
             dtype=dtype,
             device=k.device,
             visible=told,
@@ -224,6 +252,9 @@ class ProbedLayer:
             temperature=(float(own["floor_scale"]), float(own["attn_scale"])) if scales else None,
             selects=None if self._attended is None else self._attended.most,
             index_dtype=None if self._indexed is None else self._indexed.keys.dtype,
+            selection_is_mask=self._indexed is not None and self._indexed.is_mask,
+            biased=self._bias is not None,
+            compressed=() if self._compressed is None else self._compressed.kinds,
         )
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
@@ -232,20 +263,73 @@ class ProbedLayer:
         if self._cache.length is None:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
-            self._compare(query, scale, window, cap, sinks)
+            added = None if self._bias is None else self._bias_of_rows()
+            if (error := eager_error(self._module, (query, k, v), scale, window, cap, sinks, added)) is not None:
+                self._refuse(
+                    "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap, "
+                    f"sinks and bias that it is told of, differ by {error:.1e}"
+                )
         rows = [of[0].transpose(0, 1).flatten(1).float() for of in (query, k, v)]
         if self._indexed is not None:
             rows.append(self._indexed.keys[0].float())
+        if self._compressed is not None:
+            rows.append(self._compressed.rows)
+        if self._bias is not None:
+            rows.append(self._bias_of_rows()[0].transpose(0, 1)[..., :-1].flatten(1).float())
+        if sinks is not None and sinks.ndim == 2:
+            rows.append(sinks.float())
         self._cache.rows.append(torch.cat(rows, 1))
         return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
 
     def _absorbs(self, query: Tensor, key: Tensor) -> bool:
         """Whether queries may attend over what the layer caches, of which it makes a head of K for each."""
-        known = self._expands and not self._cache.shapes_only and self._attended is None
+        others = self._attended, self._bias, self._compressed
+        known = self._expands and not self._cache.shapes_only and all(other is None for other in others)
         return known and key.shape[1] == query.shape[1] and is_affine(self._module, *self._cached)
 
-    def _index(self, dtype: torch.dtype) -> list[CachedTensor]:
-        """The keys of the layer's own indexer, as numbers of the pool's dtype."""
+    def _visible(self, window: int | None) -> Visible:
+        """What queries see: by the mask where there is one, else by the window that the attention function is told."""
+        length, mask = self._cache.length, self._mask
+        if length is None:
+            return Visible(window)
+        if self._own_mask is not None:
+            if mask is not self._own_mask:
+                self._refuse("gets another mask than that of the tokens that are selected")
+            return Visible(window)
+        if self._indexed is not None and self._indexed.is_mask:
+            mask = self._indexed.without(mask)
+            if mask is None:
+                self._refuse("attends to tokens that its indexer has not selected")
+        try:
+            chunk = chunk_of(mask, length, ROWS)
+            return Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+        except UnknownMask as error:
+            self._refuse(str(error))
+
+    def _check_bias(self, cap: float | None) -> None:
+        """Refuse a bias that is not of each row and position, or one without which the layer asks for these."""
+        if self._measures != (self._bias is not None):
+            self._refuse("asks how long texts are, or adds to its scores, but not one for the other")
+        if self._bias is not None:
+            tokens, shape = self.get_mask_sizes(ROWS)[0], self._bias.shape
+            if cap is not None or len(shape) != 4 or (shape[0], *shape[2:]) != (1, ROWS, tokens):
+                self._refuse(f"adds {list(shape)} to its scores, which are not numbers of each position, or caps them")
+
+    def _bias_of_rows(self) -> Tensor:
+        """``[1, heads, ROWS, ROWS]`` the bias of each row with each row."""
+        assert self._bias is not None, "added"
+        if self._cache.length is None:
+            return self._bias[..., list(ORDER)]
+        return self._bias[..., self._cache.length :]
+
+    def _beside(self, dtype: torch.dtype) -> list[CachedTensor]:
+        """The keys of the layer's own indexer, as numbers of the pool's dtype, and what its compressors cache."""
+        if self._compressed is not None:
+            if self._compressed.dtype != dtype or self._indexed is not None:
+                self._refuse(
+                    f"compresses vectors of {self._compressed.dtype} beside K of {dtype}, or has an indexer too"
+                )
+            return [CachedTensor(1, one.kv + one.gate) for one in self._compressed.kinds]
         if self._indexed is None:
             return []
         keys = self._indexed.keys
@@ -254,43 +338,9 @@ class ProbedLayer:
             self._refuse(f"has index keys of {size} bytes, which are no whole numbers of {dtype}")
         return [CachedTensor(1, size // dtype.itemsize)]
 
-    def _compare(
-        self, query: Tensor, scale: float, window: int | None, cap: float | None, sinks: Tensor | None
-    ) -> None:
-        """Refuse a layer whose attention function means something else by its arguments than attention over a tree."""
-        eager = inspect.unwrap(original_class(self._module).forward).__globals__.get("eager_attention_forward")
-        own = own_code(original_class(self._module))  # type: ignore[arg-type]  # classes hash
-        if eager is None or own is not None:  # which is compared as a whole
-            return
-        k, v = self._kv
-        at = torch.arange(ROWS, device=query.device)
-        hidden = at > at[:, None]
-        if window is not None:
-            hidden |= at <= at[:, None] - window
-        mask = torch.zeros(1, 1, ROWS, ROWS, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(hidden, torch.finfo(query.dtype).min)
-        others = {"sliding_window": window, "softcap": cap, "s_aux": sinks}
-        given = {name: value for name, value in others.items() if value is not None}
-        theirs = eager(self._module, query, k, v, mask, scaling=scale, dropout=0.0, **given)[0].double()
-        q, k, v = (of.double() for of in (query, *self._kv))
-        k, v = (of.repeat_interleave(q.shape[1] // of.shape[1], 1) for of in (k, v))
-        scores = q @ k.transpose(2, 3) * scale
-        # Products are rounded before the softmax, which is of float32, weights and values after it.
-        eps = max(torch.finfo(dtype).eps for dtype in (_smaller(*self._kv), torch.float32))
-        allowed = eps * (16 + 4 * scores.abs().max()) * v.abs().max()
-        scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, ROWS, 1)], 3)
-        ours = (scores.softmax(3)[..., :ROWS] @ v).transpose(1, 2)
-        if theirs.shape != ours.shape or not (error := (theirs - ours).abs().max()) <= allowed:
-            self._refuse(
-                "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap and "
-                f"sinks that it is told of, differ by {error:.1e}"
-            )
-
     def _refuse(self, what: str) -> NoReturn:
-        index = layer_number(self._module)
-        raise UnsupportedModel(f"{self._cache.names[index]} ({original_class(self._module).__name__}) {what}")
+        place = self._cache._numbers.index(layer_number(self._module))
+        raise UnsupportedModel(f"{self._cache.names[place]} ({original_class(self._module).__name__}) {what}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -298,17 +348,6 @@ class ProbedLayer:
         self._refuse(f"asks its cache for {name!r}, which a tree does not have for a step of many sequences")
 
 
-def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
-    error, size = (one - other).abs().max(), one.abs().max()
-    return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
-
-
 def _are(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:
     """Whether these are the very same tensors."""
     return len(cached) == len(given) and all(one is other for one, other in zip(cached, given, strict=True))
-
-
-def _smaller(k: Tensor, v: Tensor) -> torch.dtype:
-    """Under autocast keys that were rotated in float32 are rounded to what values are, when they are used."""
-    return min(k.dtype, v.dtype, key=lambda dtype: dtype.itemsize)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.indexing.indexers import Block, IndexKeys, run_indexer
+from prefixkit.models.indexing.indexers import (
+    Block,
+    IndexerCall,
+    IndexKeys,
+    checked_selection,
+    in_texts,
+    is_selection_mask,
+    selected_of,
+)
 from prefixkit.models.probe.mask import window_of
 
 _KEYS, _MOST_KEYS = 1 << 12, 1 << 16  # of which it must leave some out
@@ -19,39 +26,69 @@ class Selection:
     """What an indexer does for the rows of a pass.
 
     Attributes:
-        indices: ``[1, rows, k]`` the tokens that it selects among the rows.
+        found: What it returns where the rows are one text: ``[1, rows, k]`` indices or ``[1, rows, rows]`` a mask.
         keys: ``[1, rows, dim]`` the keys that it caches.
-        most: Tokens that it selects of longer texts.
+        most: Tokens that it selects of longer texts; 0 where it leaves out some of shorter ones.
+        added: The dtype of a mask that is added to scores; None for another, and for indices.
     """
 
-    indices: Tensor
+    found: Tensor
     keys: Tensor
     most: int
+    added: torch.dtype | None
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it returns a mask."""
+        return is_selection_mask(self.found)
+
+    @property
+    def shown(self) -> Tensor:
+        """``[rows, rows]`` bool the tokens that it selects, of those that each row sees."""
+        rows = self.found.shape[1]
+        shown = self.found[0] if self.is_mask else selected_of(self.found, rows)
+        at = torch.arange(rows, device=shown.device)
+        return shown & (at <= at[:, None])
+
+    def mask(self, length: int | None) -> Tensor:
+        """In place of the mask that it returns: that of a step, or after ``length`` tokens one that hides the first."""
+        rows, device = self.found.shape[1], self.found.device
+        if length is None:
+            return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
+        if self.added is None:
+            shown = torch.ones((1, 1, rows, length + rows), dtype=torch.bool, device=device)
+            shown[..., 0] = False
+            return shown
+        mask = torch.zeros((1, 1, rows, length + rows), dtype=self.added, device=device)
+        mask[..., 0] = torch.finfo(self.added).min
+        return mask
+
+    @staticmethod
+    def without(mask: Tensor) -> Tensor | None:
+        """A mask to which that of :meth:`mask` was applied, as it was before; None where it was not applied."""
+        first = mask[..., 0]
+        hidden = ~first if mask.dtype == torch.bool else first <= torch.finfo(mask.dtype).min / 2
+        if not bool(hidden.all()):
+            return None
+        mask = mask.clone()
+        mask[..., 0] = mask.dtype == torch.bool
+        return mask
 
 
 class ProbedIndexer:
     """An indexer as an attention module calls it for the rows of a probe's pass.
 
     Args:
-        indexer, args, kwargs, cache: As :func:`run_indexer` takes them.
-        rows: Of the pass; its last has the token and the position of its first in a step over a tree.
-        length: Tokens before them that the cache claims to hold; None for a step over a tree.
+        call: The call.
+        length: Tokens before the rows that the cache claims to hold; None for a step over a tree, whose last row has
+            the token and the position of its first.
         has_values: Whether tensors have values.
     """
 
-    def __init__(
-        self,
-        indexer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cache: object,
-        rows: int,
-        length: int | None,
-        has_values: bool,
-    ) -> None:
-        self._call = indexer, args, kwargs, cache
-        self._rows, self._length, self._has_values = rows, length, has_values
+    def __init__(self, call: IndexerCall, length: int | None, has_values: bool) -> None:
+        self._call, self._length, self._has_values = call, length, has_values
         self._cached: list[Tensor] = []
+        self._masked = False  # whether it is told by a mask what rows see
 
     def selection(self) -> Selection:
         """Run it.
@@ -59,46 +96,71 @@ class ProbedIndexer:
         Raises:
             ValueError: it is not an indexer as :class:`StepIndexer` takes for granted; the message says why.
         """
-        own = self._run(None, None)
-        if len(self._cached) != 1 or self._cached[0].ndim != 3 or self._cached[0].shape[:2] != (1, self._rows):
+        rows = self._call.total
+        at = torch.arange(rows, device=self._device)
+        block = Block(0, rows, at[None], at, at[None], at.new_zeros(1), (at <= at[:, None])[None])
+        returned = self._call.returned(IndexKeys(self._note, block), block, self._is_mask)
+        own = checked_selection(returned, block)
+        added = returned.dtype if returned.is_floating_point() else None
+        if len(self._cached) != 1 or self._cached[0].ndim != 3 or self._cached[0].shape[:2] != (1, rows):
             raise ValueError(f"an indexer caches other keys than one of each token, {[*map(_shape, self._cached)]}")
         (keys,) = self._cached
+        if not self._has_values:
+            return Selection(own, keys, self._run(keys, _KEYS).shape[1], added)
         count = _KEYS
-        while (most := self._run(keys, count).shape[2]) == count:
+        while (most := int(self._counts(keys, count).max())) == count:
             if count == _MOST_KEYS:
                 raise ValueError(f"an indexer selects all of {count} tokens")
             count *= 2
-        if self._has_values and self._length is None:
+        if self._length is None:
             self._check(keys, most)
-        return Selection(own, keys, most)
+        if not bool(self._counts(keys, 1).all()):
+            raise ValueError("an indexer selects no token of a short text, and attention to none is not defined")
+        sizes = {1, 2, 3, most - 1, most} - {0}
+        whole = all(bool((self._counts(keys, size) == size).all()) for size in sizes if size <= most)
+        return Selection(own, keys, most if whole else 0, added)
+
+    def _counts(self, keys: Tensor, count: int) -> Tensor:
+        """``[rows]`` of so many tokens, how many are selected."""
+        found = self._run(keys, count)
+        return (found if is_selection_mask(found) else found >= 0).sum(1)
 
     def _check(self, keys: Tensor, most: int) -> None:
-        """That a row's tokens depend on the row and the keys that it sees alone."""
+        """That a row's tokens depend on the row and the keys that it sees alone, wherever these are in a batch."""
         count = 4 * most
         hidden = torch.arange(count, device=keys.device) % 2 == 1
-        found = self._run(keys, count, hidden)
-        if bool(hidden[found.long()].any()):
+        found = self._tokens(self._run(keys, count, hidden), count)
+        if self._masked and bool((found & hidden).any()):
             raise ValueError("an indexer selects tokens that its mask hides, and leaves out others")
-        if not torch.equal(*(found[0, row].sort().values for row in (0, -1))):
+        whole = self._tokens(self._run(keys, count), count)
+        if not all(torch.equal(each[0], each[-1]) for each in (found, whole)):
             raise ValueError("an indexer selects other tokens for the same token at the same position")
+        if not torch.equal(self._tokens(self._run(keys, count, padding=3), count), whole):
+            raise ValueError("an indexer selects other tokens behind padding")
 
-    def _run(self, like: Tensor | None, count: int | None, hidden: Tensor | None = None) -> Tensor:
-        """``[1, rows, k]``: among the rows' own keys, each seeing those before; or among ``count`` others."""
-        indexer, args, kwargs, cache = self._call
-        device = next(indexer.parameters()).device if like is None else like.device
-        at = torch.arange(self._rows, device=device)
-        if like is None or count is None:
-            visible = at <= at[:, None]
-            block = Block(0, self._rows, at[None], at, at[None], visible[None])
-            return run_indexer(indexer, args, kwargs, cache, IndexKeys(self._note), block, self._is_mask)
-        size = count * like.shape[2]
-        numbers = torch.sin(torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(like.device, like.dtype)
+    def _tokens(self, found: Tensor, count: int) -> Tensor:
+        """``[rows, count]`` bool."""
+        return found[:, :count] if is_selection_mask(found) else selected_of(found[None], count)
+
+    def _run(self, like: Tensor, count: int, hidden: Tensor | None = None, padding: int = 0) -> Tensor:
+        """``[rows, ...]`` what is selected among ``count`` other keys, behind padding: each row is the last of a text,
+        all of whose keys are those.
+        """
+        call, device = self._call, like.device
+        size, rows, total = count * like.shape[2], call.total, padding + count
+        numbers = torch.sin(torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(device, like.dtype)
+        keys = nn.functional.pad(numbers.view(count, like.shape[2]), (0, 0, padding, 0)).expand(rows, -1, -1)
         shown = torch.ones(count, dtype=torch.bool, device=device) if hidden is None else ~hidden
-        block = Block(
-            0, self._rows, at[None], at, at.new_zeros(1, count), shown.expand(1, self._rows, count).contiguous()
-        )
-        others = IndexKeys(lambda keys: numbers.view(1, count, like.shape[2]))
-        return run_indexer(indexer, args, kwargs, cache, others, block, self._is_mask)
+        shown = nn.functional.pad(shown, (padding, 0)).expand(rows, 1, -1).contiguous()
+        at = torch.arange(rows, device=device)
+        slots = at.new_zeros(rows, total)
+        block = Block(0, rows, at[:, None], at, slots, at.new_full((rows,), padding), shown)
+        found = call.run(IndexKeys(lambda own: keys, block), block, self._is_mask)
+        return in_texts(block, found)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._call.indexer.parameters()).device
 
     def _note(self, keys: Tensor) -> Tensor:
         self._cached.append(keys)
@@ -106,15 +168,21 @@ class ProbedIndexer:
 
     def _is_mask(self, tensor: Tensor) -> bool:
         """Whether a tensor is the mask of the pass; ValueError where that hides more than what is after a row."""
+        found = self._looks_like_mask(tensor)
+        self._masked = self._masked or found
+        return found
+
+    def _looks_like_mask(self, tensor: Tensor) -> bool:
+        rows = self._call.total
         if self._length is None:
             return not tensor.numel()
-        if tensor.ndim not in (3, 4) or tensor.shape[-2] != self._rows or tensor.shape[-1] < self._length + self._rows:
+        if tensor.ndim not in (3, 4) or tensor.shape[-2] != rows or tensor.shape[-1] < self._length + rows:
             return False
         if tensor.dtype != torch.bool:
             hidden = tensor <= torch.finfo(tensor.dtype).min / 2
             if not hidden.any() or tensor.masked_fill(hidden, 0).any():
                 return False
-        if window_of(tensor if tensor.ndim == 4 else tensor[:, None], self._length, self._rows, None) is not None:
+        if window_of(tensor if tensor.ndim == 4 else tensor[:, None], self._length, rows, None) is not None:
             raise ValueError("an indexer is not shown all tokens of a text")
         return True
 

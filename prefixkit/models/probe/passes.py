@@ -22,18 +22,20 @@ from transformers import PreTrainedModel
 
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
-from prefixkit.models.families import attention_layers, pretrained_model, text_config
+from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
-from prefixkit.models.probe.cache import ROWS, Enough, ProbeCache, Probed, close
+from prefixkit.models.probe.cache import ProbeCache
+from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.step_cache import empty_mask
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3
+SCALES_FROM = "log_scaling_n_floor"  # in a config: positions up to which queries are not scaled
 
 
 def probe(model: nn.Module) -> Probed:
@@ -58,7 +60,7 @@ def probe(model: nn.Module) -> Probed:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
-            found, probed = _look(inner, layers, states, _tokens(inner, attempt))
+            found, probed = _look_both_ways(inner, layers, states, _tokens(inner, attempt))
             if found is None:
                 return probed
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
@@ -68,27 +70,77 @@ def probe(model: nn.Module) -> Probed:
     return probed
 
 
-def _look(
+def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
+) -> tuple[str | None, Probed]:
+    """:func:`_look`; at a model that takes no positions once more, with offsets, where that finds what is wrong."""
+    if "position_ids" in inspect.signature(original_class(model).forward).parameters:
+        return _look(model, layers, states, text)
+    first: UnsupportedModel | None = None
+    try:
+        found, probed = _look(model, layers, states, text)
+        if found is None:
+            return None, probed
+    except UnsupportedModel as error:
+        first = error
+    try:
+        by_offsets, other = _look(model, layers, states, text, offsets=True)
+    except UnsupportedModel:
+        by_offsets = "not so either"
+    if by_offsets is None:
+        return None, other
+    if first is not None:
+        raise first
+    return found, probed
+
+
+def _look(
+    model: PreTrainedModel,
+    layers: dict[str, nn.Module],
+    states: dict[str, nn.Module],
+    text: Sequence[int],
+    *,
+    offsets: bool = False,
 ) -> tuple[str | None, Probed]:
     """One probe: what is not as it should be, and what layers work on."""
     length = _length(model)
-    order = torch.tensor([[*range(ROWS - 1), 0]], device=_device(model))
-    step, plain, long = (ProbeCache(layers, tokens, mixers=states) for tokens in (None, 0, length))
+    order = torch.tensor([ORDER], device=_device(model))
+    step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
         given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
     logits = _run(model, step, text, **given)
-    _run(model, long, text, position_ids=_positions(model, length))
+    shown = {"attention_mask": torch.ones(1, length + ROWS, device=_device(model))} if offsets else {}
+    _run(model, long, text, position_ids=_positions(model, length), **shown)
+    numbers, kept, asks = step.numbers, step.found_states, step.asks_positions
     if random_part(model) is not None:
-        return None, Probed(tuple(long.kinds), numbers=step.numbers, states=step.found_states)
+        scales = any(kind.biased for kind in long.kinds)  # maybe: rows cannot be compared
+        return None, Probed(tuple(long.kinds), True, numbers, kept, asks, offsets, scales)
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
         _run(model, plain, text)
     counts_from_zero = not plain.rows or all(
         close(rows[:-1], others[:-1], kind.dtype)
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
-    return _difference(step, logits), Probed(tuple(long.kinds), counts_from_zero, step.numbers, step.found_states)
+    scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
+    probed = Probed(tuple(long.kinds), counts_from_zero, numbers, kept, asks, offsets, scales)
+    return _difference(step, logits), probed
+
+
+def _scales_padded(
+    model: PreTrainedModel,
+    layers: dict[str, nn.Module],
+    states: dict[str, nn.Module],
+    text: Sequence[int],
+    step: ProbeCache,
+) -> bool:
+    """Whether rows behind a long text, at the positions of a step, differ from those of that step."""
+    behind = ProbeCache(layers, _length(model), mixers=states)
+    _run(model, behind, text, position_ids=torch.arange(ROWS, device=_device(model))[None])
+    return not all(
+        close(rows[:-1], others[:-1], kind.dtype)
+        for kind, rows, others in zip(step.kinds, step.rows, behind.rows, strict=True)
+    )
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
@@ -189,16 +241,16 @@ def _device(model: PreTrainedModel) -> torch.device:
 def _length(model: PreTrainedModel) -> int:
     """Tokens that the cache claims to hold: windows show after them, and a chunk begins among the next four."""
     config = text_config(model)
-    chunk, window = (getattr(config, name, None) or 0 for name in ("attention_chunk_size", "sliding_window"))
-    most = max(_LONGEST, 2 * chunk, window + 2 * ROWS)
+    names = "attention_chunk_size", "sliding_window", SCALES_FROM
+    chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
+    most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
     return most - most % max(chunk, 1) - ROWS // 2
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
     """``[1, 4]`` positions after ``length`` tokens, or the last that the model surely knows."""
-    most = int(getattr(text_config(model), "max_position_embeddings", None) or 2048)
     # Some models count positions from a padding token's.
-    return min(length, max(0, most - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
+    return min(length, max(0, known_positions(model) - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:

@@ -32,8 +32,16 @@ class KeepsStates(Protocol):
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that keep a state in place of KV, patched or not, by name."""
-    return {name: module for name, module in model.named_modules() if is_mixer(module)}
+    """The modules of a model that keep a state in place of KV, patched or not, by name; what such a module calls keeps
+    its own in the same cache, and is not among them.
+    """
+    found = dict[str, nn.Module]()
+    inside = set[nn.Module]()
+    for name, module in model.named_modules():  # which has a module before what is in it
+        if is_mixer(module) and module not in inside:
+            found[name] = module
+            inside.update(module.modules())
+    return found
 
 
 def is_mixer(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Attention to tokens that are selected for each query."""
+"""Attention to tokens that are selected for each query, and with a bias of each."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ VARIANTS = {"causal": CAUSAL, "window": sliding_window(5), "sinks": attention_si
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def attend(case: Case, plan, selected: Tensor | None, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def attend(  # type: ignore[no-untyped-def]
+    case: Case, plan, selected: Tensor | None, variant: Variant = CAUSAL, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     k, v = case.k_pages, case.v_pages
     shape = HeadShape(case.q.shape[1], k.shape[2], k.shape[3], case.q.itemsize, v.shape[3])
     step = bind(plan, StepTree(case.snapshot, case.queries), shape)
     rest = step.tensors, case.scale, register(variant), case.sinks_for(variant)
-    return expanded_attention(case.q, (k, v), None, case.positions, *rest, selected)
+    return expanded_attention(case.q, (k, v), None, case.positions, *rest, selected, bias)
 
 
-def exact(case: Case, selected: Tensor, variant: Variant) -> State:
-    """Row by row, for each has a mask of its own."""
+def exact(case: Case, selected: Tensor, variant: Variant, bias: Tensor | None = None) -> State:
+    """Row by row, for each has a mask of its own, and a bias."""
     states = []
     for row in range(len(case.q)):
-        mine = Variant("selected", mask_mod=lambda q, key, head, row=row: selected[row][key])
+        added = None if bias is None else lambda score, q, key, head, of=bias[row]: score + of[head, key]
+        mine = Variant("selected", added, mask_mod=lambda q, key, head, row=row: selected[row][key])
         one = slice(row, row + 1)
         where = case.snapshot, case.row_node[one], case.positions.numpy()[one], case.q[one]
         both = compose(mine, variant)
@@ -57,6 +60,32 @@ def test_a_query_sees_what_is_selected_for_it(dtype: torch.dtype, v_dim: int | N
     for ours, theirs in zip(attend(case, plan, selected, chosen), exact(case, selected, chosen), strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.double(), theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_bias_of_each_query_is_added_to_its_scores(dtype: torch.dtype, variant: str, seed: int) -> None:
+    """For each head and position; with tokens selected or without."""
+    rng, chosen = np.random.default_rng([seed, dtype.itemsize]), VARIANTS[variant]
+    case = random_case(rng, dtype, (6, 2, 32))
+    plan = plan_of(case, (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)])
+    shape = len(case.q), 6, int(case.positions.max()) + 1
+    bias = torch.from_numpy(rng.normal(size=shape)).to(dtype)
+    selected = torch.from_numpy(rng.random(shape[::2]) < rng.choice([0.5, 1.0]))
+    given = None if bool(selected.all()) else selected
+    want = exact(case, selected, chosen, bias.double())
+    for ours, theirs in zip(attend(case, plan, given, chosen, bias), want, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_a_bias_is_of_each_row_and_head() -> None:
+    case = random_case(np.random.default_rng(0), torch.float32, (6, 2, 32))
+    plan, rows = plan_of(case, CPU_COST), len(case.q)
+    with pytest.raises(BadShape, match=rf"bias must have shape \[{rows}, 6, positions\]"):
+        attend(case, plan, None, bias=torch.zeros(rows, 2, 9))
+    with pytest.raises(BadDtype, match=r"bias must be torch\.float32"):
+        attend(case, plan, None, bias=torch.zeros(rows, 6, 9, dtype=torch.int64))
 
 
 def test_without_a_selection_it_is_attention_over_k_and_v() -> None:

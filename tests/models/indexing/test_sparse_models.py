@@ -207,7 +207,7 @@ def test_index_keys_are_cached_beside_what_is_attended_to(family):
     assert (first.cached[-1].heads, first.cached[-1].head_dim) == (1, 16)
     assert "8 tokens selected by index keys of 1 x 16" in str(first)
     kv = 24 + 8 if first.expands else 4 * (24 + 16)
-    of_second = {"glm_moe_dsa": kv, "dots3_note_text": 1024 + 64}.get(family, kv + 16)
+    of_second = {"glm_moe_dsa": kv, "dots3_note_text": 40 + 8}.get(family, kv + 16)
     assert facts.spec.bytes_per_token == 4 * (kv + 16 + of_second)
 
 

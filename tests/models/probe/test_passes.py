@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.models import UnsupportedModel, facts_of, is_patched, kv_spec, patch
-from prefixkit.models.probe.cache import Probed
+from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import ignores_zeros, probe
 from tests.models.tiny_families import WINDOW
 

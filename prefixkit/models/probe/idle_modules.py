@@ -1,0 +1,35 @@
+"""Modules of a model that do not run where it computes text: cross-attention without an encoder, layers for images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from prefixkit.models.attention_class import forward_below
+
+_TOKENS = 4
+
+
+def idle_modules(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Those of some modules that a pass over a few tokens does not call; none where there can be no such pass."""
+    called, kept = set[nn.Module](), {of: of.rope_deltas for of in model.modules() if hasattr(of, "rope_deltas")}
+
+    def note(module: nn.Module, *given: Any) -> None:
+        called.add(module)
+
+    hooks = [module.register_forward_pre_hook(note) for module in modules]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            forward_below(model)(input_ids=torch.arange(_TOKENS, device=model.device)[None], use_cache=False)
+    except Exception:
+        return set()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, deltas in kept.items():
+            module.rope_deltas = deltas
+    return set(modules) - called
