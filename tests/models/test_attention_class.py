@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from prefixkit.models import NotPatched, patch, unpatch
+from prefixkit.models import IncompleteStep, NotPatched, patch, unpatch
 from prefixkit.models.attention_class import original_class, tree_class
 from tests.models.forwards import class_level_forward
 
@@ -81,12 +81,22 @@ def test_dropout_is_refused(run):
 
 @pytest.mark.parametrize(
     "asked",
-    [{"position_bias": torch.zeros(1)}, {"head_mask": torch.ones(4)}, {"cu_seq_lens_q": torch.tensor([0, 9])}],
+    [{"alibi": torch.zeros(1)}, {"head_mask": torch.ones(4)}, {"cu_seq_lens_q": torch.tensor([0, 9])}],
     ids=str,
 )
 def test_unknown_keywords_are_refused(run, asked):
     with pytest.raises(ValueError, match=f"LlamaAttention passed {next(iter(asked))} .*would ignore it"):
         run.model(**run.cache.inputs(), **asked)
+
+
+def test_a_bias_that_the_model_did_not_have_when_it_was_measured_is_refused(run):
+    with pytest.raises(IncompleteStep, match=r"layer 0 adds \[1\] to its scores, which is not what it did"):
+        run.model(**run.cache.inputs(), position_bias=torch.zeros(1))
+
+
+def test_sinks_of_another_shape_are_refused(run):
+    with pytest.raises(ValueError, match=r"LlamaAttention passed sinks of shape \[4\]"):
+        run.model(**run.cache.inputs(), sinks=torch.zeros(4))
 
 
 def test_bidirectional_attention_is_refused(run):

@@ -233,7 +233,7 @@ class ProbedLayer:
         (k, v), told = self._kv, self._visible(window)
         if self._indexed is not None and self._attended is None:
             self._refuse("has an indexer, but attends to all tokens")
-        self._check_bias(cap)
+        self._check_bias(cap, sinks)
         own = self._module.__dict__
         dtype = smaller(*(self._cached or self._kv))
         scales = own.get(SCALES) and not own.get("use_rope")
@@ -306,10 +306,12 @@ class ProbedLayer:
         except UnknownMask as error:
             self._refuse(str(error))
 
-    def _check_bias(self, cap: float | None) -> None:
+    def _check_bias(self, cap: float | None, sinks: Tensor | None) -> None:
         """Refuse a bias that is not of each row and position, or one without which the layer asks for these."""
         if self._measures != (self._bias is not None):
             self._refuse("asks how long texts are, or adds to its scores, but not one for the other")
+        if sinks is not None and sinks.ndim == 2 and self._bias is None:
+            self._refuse("has sinks of each row, but no bias")
         if self._bias is not None:
             tokens, shape = self.get_mask_sizes(ROWS)[0], self._bias.shape
             if cap is not None or len(shape) != 4 or (shape[0], *shape[2:]) != (1, ROWS, tokens):
