@@ -52,7 +52,7 @@ class ProbeCache(LayeredCache):
     Args:
         length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
             mask must arrive.
-        shapes_only: The pass ends at the first attention, as tensors have no values.
+        shapes_only: Tensors have no values to compare; the pass ends at the first attention, unless layers keep states.
         mixers: Modules that keep a state, by name.
     """
 
@@ -228,7 +228,7 @@ class ProbedLayer:
         self._cache.cached.append(self._cached)
         if self._cache.shapes_only and not self._cache.mixers:
             raise Enough
-        if self._cache.length is None:
+        if self._cache.length is None and not self._cache.shapes_only:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
             self._compare(query, scale, window, cap, sinks)
@@ -283,7 +283,7 @@ class ProbedLayer:
             )
 
     def _refuse(self, what: str) -> NoReturn:
-        index = layer_number(self._module)
+        index = self._cache._numbers.index(layer_number(self._module))  # others lie between them
         raise UnsupportedModel(f"{self._cache.names[index]} ({original_class(self._module).__name__}) {what}")
 
     def __getattr__(self, name: str) -> Any:
