@@ -105,6 +105,8 @@ def show_report(report: Report, title: str, console: Console) -> None:
     """What was computed, held and read, beside what a plain batch would have."""
     console.print(line((title, "bold")))
     console.print(saved_table(report.rows()))
+    if report.bytes_per_state:
+        console.print(line(report.states_held))
 
 
 def saved_table(rows: Iterable[Sequence[str]]) -> Table:

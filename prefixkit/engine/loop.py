@@ -97,7 +97,7 @@ class Loop:
 
     def _report_ended(self) -> None:
         if self._ended is not None:
-            self.call.report.add(self._ended.counts(self.store.pool.spec.bytes_per_token))
+            self.call.report.add(self._ended.counts(self.store.pool.spec))
             self._ended = None
 
     def _counters(self) -> dict[str, float]:

@@ -121,7 +121,8 @@ def have_states(store: KVStore, requests: Sequence[Request], most_running: int) 
     largest = max(each, default=1)
     checkpoints = sum(len(request.tokens) for request in requests) // store.tokens_per_checkpoint
     wanted = checkpoints + STATES_PER_PROMPT * len(requests) + min(runs, most_running * largest)
-    store.have_slots(wanted + STATES_PER_PROMPT, 2 * STATES_PER_PROMPT + largest)
+    remedy = "lower num_beams" if any(request.params.forks for request in requests) else ""
+    store.have_slots(wanted + STATES_PER_PROMPT, 2 * STATES_PER_PROMPT + largest, remedy)
 
 
 def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:

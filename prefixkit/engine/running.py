@@ -13,6 +13,7 @@ from prefixkit.engine.next_step import Scheduled
 from prefixkit.engine.request import Sample
 from prefixkit.engine.runs.run_protocol import Run, SteppedRun, StreamingRun, is_stepped, is_streaming
 from prefixkit.engine.runs.stop_filter import MET, StopFilter
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.runners.batch import Results, Runner, launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
 
@@ -43,6 +44,7 @@ class RunningBatch:
         self._launched = self._read = self.rows_run = self._kv_tokens_read = self._kv_tokens_unshared = 0
         self._tokens_unshared = 0  # what the sequences would have held unshared when they were longest
         self._launch_first()
+        self._states = 0 if scheduled.batch is None else tree.states_held()  # each goes on in its slot from here
         # The rest is made while the device is at work.
         self._streaming = {row: run for row, run in enumerate(self._runs) if is_streaming(run)}
         self._stepped = _stepped(scheduled)
@@ -78,9 +80,9 @@ class RunningBatch:
         """Whether its steps run no prompt tokens."""
         return self.scheduled.batch is not None and self.scheduled.batch.decodes
 
-    def counts(self, bytes_per_token: int) -> dict[str, Any]:
+    def counts(self, spec: KVSpec) -> dict[str, Any]:
         """What the report counts of it, once it has ended."""
-        size, end = self.tree.page_size, self._end_slot
+        size, end, bytes_per_token = self.tree.page_size, self._end_slot, spec.bytes_per_token
         # As if no run had ended; without reserved pages.
         pages = self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
         decode_steps = self.steps if self.decodes else 0
@@ -94,6 +96,8 @@ class RunningBatch:
             "kv_bytes_read_unshared": self._kv_tokens_unshared * bytes_per_token,
             "kv_bytes_held_peak": pages * size * bytes_per_token,
             "kv_bytes_unshared_peak": self._tokens_unshared * bytes_per_token,
+            "state_bytes_held_peak": self._states * spec.bytes_per_state,
+            "bytes_per_state": spec.bytes_per_state,
         }
 
     def done(self, has_waiting: bool) -> bool:

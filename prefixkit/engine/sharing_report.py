@@ -27,6 +27,9 @@ class Report:
         tokens_plain_batch: Tokens that a plain batch would have sent through it.
         kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages; reserved pages apart.
         kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
+        state_bytes_held_peak: Bytes of states, of layers that keep one in place of KV, that sequences held when they
+            were most: at their ends, and at checkpoints before; those that the prefix cache alone retains apart.
+        bytes_per_state: Bytes of one state, of all these layers; 0 for models without.
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: What it would have read for each sequence apart.
         kv_bytes_copied: KV bytes that were copied within the pool, to make one node of many that beams had left.
@@ -58,6 +61,8 @@ class Report:
     tokens_plain_batch: int = 0
     kv_bytes_held_peak: int = 0
     kv_bytes_unshared_peak: int = 0
+    state_bytes_held_peak: int = 0
+    bytes_per_state: int = 0
     kv_bytes_read: int = 0
     kv_bytes_read_unshared: int = 0
     kv_bytes_copied: int = 0
@@ -106,7 +111,7 @@ class Report:
             if isinstance(before, dict) and isinstance(value, Mapping):
                 setattr(self, name, {key: before.get(key, 0) + value.get(key, 0) for key in {**before, **value}})
             elif isinstance(before, int | float) and isinstance(value, int | float):
-                peak = name.endswith("_peak") or name == "graph_bytes"
+                peak = name.endswith("_peak") or name in ("graph_bytes", "bytes_per_state")
                 setattr(self, name, max(before, value) if peak else before + value)
 
     @property
@@ -123,6 +128,12 @@ class Report:
             ),
             _row("KV read, GiB", self.kv_bytes_read / 2**30, self.kv_bytes_read_unshared / 2**30, "{:,.2f}"),
         ]
+
+    @property
+    def states_held(self) -> str:
+        """How many states were held at once, and their memory, in one line."""
+        held, each = self.state_bytes_held_peak, self.bytes_per_state
+        return f"{held // max(1, each):,} states of {each:,} bytes held at peak, {held / 2**20:,.1f} MiB"
 
     @property
     def headline(self) -> str:
@@ -152,6 +163,7 @@ class Report:
                 f"{preempted} times a sample was preempted, {self.preempted_swapped} of them by swapping its KV"
             )
         lines += [f"{steps} steps not pipelined: {reason}" for reason, steps in self.unpipelined.items()]
+        lines += [self.states_held] if self.bytes_per_state else []
         lines.append(f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}")
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]
         return "\n".join(lines)

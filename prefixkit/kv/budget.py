@@ -24,6 +24,7 @@ class Budget:
         tree: That of the store.
         bytes_per_token: KV of a token in all layers.
         pins: The pinned sequences.
+        beside_states: Whether the other half of ``kv_budget`` is for states.
         pinned_pages: Pages that they hold.
         pages: Pages that a call may take.
     """
@@ -31,6 +32,7 @@ class Budget:
     tree: PrefixTree
     bytes_per_token: int
     pins: list[Sequence]
+    beside_states: bool = False
     pinned_pages: int = field(init=False)
     pages: int = field(init=False)
 
@@ -57,7 +59,8 @@ class Budget:
         size, token = self.tree.page_size, self.bytes_per_token / 2**20
         need, have = (f"{n * size} tokens ({n * size * token:.1f} MiB)" for n in (pages, self.pages))
         beside = f" beside {self.pinned_pages} pages of pinned prefixes" if self.pinned_pages else ""
+        half = ", its other half being for states" if self.beside_states else ""
         return KVBudgetTooSmall(
-            f"{what} needs KV for {need} in pages of {size}, but the KV budget holds {have}{beside}; "
+            f"{what} needs KV for {need} in pages of {size}, but the KV budget holds {have}{beside}{half}; "
             f"raise kv_budget, or {remedy}"
         )

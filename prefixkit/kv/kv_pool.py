@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,12 @@ class KVSpec:
         """How many layers cache tensors of which sizes, in words."""
         found = (f"{len(at)} layers of {' and '.join(map(str, cached))}" for cached, at in self.tensors.items())
         return ", ".join(found)
+
+    @property
+    def state_kinds(self) -> str:
+        """How many modules keep which states, in words; none where there are none."""
+        found = Counter(" and ".join(map(str, module)) for module in self.states)
+        return ", ".join(f"{count} modules of {states}" for states, count in found.items())
 
     def __str__(self) -> str:
         states = f", states of {len(self.states)} modules" if self.states else ""

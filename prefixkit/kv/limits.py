@@ -84,6 +84,11 @@ def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free
     return _pages_in(left, spec, kv_budget, page_size, workspace)
 
 
+def left_for_states(spec: KVSpec, kv_budget: float | str | None, tokens: int) -> int | None:
+    """Bytes of a budget that the KV of ``tokens`` tokens leaves for states; None without one."""
+    return None if kv_budget is None else max(0, parse_size(kv_budget) - tokens * spec.bytes_per_token)
+
+
 def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
     """Raise DoesNotFit unless the KV of ``tokens`` tokens is within the share of rows, which do not wait for others."""
     share, need = ROWS_SHARE[spec.device.type], tokens * spec.bytes_per_token
@@ -104,10 +109,11 @@ def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size:
         pages = budget // page_bytes
         return min(pages, MOST_PAGES) if kv_budget is None or spec.states else pages
     page = f"a page of {page_size} tokens takes {page_bytes} bytes ({page_bytes / 2**20:.2f} MiB)"
+    page += ", and half of it is for states" if spec.states else ""
     if kv_budget is not None:
         raise ValueError(f"kv_budget={whole} bytes holds no page; {page}; raise kv_budget")
     raise ValueError(
-        f"the memory left for KV ({budget} bytes) holds no page; {page}, "
+        f"the memory left for KV ({whole} bytes) holds no page; {page}, "
         f"and a step {workspace / 2**20:.0f} MiB besides; "
         "free some memory, ask for fewer samples, or lower prefill_chunk"
     )

@@ -84,6 +84,11 @@ class StatePool:
         at = torch.from_numpy(slots).to(self.device)
         return [tensor[at].cpu() for module in self.tensors for tensor in module]
 
+    def read_one(self, number: int, slots: NDArray[np.int64]) -> Tensor:
+        """Of these copies the one of this number."""
+        every = [tensor for module in self.tensors for tensor in module]
+        return every[number][torch.from_numpy(slots).to(self.device)].cpu()
+
     def write(self, slots: NDArray[np.int64], states: Sequence[Tensor]) -> None:
         """Set the states in slots to what :meth:`read` gave."""
         at = torch.from_numpy(slots).to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -11,14 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
-from prefixkit.kv.kv_pool import KVPool, free_memory
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, free_memory
 from prefixkit.kv.limits import STATE_SHARE
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
-from prefixkit.tree.state_slots import StateSlots
+from prefixkit.tree.state_slots import StateSlots, name
+
+log = logging.getLogger("prefixkit")
 
 # A state less than this many tokens after another saves little.
 _FEWEST_A_CHECKPOINT = 256
@@ -36,7 +39,7 @@ class KVStore:
         version: Of the weights that the KV is of; None: not known.
         runners: What runs steps over the pool, by what runs in them; CUDA graphs hold its addresses.
         notes: What callers keep with the store, by what it is.
-        most_state_bytes: What states may take; None: half of what :attr:`free` says.
+        most_state_bytes: What states may take of a ``kv_budget``; None without one: half of what :attr:`free` says.
         free: Bytes that the store may take besides.
     """
 
@@ -56,7 +59,8 @@ class KVStore:
         """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
         self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
         if self.pool.spec.states:
-            self.tree.states = StateSlots(self.tree.root, self.pool.states.slots, self.tokens_per_checkpoint)
+            tree, slots = self.tree, self.pool.states.slots
+            tree.states = StateSlots(tree.root, tree.included, slots, self.tokens_per_checkpoint)
         self.cache = PrefixCache(self.tree, POLICIES[self.eviction])
         self._pinned: list[Sequence] = []
 
@@ -102,7 +106,7 @@ class KVStore:
 
     def budget(self) -> Budget:
         """What a call that starts now may take."""
-        return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins)
+        return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins, bool(self.pool.spec.states))
 
     # -- what stays ----------------------------------------------------------------------------------------------------
 
@@ -145,31 +149,64 @@ class KVStore:
     def write_state(self, node: Node, state: tuple[Tensor, ...]) -> None:
         """Give a node, whose tokens have KV as they had then, what :meth:`read_state` gave, where a slot is free."""
         states = self.tree.states
-        if states is not None and state and node.state < 0 and (slot := states.place(node)) >= 0:
-            self.pool.states.write(np.array([slot]), state)
+        if states is not None and state and node.state < 0:
+            for slot in states.spare(1):
+                self.pool.states.write(np.array([slot]), state)
+                name(node, node.computed, slot)
 
-    def have_slots(self, wanted: int, least: int) -> None:
-        """Have slots for ``wanted`` states of sequences, or as many as there is memory for, where layers keep states.
+    @property
+    def state_bytes_allowed(self) -> int:
+        """What states may take, those that there are included."""
+        if self.most_state_bytes is not None:
+            return self.most_state_bytes
+        held = self.pool.states.bytes
+        return held + int(STATE_SHARE * max(0, self.free() - held))
+
+    def have_slots(self, wanted: int, least: int, remedy: str = "") -> None:
+        """Have slots for ``wanted`` states beside those that nodes have, or as many as there is memory for.
+
+        Args:
+            wanted, least: States of sequences at once, as many as would be good and as must be.
+            remedy: What lowers ``least``, for the message.
 
         Raises:
-            KVBudgetTooSmall: that is fewer than ``least``; nothing has changed.
+            KVBudgetTooSmall: there is no memory for ``least``; nothing has changed.
+            KVPoolTooLarge: the device has not the memory that they may take; nothing has changed.
         """
-        states, size = self.pool.states, self.pool.spec.bytes_per_state
-        if self.tree.states is None or wanted <= states.slots:
+        states, of_tree = self.pool.states, self.tree.states
+        if of_tree is None or (wanted := wanted + of_tree.used) <= states.slots:
             return
-        half = states.bytes + int(STATE_SHARE * max(0, self.free() - states.bytes))
-        most = half if self.most_state_bytes is None else self.most_state_bytes
-        slots = min(wanted, most // size)
+        size, most = self.pool.spec.bytes_per_state, self.state_bytes_allowed
+        # Each time twice as many: graphs hold the tensors of before.
+        slots = max(states.slots, min(max(wanted, 2 * states.slots), most // size))
         if slots < least:
-            raise KVBudgetTooSmall(
-                f"layers that keep a state need {least * size / 2**20:.1f} MiB for {least} states at once, and may "
-                f"take {most / 2**20:.1f} MiB; raise kv_budget, of which they take half, or sample fewer at once"
-            )
+            raise self._too_small(least, most, remedy)
         if slots > states.slots:
-            states.grow(slots)
-            self.tree.states.grow(slots)
+            try:
+                states.grow(slots)
+            except RuntimeError as error:  # torch's OutOfMemoryError is one too
+                need, free = slots * size / 2**30, free_memory(states.device) / 2**30
+                why = f"{slots} states take {need:.1f} GiB, which {states.device} cannot give ({free:.1f} GiB are free)"
+                if states.slots < least:
+                    raise KVPoolTooLarge(f"{why}; lower kv_budget") from error
+                log.info("states: %s: %d are kept at once", why, states.slots)
+                return
+            of_tree.grow(slots)
             for runner in self.runners.values():
-                runner.drop_graphs()  # which hold the tensors of before
+                runner.drop_graphs()
+
+    def _too_small(self, least: int, most: int, remedy: str) -> KVBudgetTooSmall:
+        size = self.pool.spec.bytes_per_state
+        need = least * size
+        of, others = "of the memory that is free", ["free some memory"]
+        if self.most_state_bytes is not None:
+            whole = -(-need // STATE_SHARE)
+            of, others = "of kv_budget", [f"raise kv_budget to {whole:.0f} bytes ({whole / 2**20:.2f} MiB) or more"]
+        return KVBudgetTooSmall(
+            f"layers that keep a state in place of KV need {least} states of {size} bytes at once, {need} bytes "
+            f"({need / 2**20:.2f} MiB), and may take {most} bytes ({most / 2**20:.2f} MiB) {of}; "
+            + " or ".join([*others, *([remedy] if remedy else [])])
+        )
 
     def grow(self, pages: int) -> None:
         """Add pages: the pool is copied to a larger one, and its runners are dropped.

@@ -10,6 +10,7 @@ from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
+from prefixkit.kv.limits import left_for_states
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
@@ -40,8 +41,7 @@ def make_engine(
     stores = stores_of(facts.inner)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, stores.free(spec.device), workspace)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
-    if kv_budget is not None:
-        store.most_state_bytes = num_pages * page_size * spec.bytes_per_token
+    store.most_state_bytes = left_for_states(spec, kv_budget, num_pages * page_size)
     return engine_of(facts, store, settings, graphs=graphs, compiled=compiled)
 
 

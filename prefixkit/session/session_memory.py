@@ -20,7 +20,7 @@ from prefixkit.engine.memory import MOST_RUNNING
 from prefixkit.engine.policy import EngineSettings, MemoryPolicy
 from prefixkit.engine.request import Request
 from prefixkit.engine.sharing_report import Report
-from prefixkit.kv.limits import session_pages
+from prefixkit.kv.limits import left_for_states, session_pages
 from prefixkit.kv.store import KVStore
 from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models import ModelFacts, patched_facts
@@ -249,11 +249,14 @@ class SessionMemory:
             self.store = self._stores.hold(self._kind, self, self._size)
         else:
             self.store = self._stores.make(self._kind, self._size(0))
-            self.store.most_state_bytes = self.store.pool.bytes
         spec, tokens = self._kind.spec, self.store.pool.num_pages * self._page_size
+        self.store.most_state_bytes = left_for_states(spec, self._kv_budget, tokens)
         log.info(
             "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
         )
+        if spec.states:
+            most = self.store.state_bytes_allowed / 2**30
+            log.info("session: states of %d bytes, up to %.2f GiB of them, in place of KV", spec.bytes_per_state, most)
 
     def _let_go(self) -> None:
         if self.store is not None:

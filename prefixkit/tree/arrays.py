@@ -21,3 +21,18 @@ def ranges(begin: NDArray[np.integer], count: NDArray[np.integer]) -> NDArray[np
     ends = np.cumsum(count)
     numbers: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
     return numbers
+
+
+def appended(buffer: Ints, size: int, values: Ints) -> Ints:
+    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no capacity."""
+    if size + len(values) > len(buffer):
+        buffer = with_capacity(buffer, size, len(values))
+    buffer[size : size + len(values)] = values
+    return buffer
+
+
+def with_capacity(buffer: Ints, size: int, extra: int) -> Ints:
+    """A copy of ``buffer[:size]`` with capacity for ``extra`` more; doubling makes appending amortised O(1)."""
+    larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
+    larger[:size] = buffer[:size]
+    return larger

@@ -10,6 +10,7 @@ from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
+from prefixkit.tree.splits import absorb_parent, split
 from prefixkit.tree.state_slots import StateSlots
 
 _NO_PAGES = np.empty(0, np.int32)
@@ -119,9 +120,9 @@ class TreeEdits:
             self._move(sequence, leaf)
 
     def split(self, node: Node, at: int) -> Node:
-        """Split before token ``at``, and return the new upper half; see :meth:`Node.split`."""
+        """Split before token ``at``, and return the new upper half; see :func:`prefixkit.tree.splits.split`."""
         self.version += 1
-        return node.split(at, next(self._node_ids), self.allocator)
+        return split(node, at, next(self._node_ids), self.allocator)
 
     def replace(self, node: Node, by: Node) -> None:
         """Replace ``node``, which has no reserved pages, by a sibling of the same tokens."""
@@ -163,5 +164,5 @@ class TreeEdits:
             return
         child, *siblings = node.children
         if not siblings and child.can_absorb(node):
-            child.absorb_parent(self.allocator)
+            absorb_parent(child, self.allocator)
             self.version += 1

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.arrays import Ints
-from prefixkit.tree.pages import PageAllocator
+from prefixkit.tree.arrays import Ints, appended, with_capacity
 
 _contents = itertools.count()
 
@@ -53,6 +52,8 @@ class Node:
         checkpoints: slots of states after fewer of its tokens, by their number; -1 for a state that is wanted.
         first_slot: slots of the first page that lie before the first token.
         reserved: pages held after those of the tokens, for later tokens; 0 where there are children.
+        page_size: tokens per page.
+        token_buffer: the array behind ``tokens``, whose first ``length`` entries count.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
         index: position in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
         content: a number of what its slots hold, of no other node: another one once tokens or their KV are taken away,
@@ -60,8 +61,6 @@ class Node:
     """
 
     __slots__ = (
-        "_page_size",
-        "_token_buffer",
         "branches",
         "cached",
         "checkpoints",
@@ -73,6 +72,7 @@ class Node:
         "length",
         "next_in_page",
         "page_buffer",
+        "page_size",
         "parent",
         "pins",
         "previous_in_page",
@@ -80,6 +80,7 @@ class Node:
         "sequences",
         "start",
         "state",
+        "token_buffer",
         "used_at",
         "uses",
     )
@@ -104,8 +105,8 @@ class Node:
         self.index = -1
         self.cached = False
         self.pins = self.uses = self.used_at = 0
-        self._page_size = page_size
-        self._token_buffer = tokens
+        self.page_size = page_size
+        self.token_buffer = tokens
         self.page_buffer = pages
         self.reserved: int = len(pages) - self.num_pages
 
@@ -118,7 +119,7 @@ class Node:
     @property
     def tokens(self) -> Ints:
         """``[length]`` token ids; a view."""
-        return self._token_buffer[: self.length]
+        return self.token_buffer[: self.length]
 
     @property
     def pages(self) -> Ints:
@@ -127,7 +128,7 @@ class Node:
 
     @property
     def last_token(self) -> int:
-        return int(self._token_buffer[self.length - 1])
+        return int(self.token_buffer[self.length - 1])
 
     @property
     def children(self) -> list[Node]:
@@ -141,13 +142,13 @@ class Node:
     @property
     def num_pages(self) -> int:
         """Pages that hold tokens."""
-        return -(-(self.first_slot + self.length) // self._page_size)
+        return -(-(self.first_slot + self.length) // self.page_size)
 
     @property
     def slots(self) -> NDArray[np.int64]:
         """``[length]`` pool slots of the tokens."""
         within = np.arange(self.first_slot, self.end_slot)
-        return self.page_buffer[within // self._page_size].astype(np.int64) * self._page_size + within % self._page_size
+        return self.page_buffer[within // self.page_size].astype(np.int64) * self.page_size + within % self.page_size
 
     @property
     def grows_in_place(self) -> bool:
@@ -169,7 +170,7 @@ class Node:
     @property
     def free_slots(self) -> int:
         """Slots after this node's end in its last page that no node holds."""
-        return 0 if self.next_in_page is not None else -self.end_slot % self._page_size
+        return 0 if self.next_in_page is not None else -self.end_slot % self.page_size
 
     @property
     def states(self) -> list[int]:
@@ -189,11 +190,11 @@ class Node:
         if self.branches or len(self.sequences) != 1 or self.cached or self.parent is None:
             return False
         following = self.next_in_page
-        return following is None or self.end_slot % self._page_size + count <= following.first_slot
+        return following is None or self.end_slot % self.page_size + count <= following.first_slot
 
     def pages_to_add(self, count: int) -> int:
         """New pages needed to append ``count`` tokens to this node, or as a child that begins in its free slots."""
-        return max(0, -(-(count - self.free_slots) // self._page_size) - self.reserved)
+        return max(0, -(-(count - self.free_slots) // self.page_size) - self.reserved)
 
     def can_absorb(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be merged with it.
@@ -202,17 +203,17 @@ class Node:
         first token, must have no gap.
         """
         adjacent = self.previous_in_page is parent or not self.first_slot
-        meets = adjacent and parent.end_slot % self._page_size == self.first_slot
+        meets = adjacent and parent.end_slot % self.page_size == self.first_slot
         return meets and (parent.computed == parent.length or self.computed == 0)
 
     # -- children --------------------------------------------------------------------------------------------------
 
     def adopt(self, child: Node) -> None:
         child.parent = self
-        self.branches.setdefault(int(child._token_buffer[0]), []).append(child)
+        self.branches.setdefault(int(child.token_buffer[0]), []).append(child)
 
     def disown(self, child: Node) -> None:
-        first = int(child._token_buffer[0])
+        first = int(child.token_buffer[0])
         siblings = self.branches[first]
         siblings.remove(child)
         if not siblings:
@@ -233,7 +234,7 @@ class Node:
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
-        siblings = self.branches[int(old._token_buffer[0])]
+        siblings = self.branches[int(old.token_buffer[0])]
         siblings[siblings.index(old)] = new
         old.parent, new.parent = None, self
 
@@ -254,7 +255,7 @@ class Node:
         """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
         self.reserve(pages)
         before = self.num_pages
-        self._token_buffer = _append(self._token_buffer, self.length, tokens)
+        self.token_buffer = appended(self.token_buffer, self.length, tokens)
         self.length += len(tokens)
         self.reserved -= self.num_pages - before
 
@@ -265,11 +266,11 @@ class Node:
             How many of the reserved pages that has taken.
         """
         length = self.length
-        if length + count > len(self._token_buffer):
-            self._token_buffer = _with_capacity(self._token_buffer, length, count)
-        self._token_buffer[length : length + count] = tokens
+        if length + count > len(self.token_buffer):
+            self.token_buffer = with_capacity(self.token_buffer, length, count)
+        self.token_buffer[length : length + count] = tokens
         end = self.first_slot + length
-        taken = -(-(end + count) // self._page_size) - -(-end // self._page_size)
+        taken = -(-(end + count) // self.page_size) - -(-end // self.page_size)
         assert taken <= self.reserved and self.grows_in_place, self
         self.reserved -= taken
         self.length, self.computed = length + count, length + count - 1
@@ -277,7 +278,7 @@ class Node:
 
     def reserve(self, pages: Ints) -> None:
         """Hold ``pages`` for later tokens."""
-        self.page_buffer = _append(self.page_buffer, self.num_pages + self.reserved, pages)
+        self.page_buffer = appended(self.page_buffer, self.num_pages + self.reserved, pages)
         self.reserved += len(pages)
 
     def drop_reserved(self, left: int = 0) -> Ints:
@@ -288,17 +289,17 @@ class Node:
 
     def push_page(self, page: int) -> None:
         """Add the page that the next `push` needs.  Only for a node whose last page is full, with none reserved."""
-        held = (self.first_slot + self.length) // self._page_size
+        held = (self.first_slot + self.length) // self.page_size
         if held == len(self.page_buffer):
-            self.page_buffer = _with_capacity(self.page_buffer, held, 1)
+            self.page_buffer = with_capacity(self.page_buffer, held, 1)
         self.page_buffer[held] = page
 
     def push(self, token: int) -> None:
         """Append one token: `grow` for the decode step, where a thousand leaves do this at once."""
         length = self.length
-        if length == len(self._token_buffer):
-            self._token_buffer = _with_capacity(self._token_buffer, length, 1)
-        self._token_buffer[length] = token
+        if length == len(self.token_buffer):
+            self.token_buffer = with_capacity(self.token_buffer, length, 1)
+        self.token_buffer[length] = token
         self.length = length + 1
 
     def shorten(self, length: int) -> Ints:
@@ -311,78 +312,3 @@ class Node:
             self.next_in_page.previous_in_page = None
             self.next_in_page = None
         return pages[self.num_pages :]
-
-    def split(self, at: int, upper_id: int, allocator: PageAllocator) -> Node:
-        """Split before token ``at``; return the new upper half, which holds the tokens ``[0, at)``.
-
-        This node becomes the lower half, ``[at, length)``: the sequences that end here and the children need no
-        update.  A split inside a page leaves the page to both halves.
-        """
-        assert self.parent is not None, self
-        assert 0 < at < self.length, (self, at)
-        page, offset = divmod(self.first_slot + at, self._page_size)  # where the lower half begins
-        upper_pages = self.page_buffer[: page + (offset > 0)].copy()
-        if offset:
-            allocator.share(int(upper_pages[page]))  # the page that the split cuts
-
-        tokens = self._token_buffer[:at].copy()
-        upper = Node(upper_id, self.parent, self._page_size, tokens, upper_pages, self.first_slot)
-        upper.link_after(self.previous_in_page)
-        self.link_after(upper if offset else None)
-        upper.computed = min(self.computed, at)
-        upper.state = self.state_at(upper.computed) if upper.computed else -1
-        upper.checkpoints = {offset: slot for offset, slot in self.checkpoints.items() if offset < at}
-        upper.uses, upper.used_at = self.uses, self.used_at
-        wanted = at in self.checkpoints
-        self.parent.replace_child(self, upper)
-
-        self._token_buffer = self._token_buffer[at:]
-        self.page_buffer = self.page_buffer[page:]
-        self.first_slot = offset
-        self.start += at
-        self.length -= at
-        self.state = self.state if self.computed > at else -1
-        self.computed = max(self.computed - at, 0)
-        self.checkpoints = {offset - at: slot for offset, slot in self.checkpoints.items() if offset > at}
-        if wanted and upper.computed < at:
-            upper.checkpoints[at] = -1
-        upper.adopt(self)
-        return upper
-
-    def absorb_parent(self, allocator: PageAllocator) -> None:
-        """Undo a split: merge the tokens and pages of the parent, whose only child this node is, into this node."""
-        parent = self.parent
-        assert parent is not None, self
-        assert parent.parent is not None, self
-        assert self.can_absorb(parent), self
-        shared = int(self.first_slot > 0)  # both hold the page where their slots meet: one holder is enough
-        allocator.release(self.pages[:shared])
-        self.page_buffer = np.concatenate([parent.pages, self.pages[shared:]])
-        self._token_buffer = np.concatenate([parent.tokens, self.tokens])
-        self.first_slot = parent.first_slot
-        self.start = parent.start
-        own = {parent.length + offset: slot for offset, slot in self.checkpoints.items()}
-        self.checkpoints = {**parent.checkpoints, **own}
-        if self.computed:
-            self.checkpoints[parent.computed] = parent.state
-        else:
-            self.state = parent.state
-        self.length += parent.length
-        self.computed += parent.computed
-        self.link_after(parent.previous_in_page)
-        parent.parent.replace_child(parent, self)
-
-
-def _append(buffer: Ints, size: int, values: Ints) -> Ints:
-    """``buffer`` with ``values`` written after its first ``size`` entries; a larger copy where there is no capacity."""
-    if size + len(values) > len(buffer):
-        buffer = _with_capacity(buffer, size, len(values))
-    buffer[size : size + len(values)] = values
-    return buffer
-
-
-def _with_capacity(buffer: Ints, size: int, extra: int) -> Ints:
-    """A copy of ``buffer[:size]`` with capacity for ``extra`` more; doubling makes appending amortised O(1)."""
-    larger: Ints = np.empty(max(16, 2 * size, size + extra), np.int32)
-    larger[:size] = buffer[:size]
-    return larger

@@ -77,6 +77,10 @@ class PrefixTree(TreeEdits):
         held[self.snapshot().pages] = True
         return int(held.sum()) - self.reserved
 
+    def states_held(self) -> int:
+        """How many states there are of what sequences hold, for models with layers that keep one in place of KV."""
+        return 0 if self.states is None else sum(len(node.states) for node in self._freeze().nodes)
+
     def snapshot(self) -> TreeSnapshot:
         """The tree as flat arrays, in depth-first order; the same object while nothing has changed."""
         return self._freeze().snapshot

@@ -49,19 +49,19 @@ class Sequence:
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
         tokens = np.empty(self.length, np.int32)
-        for node in self._path():
+        for node in self.path():
             tokens[node.start : node.start + node.length] = node.tokens
         return tokens
 
     def slots(self) -> NDArray[np.int64]:
         """``[length]`` pool slots of the tokens."""
         slots = np.empty(self.length, np.int64)
-        for node in self._path():
+        for node in self.path():
             slots[node.start : node.start + node.length] = node.slots
         return slots
 
-    def _path(self) -> Iterator[Node]:
-        """The nodes that hold the tokens, last first."""
+    def path(self) -> Iterator[Node]:
+        """The nodes that hold the tokens, last first; then the root."""
         node: Node | None = self.node
         while node is not None:
             yield node

@@ -8,8 +8,9 @@ goes on from it, when slots are needed: then its tokens run once more from the c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from prefixkit.tree.arrays import Ints
@@ -68,6 +69,7 @@ class StateSlots:
 
     Args:
         root: Of the tree.
+        included: By id, the sequences that go on, which pinned ones do not.
         count: Slots that there are.
 
     Attributes:
@@ -75,8 +77,8 @@ class StateSlots:
         ahead: Whether rows whose runs have ended may have run on meanwhile: then their states are after other tokens.
     """
 
-    def __init__(self, root: Node, count: int = 0, every: int = sys.maxsize) -> None:
-        self.root, self.count, self.every, self.ahead = root, 0, every, False
+    def __init__(self, root: Node, included: Mapping[int, object], count: int = 0, every: int = sys.maxsize) -> None:
+        self.root, self.included, self.count, self.every, self.ahead = root, included, 0, every, False
         self._free: list[int] = []
         self._busy = set[int]()  # of the step that is being planned
         self.grow(count)
@@ -131,18 +133,21 @@ class StateSlots:
     def commit(self, moves: StateMoves) -> None:
         """Note the states of a step that was launched, whose tokens are marked computed."""
         for node, offset, slot in moves.made:
-            if node.parent is None:
-                continue
-            if offset == node.computed:
-                node.state = slot
-            else:
-                node.checkpoints[offset] = slot
+            if node.parent is not None:
+                name(node, offset, slot)
 
-    def place(self, node: Node) -> int:
-        """A slot for the state after a node's computed tokens, which the caller writes; -1 where none is free."""
-        self._busy.clear()
-        node.state = self._take(needed=False)
-        return node.state
+    @property
+    def used(self) -> int:
+        """How many slots nodes name."""
+        return sum(len(node.states) for node in self._nodes())
+
+    def spare(self, most: int, stay: Iterable[int] = ()) -> list[int]:
+        """At most so many slots, which :func:`name` gives to nodes once the caller has written states to them.
+
+        States that nothing goes on from are dropped for them, but for those in slots that ``stay``.
+        """
+        self._busy = set(stay)
+        return [*takewhile(lambda slot: slot >= 0, (self._take(needed=False) for _ in range(most)))]
 
     def _take(self, needed: bool) -> int:
         """A free slot; -1 where there is none, unless it is ``needed``."""
@@ -157,22 +162,38 @@ class StateSlots:
         return slot
 
     def _collect(self) -> None:
-        """Find the slots that no node names; where they are few, drop states that nothing goes on from."""
-        nodes = [self.root]
-        for node in nodes:  # the list grows while it is read
-            nodes.extend(node.children)
-        used, spare = set(self._busy), list[tuple[int, int, Node]]()
-        for node in nodes:
-            goes_on = bool(node.sequences) or any(child.computed == 0 for child in node.children)
+        """Find the slots that no node names; where they are few, drop states that nothing goes on from.
+
+        Those at the ends of pinned prefixes go last.
+        """
+        used, spare = set(self._busy), list[tuple[bool, int, int, Node]]()
+        for node in self._nodes():
+            goes_on = any(child.computed == 0 for child in node.children)
+            goes_on |= not node.sequences.keys().isdisjoint(self.included)
             for offset, slot in ((node.computed, node.state), *node.checkpoints.items()):
                 if slot >= 0:
                     used.add(slot)
-                    if slot not in self._busy and not (goes_on and offset == node.computed):
-                        spare.append((node.used_at, -offset, node))
+                    at_end = offset == node.computed
+                    if slot not in self._busy and not (goes_on and at_end):
+                        spare.append((at_end and bool(node.sequences), node.used_at, -offset, node))
         self._free = [slot for slot in range(1, self.count + 1) if slot not in used]
         lacking = max(1, self.count // _BATCH) - len(self._free)
-        for _, offset, node in sorted(spare, key=lambda one: one[:2])[: max(0, lacking)]:
+        for _, _, offset, node in sorted(spare, key=lambda one: one[:3])[: max(0, lacking)]:
             self._free.append(_drop(node, -offset))
+
+    def _nodes(self) -> list[Node]:
+        nodes = [self.root]
+        for node in nodes:  # the list grows while it is read
+            nodes.extend(node.children)
+        return nodes
+
+
+def name(node: Node, offset: int, slot: int) -> None:
+    """Note in which slot the state after the first ``offset`` tokens of a node is, of those that are computed."""
+    if offset == node.computed:
+        node.state = slot
+    else:
+        node.checkpoints[offset] = slot
 
 
 def _drop(node: Node, offset: int) -> int:

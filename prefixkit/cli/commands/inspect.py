@@ -47,17 +47,21 @@ def run_inspect(
         f"a token serves {total / max(1, distinct):.1f} prompts"
     )
     show_tree(tree, names, tokenizer.decode, title, console, samples=samples, most=most)
-    bytes_per_token = kv_spec(empty_model(location, dtype)).bytes_per_token
-    report = estimate(tree, samples, max_new_tokens, bytes_per_token)
+    spec = kv_spec(empty_model(location, dtype))
+    bytes_per_token = spec.bytes_per_token
+    report = estimate(tree, samples, max_new_tokens, bytes_per_token, spec.bytes_per_state)
     console.print()
     show_report(report, f"{report.samples:,} samples of {max_new_tokens:,} new tokens each, at most", console)
     console.print(line(f"One token's KV takes {bytes_per_token:,} bytes in this model; reads are those of decoding."))
 
 
-def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_token: int) -> Report:
+def estimate(
+    tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_token: int, bytes_per_state: int = 0
+) -> Report:
     """The report of a run in which every sample of each prompt has all its tokens, all samples at once.
 
-    The last token of a sample is never computed; ``bytes_per_token`` is its KV over all layers.
+    The last token of a sample is never computed; ``bytes_per_token`` is its KV over all layers, ``bytes_per_state``
+    a state of all layers that keep one: each sample has one, and each node of the prompts' tree.
     """
     snapshot, grown = tree.snapshot(), max_new_tokens - 1
     prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens
@@ -74,6 +78,8 @@ def estimate(tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_toke
         tokens_plain_batch=prompt_tokens + sequences * grown,
         kv_bytes_held_peak=pages * tree.page_size * bytes_per_token,
         kv_bytes_unshared_peak=(prompt_tokens + sequences * grown) * bytes_per_token,
+        state_bytes_held_peak=(sequences + len(tree.nodes())) * bytes_per_state,
+        bytes_per_state=bytes_per_state,
         kv_bytes_read=(distinct * grown + own_reads) * bytes_per_token,
         kv_bytes_read_unshared=(prompt_tokens * grown + own_reads) * bytes_per_token,
     )

@@ -214,6 +214,8 @@ def _condition(session: Session) -> str:
     """Memory in use, and the share of prompt and sampled tokens that were not computed again."""
     report = session.report
     said = f"KV {report.kv_bytes_held_peak / 2**20:,.0f} MiB"
+    if report.bytes_per_state:
+        said += f" and states {report.state_bytes_held_peak / 2**20:,.0f} MiB"
     if report.tokens_plain_batch > report.tokens_computed:
         said += f", {1 - report.tokens_computed / report.tokens_plain_batch:.0%} shared"
     return said
@@ -266,11 +268,11 @@ def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], setti
     pages = min(
         session_pages(spec, budget, size, free_memory(spec.device)), max(1, pages_needed(requests, size, running))
     )
-    check_fits(requests, Budget(PrefixTree(pages, size), spec.bytes_per_token, []))
+    check_fits(requests, Budget(PrefixTree(pages, size), spec.bytes_per_token, [], bool(spec.states)))
     return Session(
         model,
         tokenizer,
-        kv_budget=pages * size * spec.bytes_per_token,
+        kv_budget=budget if spec.states else pages * size * spec.bytes_per_token,  # states take what KV leaves
         page_size=size,
         compiled=settings.compiled,
         most_running=running,

@@ -93,6 +93,8 @@ class ContextRun:
                 yield numbers[which], self.runner.read()
             read, unshared = (tokens * self.store.pool.spec.bytes_per_token for tokens in self.runner.reads)
             counts = {"steps": 1, "tokens_computed": len(batch.tokens), "kv_bytes_read": read}
+            each = self.store.pool.spec.bytes_per_state
+            counts |= {"state_bytes_held_peak": self.store.tree.states_held() * each, "bytes_per_state": each}
             self.report.add({**counts, "kv_bytes_read_unshared": unshared})
 
     def _places(self, contexts: Contexts, begin: int) -> Longs:

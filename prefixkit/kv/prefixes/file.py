@@ -16,14 +16,18 @@ from torch import Tensor
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.prefixes.front_coding import FrontCoded
 from prefixkit.kv.prefixes.write import (
-    ARRAYS,
     BLOCK,
     FORMAT,
+    NO_STATES,
     VERSION,
+    VERSION_OF_STATES,
+    StatePlaces,
+    arrays_of,
     bytes_of,
     checksum_of,
     metadata_of,
     prefixkit_version,
+    state_tensors,
     tensors_of,
 )
 from prefixkit.paths import as_path
@@ -42,11 +46,15 @@ class PrefixFile:
     Attributes:
         path: Where it is.
         prefixes: The prefixes.
+        places: Where the states are that it holds; none of models whose layers keep none.
     """
 
     path: Path
     prefixes: FrontCoded
+    places: StatePlaces
     _checksums: NDArray[np.uint8]
+    _state_checksums: NDArray[np.uint8]
+    _state_names: tuple[list[str], list[str]]  # of tensors, in the order of the model's modules and of the file
     _file: Any
     _last: tuple[int, Tensor] | None = None
 
@@ -63,6 +71,23 @@ class PrefixFile:
         """
         blocks = torch.cat([self._block(block) for block in range(begin // BLOCK, -(-end // BLOCK))])
         return blocks[begin % BLOCK :][: end - begin]
+
+    def read_state(self, number: int) -> list[Tensor]:
+        """One of the states, as :meth:`StatePool.read` gives it.
+
+        Raises:
+            PrefixFileError: it is not as it was written.
+        """
+        by_module, in_file = self._state_names
+        parts, digest = dict[str, Tensor](), hashlib.sha256()
+        for name in in_file:
+            part = self._file.get_slice(name)[number : number + 1].clone(memory_format=torch.contiguous_format)
+            parts[name] = part
+            digest.update(bytes_of(part))
+        if digest.digest() != self._state_checksums[number].tobytes():
+            after = f"{self.places.position[number]} tokens of prefix {self.places.prefix[number]}"
+            raise _torn(self.path, f"the state after {after} has another checksum")
+        return [parts[name] for name in by_module]
 
     def _block(self, block: int) -> Tensor:
         if self._last is None or block != self._last[0]:
@@ -98,33 +123,52 @@ def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: 
         raise PrefixFileError(f"{path} is no prefix file ({error}); pass one that session.save() wrote") from error
     if metadata.get("format") != FORMAT:
         raise PrefixFileError(f"{path} is in safetensors, but no prefix file; pass one that session.save() wrote")
-    if (found := metadata.get("format_version")) != str(VERSION):
+    if (found := metadata.get("format_version")) not in {str(VERSION), str(VERSION_OF_STATES)}:
         raise PrefixFileError(
             f"{path} has format version {found}, written by prefixkit {metadata.get('prefixkit')}; this prefixkit "
-            f"({prefixkit_version()}) reads {VERSION}: load it with that one, or save the prefixes again"
+            f"({prefixkit_version()}) reads {VERSION} and {VERSION_OF_STATES}: load it with that one, or save the "
+            "prefixes again"
         )
     try:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
         tensors = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-        arrays = [file.get_tensor(name).clone().numpy() for name in ARRAYS]
+        arrays = {name: file.get_tensor(name).clone().numpy() for name in arrays_of(metadata)}
     except (SafetensorError, UnicodeError, RuntimeError, TypeError) as error:
         raise _torn(path, str(error)) from error
-    if checksum_of(metadata, arrays) != metadata.get("checksum"):
+    if checksum_of(metadata, [*arrays.values()]) != metadata.get("checksum"):
         raise _torn(path, "its header has another checksum")
     _check_model(path, metadata, spec, fingerprint)
-    lengths, shared, tokens, checksums = arrays
-    if tensors != (wanted := tensors_of(spec, len(lengths), len(tokens))):
+    lengths, shared, tokens = (arrays[name] for name in ("lengths", "shared", "tokens"))
+    places = NO_STATES
+    if "state_prefix" in arrays:
+        places = StatePlaces(arrays["state_prefix"], arrays["state_position"])
+    wanted = tensors_of(spec, len(lengths), len(tokens), len(places.prefix))
+    if tensors != wanted:
         raise _torn(path, f"its tensors are {tensors}, not {wanted}")
-    own, before = lengths - shared, np.append(0, lengths[:-1])
-    wrong = (own < 1) | (own > len(tokens)) | (shared < 0) | (shared > before)
-    if wrong.any() or own.sum() != len(tokens):
-        raise _torn(path, "its prefixes do not have the lengths that it says")
+    prefixes = FrontCoded(lengths, shared, tokens)
+    _check_lengths(path, prefixes, places)
     if outside := tokens[(tokens < 0) | (tokens >= vocab_size)].tolist():
         raise PrefixFileError(
             f"{path} holds token {outside[0]}, outside of the model's vocabulary of {vocab_size}; "
             "load the model it was saved from, or save its prefixes again"
         )
-    return PrefixFile(path, FrontCoded(lengths, shared, tokens), checksums, file)
+    names = [*state_tensors(spec)]
+    in_file = [name for name in wanted if name in names]
+    state_checksums = arrays.get("state_checksums", arrays["checksums"][:0])
+    return PrefixFile(path, prefixes, places, arrays["checksums"], state_checksums, (names, in_file), file)
+
+
+def _check_lengths(path: Path, prefixes: FrontCoded, places: StatePlaces) -> None:
+    lengths, shared = prefixes.lengths, prefixes.shared
+    own, before = lengths - shared, np.append(0, lengths[:-1])
+    wrong = (own < 1) | (own > len(prefixes.tokens)) | (shared < 0) | (shared > before)
+    if wrong.any() or own.sum() != len(prefixes.tokens):
+        raise _torn(path, "its prefixes do not have the lengths that it says")
+    prefix, position = places.prefix, places.position
+    inside = ((prefix >= 0) & (prefix < len(lengths))).all()
+    inside = inside and ((position > shared[prefix]) & (position <= lengths[prefix])).all()
+    if not inside or len({*zip(prefix.tolist(), position.tolist(), strict=True)}) < len(prefix):
+        raise _torn(path, "its states do not follow the tokens that it says")
 
 
 def _torn(path: Path, why: str) -> PrefixFileError:
@@ -145,6 +189,13 @@ def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, fingerprint
         raise PrefixFileError(
             f"{path} holds KV of {held['layers']}, and the model has {asked['layers']}; load the model it was saved "
             "from, with as many processes under tensor parallelism, or save its prefixes again"
+        )
+    states, kept = metadata.get("states"), ours.get("states")
+    if states != kept:
+        raise PrefixFileError(
+            f"{path} holds {f'states of {states}' if states else 'no states'} (prefixkit {metadata.get('prefixkit')}, "
+            f"format version {metadata['format_version']}), and layers of the model keep {kept or 'none'}; load the "
+            "model it was saved from, or save its prefixes again"
         )
     if (theirs := metadata.get("fingerprint", "")) != fingerprint:
         raise PrefixFileError(

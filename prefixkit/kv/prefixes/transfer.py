@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prefixkit.kv.prefixes.file import PrefixFile, open_prefixes
 from prefixkit.kv.prefixes.front_coding import front_coded
+from prefixkit.kv.prefixes.saved_states import held_states, restore_states
 from prefixkit.kv.prefixes.write import write_prefixes
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import OutOfPages, pages_for
@@ -18,7 +19,11 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 
 def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequence], fingerprint: str) -> int:
-    """Write the KV of sequences whose tokens are all computed; returns how many distinct tokens that were."""
+    """Write the KV of sequences whose tokens are all computed, and states that the tree holds of them.
+
+    Returns:
+        How many distinct tokens that were.
+    """
     prefixes, sources = front_coded([sequence.tokens() for sequence in sequences])
     pairs = zip(sources, prefixes.shared.tolist(), strict=True)
     slots = np.concatenate([sequences[source].slots()[shared:] for source, shared in pairs])
@@ -26,7 +31,12 @@ def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequ
     def kv(begin: int, end: int) -> Tensor:
         return torch.cat(store.pool.read(slots[begin:end]))
 
-    write_prefixes(path, prefixes, kv, store.pool.spec, fingerprint)
+    places, state_slots = held_states(store, sequences, prefixes, sources)
+
+    def states(number: int, begin: int, end: int) -> Tensor:
+        return store.pool.states.read_one(number, state_slots[begin:end])
+
+    write_prefixes(path, prefixes, kv, store.pool.spec, fingerprint, places, states)
     return len(slots)
 
 
@@ -34,11 +44,14 @@ def load_prefixes(store: KVStore, path: str | Path, fingerprint: str, vocab: int
     """Read prefixes into the prefix cache; returns how many tokens were read that it did not have.
 
     Raises:
-        PrefixFileError: the file is torn or of something else; nothing of it stays in the tree.
+        PrefixFileError: the file is torn or of something else; nothing of it stays in the tree.  Where states are torn,
+            nothing has changed.
         KVBudgetTooSmall: the store does not hold them all; nothing was read.
     """
     file = open_prefixes(path, store.pool.spec, fingerprint, vocab)
     _check_fits(store, file)
+    for number in range(len(file.places.prefix)):  # before anything changes
+        file.read_state(number)
     try:
         return _load_all(store, file)
     except OutOfPages:  # what was found of them may lie on more pages than they need
@@ -73,6 +86,7 @@ def _load_all(store: KVStore, file: PrefixFile) -> int:
             while node.parent is not None and node.start + node.length > known:
                 store.tree.mark_computed([node], [node.length])
                 node = node.parent
+        restore_states(store, file, held)
         let_go = store.retain
     finally:
         for sequence in held:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import prefill_chunk_for
+from prefixkit.kv.budget import KVBudgetTooSmall
+from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import forward_below, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
@@ -80,7 +82,10 @@ class RowSteps:
             self._version: int | None = kv_version(self.model, found, facts.state)
             self.store.use_version((epoch, self._version))
             states = len(prompts) * (3 if fork else 2) + _SPARE
-            self.store.have_slots(states, states)
+            try:
+                self.store.have_slots(states, states)
+            except KVBudgetTooSmall as error:  # there is no such budget here
+                raise DoesNotFit(str(error)) from error
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork)
         except BaseException:
             self._stores.return_(self.store, self._rests)

@@ -31,7 +31,7 @@ class ProbeCache(LayeredCache):
     Args:
         length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
             mask must arrive.
-        shapes_only: The pass ends at the first attention, as tensors have no values.
+        shapes_only: Tensors have no values to compare; the pass ends at the first attention, unless layers keep states.
         mixers: Modules that keep a state, by name.
         offsets: Whether a step over a tree holds as many tokens before each row as its position says.
     """
@@ -260,7 +260,7 @@ class ProbedLayer:
         self._cache.cached.append(self._cached)
         if self._cache.shapes_only and not self._cache.mixers:
             raise Enough
-        if self._cache.length is None:
+        if self._cache.length is None and not self._cache.shapes_only:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
             added = None if self._bias is None else self._bias_of_rows()

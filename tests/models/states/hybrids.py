@@ -44,12 +44,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"mamba_dt_rank": 8, "num_experts": 2, "num_experts_per_tok": 2, "use_mamba_kernels": False},
     "mamba": {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 8},
 }
+# Mamba 2 alone, for tests of few kinds.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_hidden_layers": 2, "num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+}
 
 
-def make_hybrid(model_type: str, head_dim: int = 16) -> PreTrainedModel:
+def make_hybrid(model_type: str, head_dim: int = 16, **changes: Any) -> PreTrainedModel:
     """A float32 model in eval mode, of weights that are large enough for states to matter."""
-    own = HYBRIDS[model_type]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, "head_dim": head_dim, **own})
+    own = (HYBRIDS | _OTHERS)[model_type]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, "head_dim": head_dim, **own, **changes})
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
