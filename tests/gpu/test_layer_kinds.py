@@ -31,6 +31,7 @@ GEMMA4 = {
     "num_hidden_layers": 4,
 }
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
 LATENTS = {"first_k_dense_replace": 2, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16}
 LATENTS |= {"qk_nope_head_dim": 32, "num_key_value_heads": 4}
 
