@@ -103,22 +103,30 @@ class StateSlots:
         """
         pieces, made = list[Piece](), list[tuple[Node, int, int]]()
         last: dict[Node, Piece] = {}
-        row, runs = 0, zip(nodes, begin.tolist(), end.tolist(), goes_on, ends, strict=True)
+        stops = end.tolist()
+        # Of each run, whether tokens go on from its last.
+        needed = [
+            more or stop < node.length or bool(node.branches)
+            for node, stop, more in zip(nodes, stops, goes_on, strict=True)
+        ]
+        row, to_come, runs = 0, sum(needed), zip(nodes, begin.tolist(), stops, needed, ends, strict=True)
         # No state that a later run of the step begins with makes room for what an earlier one writes.
         self._busy = {node.state_at(first) for node, first in zip(nodes, begin.tolist(), strict=True)}
-        for node, first, stop, more, prompt in runs:
+        for node, first, stop, goes_on_here, prompt in runs:
             above = last.get(node.parent) if first == 0 and node.parent is not None else None
             source = node.state_at(first) if above is None else above.target
             assert source >= 0 or node.start + first == 0, f"no state after {first} tokens of {node}"
             wave = 0 if above is None else above.wave + 1
             in_place = first > 0 and first == node.computed and not prompt and source >= 0
-            needed = more or stop < node.length or bool(node.branches)
             wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
             wanted |= {stop - 1} if prompt and stop - first > _RERUN else set()
             wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
             at = first
             for offset in [*sorted(wanted), stop]:
-                slot = source if in_place and offset == stop and at == first else self._take(offset == stop and needed)
+                if in_place and offset == stop and at == first:
+                    slot = source
+                else:
+                    slot = self._take(goes_on_here and offset == stop, leave=to_come)
                 if slot < 0 and offset < stop:
                     continue
                 if slot >= 0:
@@ -126,6 +134,7 @@ class StateSlots:
                 piece = last[node] = Piece(row, offset - at, source, slot, wave)
                 pieces.append(piece)
                 row, at, source, wave = row + offset - at, offset, slot, wave + 1
+            to_come -= goes_on_here
             if in_place and pieces[-1].target == pieces[-1].source:
                 node.state = -1  # it changes now, and is the node's again once the step is under way
         return StateMoves(pieces, made)
@@ -149,11 +158,12 @@ class StateSlots:
         self._busy = set(stay)
         return [*takewhile(lambda slot: slot >= 0, (self._take(needed=False) for _ in range(most)))]
 
-    def _take(self, needed: bool) -> int:
-        """A free slot; -1 where there is none, unless it is ``needed``."""
-        if not self._free:
-            self._collect()
-        if not self._free:
+    def _take(self, needed: bool, leave: int = 0) -> int:
+        """A free slot; -1 where there are only ``leave`` or fewer, unless it is ``needed``."""
+        leave = 0 if needed else leave
+        if len(self._free) <= leave:
+            self._collect(1 + leave)
+        if len(self._free) <= leave:
             if needed:
                 raise OutOfStateSlots(f"all {self.count} slots for states of recurrent layers are in use at once")
             return -1
@@ -161,7 +171,7 @@ class StateSlots:
         self._busy.add(slot)
         return slot
 
-    def _collect(self) -> None:
+    def _collect(self, least: int) -> None:
         """Find the slots that no node names; where they are few, drop states that nothing goes on from.
 
         Those at the ends of pinned prefixes go last.
@@ -177,7 +187,7 @@ class StateSlots:
                     if slot not in self._busy and not (goes_on and at_end):
                         spare.append((at_end and bool(node.sequences), node.used_at, -offset, node))
         self._free = [slot for slot in range(1, self.count + 1) if slot not in used]
-        lacking = max(1, self.count // _BATCH) - len(self._free)
+        lacking = max(least, self.count // _BATCH) - len(self._free)
         for _, _, offset, node in sorted(spare, key=lambda one: one[:3])[: max(0, lacking)]:
             self._free.append(_drop(node, -offset))
 

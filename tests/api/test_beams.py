@@ -8,8 +8,15 @@ from prefixkit.testing.tiny import tiny_llama
 from tests.api.cases import PROMPTS, TOKENIZER, tokens_of
 
 
-@pytest.mark.parametrize("num_beams", [2, 3, 5, 8])
-@pytest.mark.parametrize("rules", [{}, {"length_penalty": 2.0}, {"early_stopping": True}, {"early_stopping": "never"}])
+@pytest.mark.parametrize(
+    ("num_beams", "rules"),
+    [
+        *((beams, {}) for beams in (2, 3, 5, 8)),
+        (3, {"length_penalty": 2.0}),
+        *((beams, {"early_stopping": early}) for beams in (2, 5) for early in (True, "never")),
+    ],
+    ids=str,
+)
 def test_sequences_and_scores_are_those_of_transformers(model, num_beams, rules):
     result = prefixkit.beam_search(
         model, TOKENIZER, PROMPTS[:3], num_beams=num_beams, num_return_sequences=2, max_new_tokens=12, **rules

@@ -20,17 +20,16 @@ def test_without_a_budget_all_samples_run_together(model, page_size):
     assert result.report.steps == 9
 
 
-@pytest.fixture(scope="module")
-def within_80_kib(model):
-    return prefixkit.generate(model, TOKENIZER, PROMPTS, n=4, max_new_tokens=8, kv_budget=80 * 1024)
+@pytest.mark.parametrize("budget", [80 * 1024, "80KiB", "81920", np.int64(80 * 1024), 80.0 * 1024])
+def test_a_budget_as_people_write_it(model, budget):
+    with prefixkit.Session(model, kv_budget=budget) as session:
+        assert session.store.pool.bytes == 80 * 1024
 
 
-@pytest.mark.parametrize("budget", ["80KiB", "81920", np.int64(80 * 1024), 80.0 * 1024])
-def test_a_budget_as_people_write_it(model, budget, within_80_kib):
-    bytes_ = within_80_kib
-    written = prefixkit.generate(model, TOKENIZER, PROMPTS, n=4, max_new_tokens=8, kv_budget=budget)
-    assert written.report.kv_bytes_held_peak == bytes_.report.kv_bytes_held_peak <= 80 * 1024
-    assert tokens_of(written) == tokens_of(bytes_)
+def test_a_call_within_a_budget_holds_no_more(model):
+    few = prefixkit.generate(model, TOKENIZER, PROMPTS, n=4, max_new_tokens=8, kv_budget="80KiB")
+    assert 0 < few.report.kv_bytes_held_peak <= 80 * 1024
+    assert tokens_of(few) == tokens_of(prefixkit.generate(model, TOKENIZER, PROMPTS, n=4, max_new_tokens=8))
 
 
 def test_a_budget_too_small_for_one_sequence(model):

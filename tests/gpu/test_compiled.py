@@ -55,7 +55,7 @@ class Decode:
 
     def __init__(self, model: torch.nn.Module) -> None:
         spec = kv_spec(model)
-        self.shape = facts_of(model).layers[0].plan_kind.shape
+        self.shape = facts_of(model).layers[0].plan_kinds[0].shape
         self.pool = KVPool(spec, PAGES, PAGE)
         for layer in range(len(spec.layers)):
             for pages in self.pool.pages(layer):

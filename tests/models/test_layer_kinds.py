@@ -20,13 +20,12 @@ LATENTS = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nop
 LATENTS |= {"num_key_value_heads": 4}
 FOUR: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 SHARED = FOUR | {"head_dim": 16, "num_kv_shared_layers": 2, "sliding_window": WINDOW}
+SHARED |= {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENTS | {"v_head_dim": 16, "first_k_dense_replace": 2},
     "minicpm3": LATENTS | {"v_head_dim": 24},  # as large as a head of K
     "gemma4_text": SHARED | {"global_head_dim": 32},
-    "gemma3n_text": SHARED
-    | {"laurel_rank": 8, "altup_num_inputs": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
-    | {"activation_sparsity_pattern": [0.0] * 4},
+    "gemma3n_text": SHARED | {"laurel_rank": 8, "altup_num_inputs": 2} | {"activation_sparsity_pattern": [0.0] * 4},
     "mimo_v2_flash": ALTERNATE
     | FEW_EXPERTS
     | {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}

@@ -15,7 +15,7 @@ def layers_of(pool):
     """Layers that cache their own K and V."""
     spec = pool.spec
     kinds = [LayerKind(4, k.heads, k.head_dim, v.head_dim, (k, v), spec.dtype, spec.device) for k, v in spec.layers]
-    return layer_pages(kinds, [kinds[0].plan_kind], pool)
+    return layer_pages(kinds, [kinds[0].plan_kinds[0]], pool)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from prefixkit.runners.batch import Outputs, Results, Runner
 from prefixkit.runners.wanted_tokens import OutputsOf, compute_wanted
 from prefixkit.tree.radix import Sequence as TreeSequence
 
-_SPARE = 4  # slots for states that are made before others are dropped
+# Slots for states: of a text at its end and at a fork above it, and those that are made before others are dropped.
+_SLOTS_PER_TEXT, _SPARE_SLOTS = 2, 4
 
 
 @dataclass(eq=False)
@@ -63,9 +64,10 @@ class ContextRun:
         """Insert contexts from ``begin`` on until one does not fit; returns which."""
         tree, unshared = self.store.tree, 0
         most = len(contexts.tokens)
-        if tree.states is not None:  # each has a fork above it at most
-            self.store.have_slots(most - begin + _SPARE, 2 * _SPARE)
-            most = tree.states.count - _SPARE
+        if tree.states is not None:
+            least = _SLOTS_PER_TEXT + _SPARE_SLOTS
+            self.store.have_slots(max(_SLOTS_PER_TEXT * (most - begin) + _SPARE_SLOTS, least), least)
+            most = (tree.states.count - _SPARE_SLOTS) // _SLOTS_PER_TEXT
         for tokens in contexts.tokens[begin : begin + most]:
             if (sequence := self.store.admit(tokens, alone=not self._held)) is None:
                 break

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from prefixkit.models.layer import LayerCache
 from prefixkit.models.own_attention.alibi_bias import linear_bias
+from prefixkit.models.own_attention.own_code import attended
 
 
 def bloom(
@@ -24,8 +25,6 @@ def bloom(
     """``BloomAttention.forward``."""
     assert layer_past is not None
     q, k, v = self._reshape(self.query_key_value(hidden_states))
-    k, v = layer_past.update(k, v, self.layer_idx)
-    layer_past.check(k, v, attention_mask)
-    out = layer_past.attend(q, self.inv_norm_factor, None, None, None, linear_bias(self, self.num_heads))
-    out = self.dense(out.flatten(2))
+    bias = linear_bias(self, self.num_heads)
+    out = self.dense(attended(self, layer_past, q, k, v, attention_mask, self.inv_norm_factor, bias))
     return residual + nn.functional.dropout(out, self.hidden_dropout, self.training), None

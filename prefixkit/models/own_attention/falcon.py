@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prefixkit.models.layer import LayerCache
 from prefixkit.models.own_attention.alibi_bias import rounded_bias
-from prefixkit.models.own_attention.own_code import function_of_module, shown
+from prefixkit.models.own_attention.own_code import attended, function_of_module, shown
 
 
 def falcon(
@@ -33,14 +33,11 @@ def falcon(
         k, v = (of[:, :: self.num_heads // self.num_kv_heads] for of in (k, v))
     if not self.config.alibi:
         q, k = function_of_module(self, "apply_rotary_pos_emb")(q, k, *position_embeddings)
-    k, v = layer_past.update(k, v, self.layer_idx)
-    layer_past.check(k, v, shown(attention_mask))
     bias = None
     if self.config.alibi:  # eager attention adds it to the scores, and once more by the mask
         times = 1 if self.config._attn_implementation == "sdpa" else 2
         bias = rounded_bias(self, self.num_heads, times * self.inv_norm_factor)
-    out = layer_past.attend(q, self.inv_norm_factor, None, None, None, bias)
-    return self.dense(out.flatten(2)), None
+    return self.dense(attended(self, layer_past, q, k, v, shown(attention_mask), self.inv_norm_factor, bias)), None
 
 
 def repeated(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

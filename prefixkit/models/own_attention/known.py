@@ -9,7 +9,7 @@ import functools
 
 from torch import nn
 
-from prefixkit.models.own_attention.bert import bert
+from prefixkit.models.own_attention.bert import bert, roformer
 from prefixkit.models.own_attention.bloom import bloom
 from prefixkit.models.own_attention.diffllama import TwoValues, halves
 from prefixkit.models.own_attention.falcon import falcon, repeated
@@ -17,7 +17,6 @@ from prefixkit.models.own_attention.gptj import gpt_neo, gpt_neox_japanese, gptj
 from prefixkit.models.own_attention.jetmoe import HeadsInTurn
 from prefixkit.models.own_attention.mpt import mpt
 from prefixkit.models.own_attention.own_code import OwnCode
-from prefixkit.models.own_attention.roformer import roformer
 from prefixkit.models.own_attention.xglm import xglm
 
 _KNOWN = {

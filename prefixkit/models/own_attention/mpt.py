@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prefixkit.models.layer import LayerCache
 from prefixkit.models.own_attention.alibi_bias import mpt_bias
+from prefixkit.models.own_attention.own_code import attended
 
 
 def mpt(
@@ -25,8 +26,6 @@ def mpt(
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     shape = (*hidden_states.shape[:-1], self.n_heads, self.head_dim)
     q, k, v = (part.reshape(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    k, v = past_key_values.update(k, v, self.layer_idx)
-    past_key_values.check(k, v, None if attention_mask is None else ~attention_mask)
+    mask = None if attention_mask is None else ~attention_mask
     bias = mpt_bias(self, self.n_heads)
-    out = past_key_values.attend(q, float(self.softmax_scale), None, None, None, bias)
-    return self.out_proj(out.flatten(2)), None
+    return self.out_proj(attended(self, past_key_values, q, k, v, mask, float(self.softmax_scale), bias)), None

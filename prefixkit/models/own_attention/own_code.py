@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.layer import LayerCache
+from prefixkit.models.layer import Bias, LayerCache
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,22 @@ class OwnCode:
     adapt: Callable[[LayerCache], LayerCache] | None = None
     restore: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     index: str = "layer_idx"
+
+
+def attended(
+    module: Any,
+    layer: LayerCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    bias: Bias | None = None,
+) -> Tensor:
+    """Cache K and V, and attend to all that is visible: ``[batch, rows, heads * head_dim]``."""
+    k, v = layer.update(k, v, module.layer_idx)
+    layer.check(k, v, mask)
+    return layer.attend(q, scale, None, None, None, bias).flatten(2)
 
 
 def function_of_module(module: nn.Module, name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from prefixkit.models.layer import LayerCache
+from prefixkit.models.own_attention.own_code import attended
 
 
 def xglm(
@@ -21,7 +22,4 @@ def xglm(
     assert past_key_values is not None and key_value_states is None, "a decoder alone"
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (of(hidden_states).view(shape).transpose(1, 2) for of in (self.q_proj, self.k_proj, self.v_proj))
-    k, v = past_key_values.update(k, v, self.layer_idx)
-    past_key_values.check(k, v, attention_mask)
-    out = past_key_values.attend(q * self.scaling, 1.0, None, None, None)
-    return self.out_proj(out.flatten(2)), None
+    return self.out_proj(attended(self, past_key_values, q * self.scaling, k, v, attention_mask, 1.0)), None

@@ -71,8 +71,9 @@ def run(driver, runner):
     return step
 
 
-@pytest.mark.parametrize("by_op", [False, True], ids=["planned on the host", "by the op"])
-@pytest.mark.parametrize(("family", "graphs"), [("llama", 1), ("gemma2", 2)])
+@pytest.mark.parametrize(
+    ("family", "graphs", "by_op"), [("llama", 1, True), ("gemma2", 2, False)], ids=["by the op", "planned on the host"]
+)
 def test_prompts_and_decode_steps_share_graphs_whatever_lists_are_empty(family, graphs, by_op, dynamo, driving, rng):
     """A single prompt of one page or of many, several that share a head, decode steps of many rows and of two."""
     driver, runner = driving(family, by_op)

@@ -150,7 +150,7 @@ def test_a_layer_is_measured_as_what_it_is():
     assert whole.biased
     assert (window.visible.window, whole.visible.window) == (7, None)
     assert "with a bias for each head, query and position" in str(whole)
-    assert whole.plan_kind.plain
+    assert whole.plan_kinds[0].plain
 
 
 def test_rows_are_padded_only_as_far_as_queries_are_not_scaled(seed):
