@@ -15,6 +15,7 @@ TABLES = {
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
     ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
+    ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
     ("models/compile/made.py", "_made"): "weak, likewise",
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
     ("models/weights/content.py", "_contents"): "weak, likewise",

@@ -225,3 +225,16 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
     inner = facts.inner
     return *autocast, inner.config._attn_implementation, "forward" in inner.__dict__, tuple(found)
+
+
+def warn_of_moving_rotary(model: PreTrainedModel) -> None:
+    """Say so where a model has one."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    # One dict, or one for each type of layer.
+    kinds = {str(part.get("rope_type")) for part in (parameters, *parameters.values()) if isinstance(part, dict)}
+    if moving := kinds & {"dynamic", "longrope"}:
+        log.warning(
+            "rotary embedding %s depends on the longest position in a forward pass: beyond the original context, a "
+            "sequence's result depends on what else runs in its step",
+            ", ".join(sorted(moving)),
+        )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.experts import experts_by_ops, most_rows
-from prefixkit.models.facts import ModelFacts, patched_facts
+from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rotary
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.layer_pages import layer_pages
 from prefixkit.models.model_calls import logits_of, random_part
@@ -25,8 +23,6 @@ from prefixkit.models.step_cache import StepCache
 if TYPE_CHECKING:
     from prefixkit.models.compile.layers import CompiledLayers
     from prefixkit.models.compile.packing import Compiler
-
-log = logging.getLogger("prefixkit")
 
 
 class ModelRunner:
@@ -84,7 +80,7 @@ class ModelRunner:
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
         self.vocab_size = facts.vocab_size
-        _warn_of_moving_rotary(inner)
+        warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
         self.compiled: CompiledLayers | None = None
@@ -156,15 +152,3 @@ class ModelRunner:
             if made is None:
                 raise UnsupportedModel(f"{type(self.model).__name__} gives no last hidden states below its head")
             return made[0]
-
-
-def _warn_of_moving_rotary(model: PreTrainedModel) -> None:
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    # One dict, or one for each type of layer.
-    kinds = {str(part.get("rope_type")) for part in (parameters, *parameters.values()) if isinstance(part, dict)}
-    if moving := kinds & {"dynamic", "longrope"}:
-        log.warning(
-            "rotary embedding %s depends on the longest position in a forward pass: beyond the original context, a "
-            "sequence's result depends on what else runs in its step",
-            ", ".join(sorted(moving)),
-        )

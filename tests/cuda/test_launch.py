@@ -70,7 +70,7 @@ def test_launches_are_prepared_for_any_number_of_queries():
 def test_tensor_maps_are_made_once_for_a_layer_and_cached_up_to_a_number(monkeypatch):
     made, layers = [], [(pages(), pages()) for _ in range(3)]
 
-    def make(k_pages, v_pages):
+    def make(k_pages, v_pages, rotary_pages):
         made.append((k_pages.data_ptr(), v_pages.data_ptr()))
         return (made[-1][0].to_bytes(8, "little"),)
 

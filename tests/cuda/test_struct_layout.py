@@ -30,7 +30,7 @@ PADDED = define(
 STRUCTS = {
     "padded": PADDED,
     **{name: value for name, value in vars(layouts).items() if isinstance(value, Struct)},
-    **{f"ATTENTION {uses_tma}": value for uses_tma, value in layouts.ATTENTION.items()},
+    **{f"ATTENTION {maps.name}": value for maps, value in layouts.ATTENTION.items()},
 }
 # What the headers name and do not define.
 NAMES = "struct int4;\nnamespace prefixkit { struct SamplingRecord; }\n"

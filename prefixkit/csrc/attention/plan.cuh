@@ -3,6 +3,10 @@
 #include "common/ptx.cuh"
 #include "layouts/attention.h"
 
+#ifndef PREFIXKIT_MAPS
+#define PREFIXKIT_MAPS 0  // 1: TMA loads KV where pages allow it (Hopper); Attention begins with tensor maps
+#endif
+
 namespace prefixkit {
 
 #ifndef PREFIXKIT_VALUE_DIM
@@ -25,17 +29,15 @@ DEVICE const TensorMap* rotary_map(const Attention& a) { return &a.r_map; }
 DEVICE const TensorMap* rotary_row(const Attention& a) { return &a.r_row; }
 #else
 constexpr int OWN_DIM = D;
+#if PREFIXKIT_MAPS
 DEVICE const TensorMap* rotary_map(const Attention& a) { return nullptr; }
 DEVICE const TensorMap* rotary_row(const Attention& a) { return nullptr; }
+#endif
 #endif
 constexpr bool APART = OWN_DIM < D;
 static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
 // Here tile items and decode items go through the tile path.
 constexpr bool TILES_ONLY = D != V_DIM || APART;
-
-#ifndef PREFIXKIT_MAPS
-#define PREFIXKIT_MAPS 0  // 1: TMA loads KV where pages allow it (Hopper); Attention begins with tensor maps
-#endif
 
 // Brings the parameter into the constant cache, a line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {

@@ -22,7 +22,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, register, sliding_window
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
-from prefixkit.backends.cuda.layouts import ATTENTION
+from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variant_header import on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
@@ -124,7 +124,7 @@ def attend(
     partial_lse = torch.full(partial_out.shape[:2], torch.nan)
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0
-    given = ATTENTION[True].packer.pack(
+    given = ATTENTION[Maps.KV].packer.pack(
         *fake_maps(k, v, boxes),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
