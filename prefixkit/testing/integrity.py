@@ -28,6 +28,7 @@ def check_tree(tree: PrefixTree) -> None:
     _require(sum(node.cached for node in nodes) == tree.num_cached, "cached nodes are counted", tree.num_cached)
     _check_pages(nodes, tree)
     _check_slots(nodes, tree.page_size)
+    _check_states(nodes, 0 if tree.states is None else tree.states.count)
 
 
 def _require(condition: bool, invariant: str, what: object) -> None:
@@ -107,3 +108,17 @@ def _check_slots(nodes: list[Node], page_size: int) -> None:
 def _slots(node: Node, page_size: int) -> NDArray[np.int64]:
     strip = node.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)
     return strip.reshape(-1)[node.first_slot : node.end_slot]
+
+
+def _check_states(nodes: list[Node], count: int) -> None:
+    """Each state has a slot of its own, and follows computed tokens."""
+    slots = [node.state for node in nodes if node.state >= 0]
+    for node in nodes:
+        _require(node.state < 0 or node.computed > 0, "a state follows tokens that are computed", node)
+        _require(node.computed not in node.checkpoints, "the state after all computed tokens is no checkpoint", node)
+        _require(all(0 < at <= node.length for at in node.checkpoints), "checkpoints are within their node", node)
+        there = {at: slot for at, slot in node.checkpoints.items() if slot >= 0}
+        _require(all(at < node.computed for at in there), "checkpoints follow tokens that are computed", node)
+        slots += there.values()
+    _require(len(set(slots)) == len(slots), "each state has a slot of its own", slots)
+    _require(all(1 <= slot <= count for slot in slots), "states are in slots that there are", slots)
