@@ -66,6 +66,36 @@ def tree_attention() -> None:
         assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
 
 
+def latents() -> None:
+    """Both parts of attention over latents, with K and V of a shared node made, and their merge."""
+    from prefixkit.attention.gpu.latent_cost import LatentCost
+    from prefixkit.attention.latent_parts import LatentPart, Part
+    from prefixkit.attention.sharing import HeadShape
+    from prefixkit.backends.cuda.latents.latent_kernels import attend
+    from prefixkit.backends.cuda.latents.latent_planners import planner_for
+    from prefixkit.models.latents.latent_maps import LatentMaps
+    from prefixkit.testing.forests import make_snapshot
+
+    heads, lengths = 72, [130, 20, 5, 70, 1]
+    for page_size in (16, 3):
+        rng = np.random.default_rng(page_size)
+        snapshot, num_pages = make_snapshot(rng, [-1, 0, 0, 0, 0], lengths, page_size)
+        leaf = np.arange(1, 5, dtype=np.int32)
+        snapshot.computed[leaf] = snapshot.length[leaf] - 1
+        tree = StepTree(snapshot, Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf]))
+        parts = [LatentPart(part, HeadShape(heads, heads, 192, 2, 128), 512, 64) for part in Part]
+        cost = LatentCost(absorbed=1e-4)  # the shared node is worth expanding
+        planners = [planner_for(part, GPU, torch.bfloat16, 1, cost) for part in parts]
+        if len(planners[0].plan(tree, GPU)[0].tensors) == 1:
+            return  # no kernels for latents
+        plans = [planner.plan(tree, GPU)[0] for planner in planners]
+        maps = LatentMaps(*torch.randn(2, heads, 128, 512, device=GPU).bfloat16(), slice(0, 128), slice(128, 192))
+        pages = [torch.randn(num_pages, page_size, 1, dim, device=GPU).bfloat16() for dim in (512, 64)]
+        q = torch.randn(4, heads, 192, device=GPU).bfloat16()
+        out = attend(q, pages, maps, torch.from_numpy(tree.positions).to(GPU), (plans[0], plans[1]), 0.05)
+        assert bool(torch.isfinite(out).all())
+
+
 def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.gpu.capacity import capacity_for
@@ -118,6 +148,7 @@ def main() -> None:
     append()
     rotary_append()
     tree_attention()
+    latents()
     plan_tree()
     sample()
     torch.cuda.synchronize()
