@@ -84,7 +84,7 @@ def latents() -> None:
         snapshot.computed[leaf] = snapshot.length[leaf] - 1
         tree = StepTree(snapshot, Queries(leaf, snapshot.length[leaf] - 1, snapshot.length[leaf]))
         parts = [LatentPart(part, HeadShape(heads, heads, 192, 2, 128), 512, 64) for part in Part]
-        cost = LatentCost(absorbed=1e-4)  # the shared node is worth expanding
+        cost = LatentCost(absorbed=2e-6)  # the shared node alone is worth expanding
         planners = [planner_for(part, GPU, torch.bfloat16, 1, cost) for part in parts]
         if len(planners[0].plan(tree, GPU)[0].tensors) == 1:
             return  # no kernels for latents
