@@ -69,7 +69,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     working = seconds - sum(there - began for began, there in waits)
     # The last graph by itself; its rows have ended, so trees do not grow.
     runner: Any = engine.runner
-    replays = replayed_ms(runner._graphs[runner._bucket, runner._output].graph, 20)
+    replays = replayed_ms(runner._graphs[runner._bucket, runner._output, runner._variant].graph, 20)
     row: Row = {"rows": rows, "prompt": prompt, "new": new, "sampling": sampling, "compiled": compiled}
     row |= {"tokens_per_second": round(rows * new / total), "decode_step_ms": round(1e3 * seconds / steps, 3)}
     row |= {"replay_ms": round(statistics.fmean(replays), 3), "host_ms": round(1e3 * working / steps, 3)}

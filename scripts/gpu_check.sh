@@ -49,7 +49,7 @@ if wants tests; then
     # In several processes where pytest-xdist is there: they share the GPU well.
     workers=$("$python" -c 'import xdist; print("-n 10")' 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-200}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
+    part tests "${TESTS_SECONDS:-230}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
         -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 from torch.nn.functional import pad
@@ -67,13 +69,13 @@ def tree_attention() -> None:
 
 
 def latents() -> None:
-    """Both parts of attention over latents, with K and V of a shared node made, and their merge."""
+    """Both parts of attention over latents, over random K and V, and their merge: without products, whose kernels in
+    cuBLAS the tools complain of.
+    """
     from prefixkit.attention.gpu.latent_cost import LatentCost
     from prefixkit.attention.latent_parts import LatentPart, Part
     from prefixkit.attention.sharing import HeadShape
-    from prefixkit.backends.cuda.latents.latent_kernels import attend
     from prefixkit.backends.cuda.latents.latent_planners import planner_for
-    from prefixkit.models.latents.latent_maps import LatentMaps
     from prefixkit.testing.forests import make_snapshot
 
     heads, lengths = 72, [130, 20, 5, 70, 1]
@@ -89,10 +91,15 @@ def latents() -> None:
         if len(planners[0].plan(tree, GPU)[0].tensors) == 1:
             return  # no kernels for latents
         plans = [planner.plan(tree, GPU)[0] for planner in planners]
-        maps = LatentMaps(*torch.randn(2, heads, 128, 512, device=GPU).bfloat16(), slice(0, 128), slice(128, 192))
+        made = plans[0].owners.slots.numel() // 64
         pages = [torch.randn(num_pages, page_size, 1, dim, device=GPU).bfloat16() for dim in (512, 64)]
-        q = torch.randn(4, heads, 192, device=GPU).bfloat16()
-        out = attend(q, pages, maps, torch.from_numpy(tree.positions).to(GPU), (plans[0], plans[1]), 0.05)
+        k, v = torch.randn(2, heads, made, 64, 128, device=GPU).bfloat16().permute(0, 2, 3, 1, 4)
+        rotary = torch.randn(made, 64, 1, 64, device=GPU).bfloat16()
+        q, absorbed = (torch.randn(4, heads, dim, device=GPU).bfloat16() for dim in (192, 576))
+        at = torch.from_numpy(tree.positions).to(GPU)
+        of_made = torch.ops.prefixkit.tree_attention(q, k, v, at, plans[0].tensors[:11], 0.05, "causal", None, rotary)
+        others = torch.ops.prefixkit.latent_attention(absorbed, *pages, at, plans[1].tensors[:11], 0.05)
+        out = torch.ops.prefixkit.merge_states(*of_made, plans[0].tensors[11], *others, plans[1].tensors[11])
         assert bool(torch.isfinite(out).all())
 
 
@@ -145,6 +152,8 @@ def sample() -> None:
 
 def main() -> None:
     assert ops.SCHEMAS
+    if sys.argv[1:] == ["latents"]:
+        return latents()
     append()
     rotary_append()
     tree_attention()
