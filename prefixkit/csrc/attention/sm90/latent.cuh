@@ -165,7 +165,7 @@ DEVICE bool take_over(const LatentShared& s, u32 (&p)[KV_TILE / 16][4], float (&
     const MatrixRow<LATENT_ROWS> row(s.p, 16 * warp + (lane & 15), lane >> 4);
 #pragma unroll
     for (int i = 0; i < KV_TILE / 16; ++i) load_matrix(p[i], row.at(i));
-    const bool rose = uniform(lane == 0 ? load_shared_int(s.rose + 4 * warp) : 0);
+    const bool rose = uniform(load_shared_int(s.rose + 4 * warp));
     if (rose) shrink[0] = load_shared1(s.shrink + 4 * row0), shrink[1] = load_shared1(s.shrink + 4 * row0 + 32);
     return rose;
 }
