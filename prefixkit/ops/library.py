@@ -1,8 +1,7 @@
 """Every op of prefixkit: its contract, and its way to the backend that runs it (see ``backend``).
 
 A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
-results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevice where an argument does not fit the
-others.
+results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevice where arguments do not fit.
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
@@ -22,6 +21,7 @@ from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
 from prefixkit.attention.variants import lookup
 from prefixkit.ops import arguments
 from prefixkit.ops.backend import backend_for
+from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 
@@ -139,51 +139,6 @@ def tree_attention(
     """
     arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
     return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def latent_attention(
-    q: Tensor, latent_pages: Tensor, rotary_pages: Tensor, q_positions: Tensor, plan: Sequence[Tensor], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of ``T`` queries over a tree of latents: multi-head latent attention, absorbed.
-
-    All heads read one key for each token, its latent and then its rotary key, and its latent as its value.
-
-    Args:
-        q: ``[T, heads, latent + rotary]`` in the pages' dtype, absorbed: a head's product with what makes its keys.
-        latent_pages: ``[pages, page_size, 1, latent]``.
-        rotary_pages: ``[pages, page_size, 1, rotary]``.
-        q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner for these latents.
-        scale: Factor on ``q . k``.
-
-    Returns:
-        ``out [T, heads, latent]`` in q's dtype, of which a head's product with what makes its values is its output;
-        ``lse [T, heads]`` float32, natural logarithm.
-    """
-    arguments.check_latents(q, latent_pages, rotary_pages, q_positions)
-    return q.new_empty((*q.shape[:2], latent_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def merge_states(
-    first: Tensor,
-    first_lse: Tensor,
-    first_place: Tensor,
-    second: Tensor,
-    second_lse: Tensor,
-    second_place: Tensor,
-) -> Tensor:
-    """Merge two partial states of attention, of some rows of a step each, by their log-sum-exps.
-
-    Args:
-        first, second: ``[their rows, heads, v_dim]`` in one dtype.
-        first_lse, second_lse: ``[their rows, heads]`` float32, natural logarithm.
-        first_place, second_place: ``[T]`` int32 of each row of the step its row in the state, -1 for none.
-
-    Returns:
-        ``[T, heads, v_dim]`` in their dtype; 0 for a row that neither has, or that sees nothing.
-    """
-    arguments.check_states(first, first_lse, first_place, second, second_lse, second_place)
-    return first.new_empty((first_place.shape[0], *first.shape[1:]))
 
 
 def advance(

@@ -89,8 +89,7 @@ class GraphRunner:
         self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
-        # By bucket, output and what plannings say of the tree.
-        self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}
+        self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}  # by bucket, output and variant
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
         self._arrays: GraphArrays | None = None
@@ -321,9 +320,7 @@ class GraphRunner:
         return bucket_of(max(rows, self.least_rows))
 
     def _ensure_graph(self, arrays: GraphArrays, rows: int, tree: StepTree) -> None:
-        """Capture the graph of a bucket for trees like this one, if there is none.  Then the arrays hold no batch
-        afterwards.
-        """
+        """Capture a bucket's graph for trees like this one if there is none.  Then the arrays hold no batch."""
         key = rows, self._output, self._variant
         if key in self._graphs:
             return

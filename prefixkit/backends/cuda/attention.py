@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.cuda import variant_header
-from prefixkit.backends.cuda.checked_mode import check_packed_numbers
+from prefixkit.backends.cuda.checked_mode import CheckedPlan, check_packed_numbers
 from prefixkit.backends.cuda.device_planner import NO_FLOAT32, WORK_TENSORS, plan_in_torch, say_plain_torch
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.kernels import (
@@ -33,7 +32,7 @@ from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import TensorMaps, cached_tensor_maps, holds_groups
-from prefixkit.ops.arguments import BadDevice, BadShape, check_attention, check_latents, check_packed, check_positions
+from prefixkit.ops.arguments import BadShape, check_attention, check_latents, check_packed
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.threads import once
 from prefixkit.torch_private import raw_stream, stream_captures
@@ -66,29 +65,6 @@ class _Prepared:
     pages_signature: tuple[int, ...] = ()
 
 
-class _CheckedPlan(threading.local):
-    """The plan of a thread's last call: its tensors' identities, their addresses, and the tensors themselves."""
-
-    # The tensors are referenced, so that no other tensor gets their ids.
-    last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
-
-    def check(self, q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
-        """Addresses of work and nodes, checked once for all layers."""
-        ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
-        if ids != self.last[0]:
-            check_packed(q.shape[0], work, nodes)
-            tensors = (q_positions, *work, *nodes)
-            if work[0].device != q.device:
-                raise BadDevice(
-                    f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
-                )
-            check_positions(q, q_positions)
-            if not all(tensor.is_contiguous() for tensor in tensors):
-                raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
-            self.last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
-        return self.last[1]
-
-
 class TreeAttention:
     """The op, and what its calls reuse: prepared launches, tensor maps, and the counters of grid barriers."""
 
@@ -97,7 +73,7 @@ class TreeAttention:
         self.launches: LaunchCache[tuple[_Prepared, BarrierCounters]] = LaunchCache()
         # Of layers, those of pools that are gone included: 3 MiB of maps at most.
         self._maps: LaunchCache[TensorMaps] = LaunchCache()
-        self._barriers, self._plan = once(BarrierCounters), _CheckedPlan()
+        self._barriers, self._plan = once(BarrierCounters), CheckedPlan()
 
     def __call__(
         self,

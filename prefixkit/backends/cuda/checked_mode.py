@@ -6,6 +6,7 @@ from the GPU and a wait, so it is for tests and for finding errors; a graph capt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.gpu.capacity import OVERFLOW
-from prefixkit.ops.arguments import capturing
+from prefixkit.ops.arguments import BadDevice, BadShape, capturing, check_packed, check_positions
 from prefixkit.tree.arrays import ranges
 
 Array = NDArray[np.int64]
@@ -93,3 +94,26 @@ def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None
     # Buffers of a captured graph are larger than what they hold, so bounds may end early.
     if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
         raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
+
+
+class CheckedPlan(threading.local):
+    """The plan of a thread's last call: its tensors' identities, their addresses, and the tensors themselves."""
+
+    # The tensors are referenced, so that no other tensor gets their ids.
+    last: tuple[tuple[object, ...], tuple[int, ...], tuple[Tensor, ...]] = ((), (), ())
+
+    def check(self, q: Tensor, q_positions: Tensor, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> tuple[int, ...]:
+        """Addresses of work and nodes, checked once for all layers."""
+        ids = (q.shape[0], q.device, id(q_positions), *map(id, work), *map(id, nodes))
+        if ids != self.last[0]:
+            check_packed(q.shape[0], work, nodes)
+            tensors = (q_positions, *work, *nodes)
+            if work[0].device != q.device:
+                raise BadDevice(
+                    f"tree_attention: the plan is on {work[0].device}, but q is on {q.device}; move it with .to()"
+                )
+            check_positions(q, q_positions)
+            if not all(tensor.is_contiguous() for tensor in tensors):
+                raise BadShape("tree_attention: q_positions, work and nodes must be contiguous; use .contiguous()")
+            self.last = ids, tuple(tensor.data_ptr() for tensor in (*work, *nodes)), tensors
+        return self.last[1]

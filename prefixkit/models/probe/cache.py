@@ -21,7 +21,7 @@ from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
-from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, close
+from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, are_same, close
 from prefixkit.models.states.going_on import measure_state
 
 
@@ -195,7 +195,7 @@ class ProbedLayer:
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
         self._mask, self._kv, self._expands, self._reads = attention_mask, (key, value), False, None
         if not self._cached:
-            found = [index for index, cached in enumerate(self._cache.cached) if _are(cached, (key, value))]
+            found = [index for index, cached in enumerate(self._cache.cached) if are_same(cached, (key, value))]
             if not found:
                 self._refuse("attends over KV that neither it nor another layer has cached")
             self._reads = found[0]
@@ -348,8 +348,3 @@ class ProbedLayer:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(f"asks its cache for {name!r}, which a tree does not have for a step of many sequences")
-
-
-def _are(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:
-    """Whether these are the very same tensors."""
-    return len(cached) == len(given) and all(one is other for one, other in zip(cached, given, strict=True))

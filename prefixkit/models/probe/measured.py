@@ -47,3 +47,8 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
     error, size = (one - other).abs().max(), one.abs().max()
     return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
+
+
+def are_same(cached: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> bool:
+    """Whether these are the very same tensors."""
+    return len(cached) == len(given) and all(one is other for one, other in zip(cached, given, strict=True))
