@@ -68,7 +68,7 @@ class PlanKind:
 
     @property
     def plain(self) -> bool:
-        """Whether plain torch alone computes it."""
+        """Whether the op for attention over K and V in pages alone does not compute it (see ``PlainLayer``)."""
         return self.expands or self.selects or self.biased or self.compresses
 
 
@@ -129,7 +129,7 @@ class LayerKind:
 
     @property
     def plain(self) -> bool:
-        """Whether plain torch alone computes it."""
+        """Whether the op for attention over K and V in pages alone does not compute it."""
         return any(kind.plain for kind in self.plan_kinds)
 
     @property

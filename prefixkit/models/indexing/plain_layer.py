@@ -1,5 +1,5 @@
-"""A layer of a step that plain torch alone computes: K and V made of latents, tokens that an indexer selects, or a bias
-of the layer's own on the scores.
+"""A layer of a step that is more than attention over K and V in pages: K and V made of latents, tokens that an indexer
+selects, or a bias of the layer's own on the scores.  Plain torch computes it, but for latents on GPUs with kernels.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
 
 
 class PlainLayer(Layer):
-    """Attention of a step's layer in plain torch.
+    """Attention of a step's layer that is more than that over K and V in pages.
 
     Attributes:
         module: The attention module.

@@ -15,7 +15,7 @@ from prefixkit.attention.gpu.latent_cost import LatentCost
 from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.latents.expansion import PAGE, expand, expanded_tokens
+from prefixkit.backends.cuda.latents.expansion import PAGE, Expansion, expand, expanded_tokens
 from prefixkit.backends.cuda.latents.latent_planners import LatentPlanner
 from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded
 from prefixkit.backends.torch.host_planner import bind
@@ -146,3 +146,69 @@ def test_the_absorbed_part_of_a_graph_reads_no_node_that_is_expanded() -> None:
     assert np.array_equal(unseen > 0, made.chosen(tree).nodes) and unseen.sum() > 0
     assert made.variant(tree) == "kept" and absorbed.variant(tree) == ""
     assert planner(Part.EXPANDED, most_kept=0).variant(tree) in ("made", "")
+
+
+class Scarce:
+    """Maps of a layer, for whose K and V there is memory so many times."""
+
+    made, copied, key_bias, value_bias = slice(0, OWN), slice(OWN, OWN + ROTARY), None, None
+
+    def __init__(self, maps: LatentMaps, times: int) -> None:
+        self._maps, self.left, self.value = maps, times, maps.value
+
+    @property
+    def key(self) -> Tensor:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return self._maps.key
+
+
+def a_layer(tokens: int) -> tuple[Tensor, Tensor]:
+    latents, rotary = (torch.randn(-(-tokens // 16), 16, 1, dim) for dim in (LATENT, ROTARY))
+    return latents, rotary
+
+
+def test_k_and_v_are_made_once_for_each_layer_while_they_are_kept() -> None:
+    maps, slots = maps_of(np.random.default_rng(0)), torch.arange(2 * PAGE)
+    expansion = Expansion(LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY), slots, (b"tokens",))
+    layers = [a_layer(2 * PAGE) for _ in range(2)]
+    first = [expansion.of(layer, maps) for layer in layers]
+    assert all(one is other for one, other in zip(first, [expansion.of(layer, maps) for layer in layers], strict=True))
+    for made, layer in zip(first, layers, strict=True):
+        for one, other in zip(made, expand(layer, maps, slots), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_without_memory_to_keep_them_k_and_v_are_made_at_each_call(caplog: pytest.LogCaptureFixture) -> None:
+    plain, slots = maps_of(np.random.default_rng(1)), torch.arange(2 * PAGE)
+    maps = Scarce(plain, 5)  # read four times for one layer
+    expansion = Expansion(LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY), slots, (b"tokens",))
+    layers = [a_layer(2 * PAGE) for _ in range(3)]
+    for _ in range(2):
+        for layer in layers:
+            for one, other in zip(expansion.of(layer, maps), expand(layer, plain, slots), strict=True):
+                assert torch.equal(one, other)
+    assert not expansion.keeps and caplog.text.count("no memory to keep K and V") == 1
+    expansion.keep(True)
+    assert not expansion.keeps
+
+
+def test_static_buffers_are_filled_when_other_tokens_come() -> None:
+    case, tree = tree_of(np.random.default_rng(3), 40)
+    static = StaticExpanded(planner(Part.EXPANDED), tree, 64, tree.snapshot.num_nodes, CPU)
+    static.plan_of(tree)
+    layer, maps = (case.k_pages[..., :LATENT], case.k_pages[..., LATENT:]), maps_of(np.random.default_rng(4))
+    with torch.inference_mode():
+        made = static.expansion.of(layer, maps)  # before a graph is captured: of no tokens
+    static.upload(tree)
+    part = planner(Part.EXPANDED)
+    tokens = expanded_tokens(tree, part.rows_of(tree, part.chosen(tree)).bsr)
+    wanted = expand(layer, maps, torch.from_numpy(tokens.slots))
+    length, indptr = tokens.nodes[1], tokens.nodes[2]
+    for node in np.flatnonzero(length):
+        for one, other in zip(made, wanted, strict=True):
+            rows = slice(int(indptr[node]), int(indptr[node + 1]))
+            own = [of[rows].flatten(0, 1)[: length[node]] for of in (one, other)]
+            torch.testing.assert_close(*own)
+    assert static.expansion.of(layer, maps) is made

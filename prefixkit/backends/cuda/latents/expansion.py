@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from prefixkit.attention.bsr import BSR
 from prefixkit.attention.latent_parts import LatentPart
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
+
+log = logging.getLogger("prefixkit")
 
 PAGE = 64  # tokens
 # K without its rotary part, V and the rotary part, in pages as ``tree_attention`` takes them.
@@ -69,26 +72,48 @@ def expanded_tokens(tree: StepTree, bsr: BSR) -> ExpandedTokens:
 
 
 class Expansion:
-    """K and V of some tokens, made for each layer when it first needs them.
+    """K and V of some tokens: kept for each layer, or made again at each call into one buffer for all layers.
 
     Args:
         part: Heads and sizes.
         slots: ``[pages * PAGE]`` int64 slots of the tokens in the pool.
-        key: What the tokens are, if K and V are kept; None: they are made again at each call.
+        key: What the tokens are, if K and V are kept; None: they are not.
+
+    Attributes:
+        keeps: Whether K and V are kept; False once there is no memory for them.
     """
 
     def __init__(self, part: LatentPart, slots: Tensor, key: Key | None) -> None:
         self.part, self.slots, self.key = part, slots, key
-        self._kept: dict[int, Made] = {}
+        self.keeps = key is not None
+        self._kept: dict[int, tuple[Sequence[Tensor], Maps, Made]] = {}  # by the address of a layer's pages
+        self._shared: Made | None = None
+        self._no_room = False
 
     def of(self, pages: Sequence[Tensor], maps: Maps) -> Made:
         """K and V of a layer, by the pages that it caches latents and rotary keys in."""
+        if self.keeps and maps.key_bias is None:  # else maps are measured anew at each call
+            made = self._kept_of(pages, maps)
+            if made is not None:
+                return made
+        self._shared = expand(pages, maps, self.slots, self._shared)
+        return self._shared
+
+    def keep(self, keeps: bool) -> None:
+        """Whether K and V are worth keeping from now on."""
+        self.keeps = keeps and not self._no_room
+
+    def _kept_of(self, pages: Sequence[Tensor], maps: Maps) -> Made | None:
+        """Those that are kept, made where there are none yet; None where there is no memory for them."""
         layer = pages[0].data_ptr()
-        made = self._kept.get(layer)
-        if made is None:
-            made = expand(pages, maps, self.slots)
-            if self.key is not None:
-                self._kept[layer] = made
+        try:
+            made = self._kept[layer][2] if layer in self._kept else expand(pages, maps, self.slots)
+        except torch.OutOfMemoryError:
+            log.warning("attention over latents: no memory to keep K and V, which are made again at each step")
+            self._no_room, self.keeps = True, False
+            self._kept.clear()
+            return None
+        self._kept[layer] = pages, maps, made
         return made
 
 

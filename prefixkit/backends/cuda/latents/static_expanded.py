@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, PlanTooLarge
 from prefixkit.attention.gpu.latent_cost import Expanded, made_bytes
@@ -21,8 +19,6 @@ from prefixkit.backends.cuda.latents.expansion import (
     PAGE,
     ExpandedTokens,
     Expansion,
-    Made,
-    Maps,
     expand,
     expanded_tokens,
 )
@@ -47,42 +43,26 @@ class PartPlanner(Protocol):
 
 
 class StaticExpansion(Expansion):
-    """K and V in buffers of their own, for ``capacity`` pages.
-
-    What is kept is made when the tokens change, outside of graphs; what is not, at each call, and so by the graph: all
-    layers have one buffer then.
+    """K and V in buffers of their own, for ``capacity`` pages: what is kept is made outside of graphs, when the tokens
+    change; what is not, by the graph.
     """
 
     def __init__(self, part: LatentPart, capacity: int, device: torch.device) -> None:
         super().__init__(part, torch.zeros(capacity * PAGE, dtype=torch.int64, device=device), None)
-        self._layers: dict[int, tuple[Sequence[Tensor], Maps, Made]] = {}
-        self._shared: Made | None = None
-        self.keeps = False
-
-    def of(self, pages: Sequence[Tensor], maps: Maps) -> Made:
-        if not self.keeps or maps.key_bias is not None:  # maps that are measured anew at each call
-            self._shared = expand(pages, maps, self.slots, self._shared)
-            return self._shared
-        layer = pages[0].data_ptr()
-        made = self._layers[layer][2] if layer in self._layers else None
-        if made is None:
-            made = expand(pages, maps, self.slots)
-        self._layers[layer] = pages, maps, made
-        return made
 
     def change(self, tokens: ExpandedTokens, keeps: bool) -> None:
         """Hold other tokens: on the current stream, if they are others."""
-        self.keeps = keeps
+        self.keep(keeps)
         (slots,) = upload([tokens.slots], self.slots.device)
         self.slots[: len(slots)].copy_(slots)
         if tokens.key is not None and tokens.key == self.key:
             return
         self.key = tokens.key
-        if keeps and tokens.nodes[1].any():
-            kept = len(tokens.slots) * made_bytes(self.part) * len(self._layers)
+        if self.keeps and tokens.nodes[1].any():
+            kept = len(tokens.slots) * made_bytes(self.part) * len(self._kept)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
             with torch.inference_mode():  # in which the buffers were made
-                for pages, maps, made in self._layers.values():
+                for pages, maps, made in self._kept.values():
                     expand(pages, maps, self.slots, made)
 
 
@@ -111,7 +91,7 @@ class StaticExpanded:
     def plan_of(self, tree: StepTree) -> StepPlan:
         plan, _, chosen, _ = self._planned(tree)
         rows = None if chosen.nodes.any() else self._no_rows
-        self.expansion.keeps = chosen.keeps
+        self.expansion.keep(chosen.keeps)
         return StepPlan(self._staged.tensors, tree, lambda: plan, owners=self.expansion, rows=rows)
 
     def stage(self, tree: StepTree) -> None:
