@@ -132,7 +132,7 @@ class GraphPlanning(Protocol):
         """What a graph of this tree's steps has that those of others have not."""
 
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticPlans | None:
-        """Plans of up to so many rows and nodes that the planner keeps itself; None: :meth:`planner` makes them."""
+        """Plans of up to this number of rows and nodes that the planner keeps itself; None: :meth:`planner` makes them."""
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
@@ -157,8 +157,8 @@ class PartBackend:
     """How a backend computes one part of attention over latents.
 
     Attributes:
-        planner_for: The planner of such a part on a device, of what is cached in a dtype, in so many layers.  Its plans
-            name the query rows that they are for (``StepPlan.rows``).
+        planner_for: The planner of such a part on a device, of what is cached in a dtype by a number of layers.  Its
+            plans name the query rows that they are for (``StepPlan.rows``).
         attend: Of the part's query rows, their positions ``[rows]`` int64 and ``StepPlan.tensors``, the
             :class:`State` over the BSR rows of the plan; the output may be in the dtype of what is cached.
 

@@ -151,7 +151,7 @@ class StateSlots:
         return sum(len(node.states) for node in self._nodes())
 
     def spare(self, most: int, stay: Iterable[int] = ()) -> list[int]:
-        """At most so many slots, which :func:`name` gives to nodes once the caller has written states to them.
+        """At most this number of slots, which :func:`name` gives to nodes once the caller has written states to them.
 
         States that nothing goes on from are dropped for them, but for those in slots that ``stay``.
         """

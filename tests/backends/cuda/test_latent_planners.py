@@ -190,7 +190,7 @@ def test_without_memory_to_keep_them_k_and_v_are_made_at_each_call(caplog: pytes
             for one, other in zip(expansion.of(layer, maps), expand(layer, plain, slots), strict=True):
                 assert torch.equal(one, other)
     assert not expansion.keeps and caplog.text.count("no memory to keep K and V") == 1
-    expansion.keep(True)
+    expansion.set_keeps(True)
     assert not expansion.keeps
 
 

@@ -99,7 +99,7 @@ class Expansion:
         self._shared = expand(pages, maps, self.slots, self._shared)
         return self._shared
 
-    def keep(self, keeps: bool) -> None:
+    def set_keeps(self, keeps: bool) -> None:
         """Whether K and V are worth keeping from now on."""
         self.keeps = keeps and not self._no_room
 

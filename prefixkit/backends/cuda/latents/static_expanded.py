@@ -52,7 +52,7 @@ class StaticExpansion(Expansion):
 
     def change(self, tokens: ExpandedTokens, keeps: bool) -> None:
         """Hold other tokens: on the current stream, if they are others."""
-        self.keep(keeps)
+        self.set_keeps(keeps)
         (slots,) = upload([tokens.slots], self.slots.device)
         self.slots[: len(slots)].copy_(slots)
         if tokens.key is not None and tokens.key == self.key:
@@ -91,7 +91,7 @@ class StaticExpanded:
     def plan_of(self, tree: StepTree) -> StepPlan:
         plan, _, chosen, _ = self._planned(tree)
         rows = None if chosen.nodes.any() else self._no_rows
-        self.expansion.keep(chosen.keeps)
+        self.expansion.set_keeps(chosen.keeps)
         return StepPlan(self._staged.tensors, tree, lambda: plan, owners=self.expansion, rows=rows)
 
     def stage(self, tree: StepTree) -> None:
