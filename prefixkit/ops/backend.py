@@ -132,7 +132,7 @@ class GraphPlanning(Protocol):
         """What a graph of this tree's steps has that those of others have not."""
 
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticPlans | None:
-        """Plans of up to this number of rows and nodes that the planner keeps itself; None: :meth:`planner` makes them."""
+        """Plans of up to ``rows`` rows over ``nodes`` nodes, kept by what plans; None: :meth:`planner` makes them."""
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
