@@ -98,7 +98,8 @@ def latents() -> None:
         q, absorbed = (torch.randn(4, heads, dim, device=GPU).bfloat16() for dim in (192, 576))
         at = torch.from_numpy(tree.positions).to(GPU)
         of_made = torch.ops.prefixkit.tree_attention(q, k, v, at, plans[0].tensors[:11], 0.05, "causal", None, rotary)
-        others = torch.ops.prefixkit.latent_attention(absorbed, *pages, at, plans[1].tensors[:11], 0.05)
+        latent, lse = torch.ops.prefixkit.latent_attention(absorbed, *pages, at, plans[1].tensors[:11], 0.05)
+        others = latent[..., :128].contiguous(), lse
         out = torch.ops.prefixkit.merge_states(*of_made, plans[0].tensors[11], *others, plans[1].tensors[11])
         assert bool(torch.isfinite(out).all())
 

@@ -74,7 +74,7 @@ def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
 ) -> tuple[str | None, Probed]:
     """:func:`_look`; at a model that takes no positions once more, with offsets, where that finds what is wrong."""
-    if "position_ids" in inspect.signature(original_class(model).forward).parameters:
+    if _takes_positions(model):
         return _look(model, layers, states, text)
     first: UnsupportedModel | None = None
     try:
@@ -244,7 +244,13 @@ def _length(model: PreTrainedModel) -> int:
     names = "attention_chunk_size", "sliding_window", SCALES_FROM
     chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
     most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
+    if not _takes_positions(model):  # it counts on from the cache, and a GPU dies of an index beyond an embedding
+        most = min(most, max(2 * ROWS, known_positions(model) - 4 * ROWS))
     return most - most % max(chunk, 1) - ROWS // 2
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(original_class(model).forward).parameters
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:

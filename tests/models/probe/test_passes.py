@@ -190,3 +190,12 @@ def test_a_layer_that_asks_for_the_length_of_its_cache_is_refused(tiny):
     attention.__class__ = Asking
     with pytest.raises(UnsupportedModel, match=r"\(Asking\) asks its cache for 'get_seq_length', which a tree"):
         kv_spec(model)
+
+
+def test_no_pass_looks_up_positions_that_a_model_does_not_know(tiny):
+    """BART counts its positions from the cache's length; on a GPU a row beyond its table ends the process's context."""
+    model = tiny("bart")
+    table, seen = model.model.decoder.embed_positions, []
+    table.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    probe(model)
+    assert seen and all(int(positions.max()) + table.offset < table.num_embeddings for positions in seen)
