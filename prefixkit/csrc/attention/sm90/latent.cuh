@@ -35,7 +35,8 @@ DEVICE void latent_barriers(const LatentShared& s) {
         barrier_init(s.tile.item_empty + 8 * i, SCORE_WARPS + VALUE_WARPS + QUERY_WARPS);
     }
     barrier_init(s.q_full, QUERY_WARPS), barrier_init(s.q_empty, SCORE_WARPS);
-    barrier_init(s.p_full, SCORE_WARPS), barrier_init(s.p_empty, VALUE_WARPS);
+    // Each thread arrives, as each writes or reads P: compute-sanitizer sees no order through an elected lane.
+    barrier_init(s.p_full, 32 * SCORE_WARPS), barrier_init(s.p_empty, 32 * VALUE_WARPS);
 }
 
 // Item `number`, once it is published; no rows: no more.
@@ -151,8 +152,7 @@ DEVICE void score_role(const Attention& a, const LatentShared& s) {
             }
             if (lane_anew() == 0) store_shared_int(s.rose + 4 * warp, rose);
             if (last) finish_scores(a, s, item, w, row0);
-            __syncwarp();
-            barrier_arrive_warp(s.p_full);
+            barrier_arrive(s.p_full);
             at.next(s.tile);
         }
         free_stage(s.tile.item_empty, number & 1);
@@ -205,8 +205,7 @@ DEVICE void value_role(const Attention& a, const LatentShared& s, int half) {
             float shrink[2];
             const bool rose = take_over(s, p, shrink);
             if (last) factor[0] = load_shared1(s.factor + 4 * row0), factor[1] = load_shared1(s.factor + 4 * row0 + 32);
-            __syncwarp();
-            barrier_arrive_warp(s.p_empty);
+            barrier_arrive(s.p_empty);
             if (rose && !first) {
 #pragma unroll
                 for (int j = 0; j < HALF_COLUMNS / 128; ++j)
