@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from prefixkit.api import beam_search as beam_search
     from prefixkit.api import generate as generate
     from prefixkit.api import score as score
+    from prefixkit.attention.variants import CAUSAL as CAUSAL
+    from prefixkit.attention.variants import Variant as Variant
+    from prefixkit.attention.variants import compose as compose
+    from prefixkit.attention.variants import variant as variant
     from prefixkit.engine.policy import MemoryPolicy as MemoryPolicy
     from prefixkit.engine.request import BeamParams as BeamParams
     from prefixkit.engine.request import Request as Request
@@ -43,6 +47,7 @@ __version__ = "0.1.0"
 # answers before transformers is imported.
 _NAMES = {
     "prefixkit.api": ("beam_search", "generate", "score"),
+    "prefixkit.attention.variants": ("CAUSAL", "Variant", "compose", "variant"),
     "prefixkit.engine.policy": ("MemoryPolicy",),
     "prefixkit.kv.prefixes.file": ("PrefixFileError",),
     "prefixkit.engine.sharing_report": ("Report",),

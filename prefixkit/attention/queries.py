@@ -11,17 +11,28 @@ from numpy.typing import NDArray
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
+UNNUMBERED = (
+    "the variant reads b, the number of a query's sequence, but the queries have none; give Queries.sequence, a number "
+    "for each run of queries"
+)
+
+
+class UnnumberedSequences(ValueError):
+    """A variant reads the numbers of sequences, of queries that have none."""
+
 
 @dataclass(frozen=True, eq=False)
 class Queries:
     """The query rows of one step: run ``r`` is tokens ``[begin[r], end[r])`` of node ``node[r]``.
 
     Runs are in depth-first order with one run per node at most; the rows of the step are the runs laid end to end.
+    ``sequence``: the number of the sequence that each run belongs to, for variants that read it; None where none does.
     """
 
     node: Ints
     begin: Ints
     end: Ints
+    sequence: Ints | None = None
 
     @property
     def num_rows(self) -> int:
@@ -78,6 +89,14 @@ class StepTree:
         """``[rows]`` the position of each query row in its sequence."""
         return self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
 
+    @cached_property
+    def sequences(self) -> NDArray[np.int64]:
+        """``[rows]`` the number of the sequence that each query row belongs to; 0 where sequences have none."""
+        queries = self.queries
+        if queries.sequence is None:
+            return np.zeros(queries.num_rows, dtype=np.int64)
+        return np.repeat(queries.sequence.astype(np.int64), queries.end - queries.begin)
+
     def last_rows(self) -> NDArray[np.int64]:
         """``[nodes]`` the row of each node's last token, -1 where it does not run."""
         rows = np.full(self.snapshot.num_nodes, -1, dtype=np.int64)
@@ -95,7 +114,7 @@ class StepTree:
         length, computed = tree.length.copy(), tree.computed.copy()
         length[leaf] = np.minimum(length[leaf] + steps, capacity)
         computed[leaf] = np.minimum(computed[leaf] + steps, capacity)
-        return decode_tree(replace(tree, length=length, computed=computed), leaf)
+        return decode_tree(replace(tree, length=length, computed=computed), leaf, self.queries.sequence)
 
     def select_rows(self, rows: NDArray[np.intp]) -> StepTree:
         """The decode step of these rows, ascending, without the leaves of the others.  It names no sequences."""
@@ -120,7 +139,8 @@ class StepTree:
             sequence_node=old.sequence_node[:0],
             sequence_id=old.sequence_id[:0],
         )
-        return decode_tree(snapshot, before[leaf[rows]])
+        sequence = self.queries.sequence
+        return decode_tree(snapshot, before[leaf[rows]], None if sequence is None else sequence[rows])
 
     def check(self) -> None:
         """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before them."""
@@ -147,7 +167,7 @@ class StepTree:
             )
 
 
-def decode_tree(snapshot: TreeSnapshot, leaf: Ints) -> StepTree:
+def decode_tree(snapshot: TreeSnapshot, leaf: Ints, sequence: Ints | None = None) -> StepTree:
     """A tree with one query row for each of these leaves, ascending: its last token."""
     end = snapshot.length[leaf]
-    return StepTree(snapshot, Queries(leaf, end - 1, end))
+    return StepTree(snapshot, Queries(leaf, end - 1, end, sequence))

@@ -233,6 +233,11 @@ def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks
     if (sinks is not None) != variant.has_sinks:
         has, given = ("has sinks", "none are given") if variant.has_sinks else ("has no sinks", "some are given")
         raise BadShape(f"{op}: variant {variant.name!r} {has}, but {given}; see attention_sinks()")
+    if variant.fewest_heads is not None and variant.fewest_heads < q.shape[1]:
+        raise BadShape(
+            f"{op}: variant {variant.name!r} captures a tensor with numbers for {variant.fewest_heads} heads, which it "
+            f"indexes by h, but q has {q.shape[1]} heads"
+        )
     if sinks is not None:
         fits = sinks.shape == q.shape[1:2] and sinks.is_contiguous()
         expect(op, "sinks", sinks, f"[{q.shape[1]}] (heads of q), contiguous", fits, (q.dtype,), q.device, " like q")

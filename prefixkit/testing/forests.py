@@ -282,7 +282,9 @@ def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu:
     shape = case.shape
     heads = Heads(*astuple(shape), tuning=costs)
     tree = StepTree(case.snapshot, case.queries)
-    return compile_program(plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu)
+    return compile_program(
+        plan, tree, len(case.k_pages), heads, variant, case.q.dtype, on_cpu=on_cpu, device=case.q.device
+    )
 
 
 def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:

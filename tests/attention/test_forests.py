@@ -30,6 +30,7 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries
+from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
@@ -40,6 +41,7 @@ from prefixkit.attention.variants import (
     register,
     sliding_window,
     soft_cap,
+    variant,
 )
 from prefixkit.backends.torch.tuning import CPU, Tuning
 from prefixkit.ops.partial_states import State
@@ -57,7 +59,6 @@ from prefixkit.testing.forests import (
     random_split_plan,
     run_on,
 )
-from tests.attention.reference import reference_attention, visible_tokens
 
 ALLOWED = 1.5
 ORDERS = 4
@@ -102,7 +103,7 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
         "cap": soft_cap(float(rng.uniform(0.5, 30))),
         "alibi": alibi(slopes),
         "sinks": attention_sinks(),
-        "by_head": Variant("by head", mask_mod=lambda q, kv, h: (q - kv < 3 + 4 * h) | (kv % 5 == h % 3)),
+        "by_head": variant(mask_mod=lambda b, h, q, kv: (kv <= q) & ((q - kv < 3 + 4 * h) | (kv % 5 == h % 3))),
         "composed": compose(alibi(slopes), sliding_window(int(rng.integers(1, 40))), soft_cap(5.0), attention_sinks()),
     }[name]
 
@@ -144,18 +145,17 @@ def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
     )
     k = torch.stack([of[..., e] for of, e in zip(k, elements, strict=True)])
     shown = torch.stack([visible[:, order] for order in keys])[:, None]
-    where = (case.positions[:, None], kv_position[keys][:, None, None, :], torch.arange(heads)[:, None, None])
-    if variant.mask_mod is not None:
-        shown = shown & variant.mask_mod(*where)
+    none = torch.zeros((), dtype=torch.int64)
+    where = none, torch.arange(heads)[:, None, None], case.positions[:, None], kv_position[keys][:, None, None, :]
+    shown = shown & variant.shows(*where)
     hidden = torch.zeros(shown.shape, dtype=q.dtype).masked_fill_(~shown, -torch.inf)
-    if variant.score_mod is None and not variant.has_sinks:
+    if not variant.score_mods and not variant.has_sinks:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=hidden, scale=case.scale
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
     score = torch.matmul(q, k.transpose(2, 3)) * case.scale
-    if variant.score_mod is not None:
-        score = variant.score_mod(score, *where).to(q.dtype)
+    score = variant.change(score, *where).to(q.dtype)
     score = score + hidden
     if (sinks := case.sinks_for(variant)) is not None:
         sinks = sinks.to(q.dtype)[:, None, None].expand(ORDERS, heads, rows, 1)

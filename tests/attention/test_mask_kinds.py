@@ -13,6 +13,7 @@ from prefixkit.attention.bsr import BSR, OPEN, MaskKind, decompose
 from prefixkit.attention.gpu.gpu_plan import NoKernelForMask, make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree, decode_tree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
 from prefixkit.backends.torch.tuning import CPU, Tuning
@@ -29,8 +30,8 @@ from prefixkit.testing.forests import (
     random_case,
     run_on,
 )
+from tests.attention.formats_reference import formats_attention
 from tests.attention.plans import SMALL
-from tests.attention.reference import formats_attention, reference_attention
 
 VARIANTS = {"causal": CAUSAL, "window": sliding_window(6), "cap": soft_cap(4.0), "sinks": attention_sinks()}
 SHAPE = HeadShape(6, 2, 32, 4)

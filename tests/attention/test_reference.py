@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.testing.forests import Case, random_case
-from tests.attention.reference import reference_attention, visible_tokens
 
 
 def sequence(case: Case, node: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.planner import MOST_UNSEEN, Planner
 from prefixkit.attention.queries import Queries, StepTree, decode_tree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, HeadShape, decide_sharing
 from prefixkit.attention.variants import CAUSAL, Variant, chunked, compose, register, sliding_window
 from prefixkit.attention.visible import ALL, Visible
@@ -31,7 +32,6 @@ from prefixkit.testing.forests import (
     run_on,
 )
 from tests.attention.plans import SMALL, items_of
-from tests.attention.reference import reference_attention
 from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
@@ -52,13 +52,13 @@ def random_variant(rng: np.random.Generator, longest: int = 24) -> Variant:
 def test_a_range_begins_where_the_first_visible_key_is(window: int | None, chunk: int | None) -> None:
     shown = Visible(window, chunk)
     parts = [sliding_window(window)] if window else []
-    mask = compose(*parts, *([chunked(chunk)] if chunk else [])).mask_mod
+    variant = compose(*parts, *([chunked(chunk)] if chunk else []))
     positions = np.arange(30)
-    assert shown.limits == (mask is not None)
+    assert shown.limits == bool(variant.mask_mods) and variant.visible == shown
     for position, begin in zip(positions.tolist(), shown.begin(positions).tolist(), strict=True):
-        q, head = torch.tensor([[position]]), torch.zeros(1, 1, 1, dtype=torch.int64)
+        q, none = torch.tensor([[position]]), torch.zeros(1, 1, 1, dtype=torch.int64)
         kv = torch.arange(position + 1)[None]
-        seen = kv[0] if mask is None else kv[0][mask(q, kv, head).reshape(-1)]
+        seen = kv[0][variant.shows(none, none, q, kv).expand(1, 1, position + 1).reshape(-1)]
         assert begin == int(seen.min())
 
 

@@ -38,7 +38,8 @@ def build(
         assert old in text, f"{name} no longer has {old!r}"
         (folder / name).write_text(text.replace(old, new))
     shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
-    shutil.copy(HERE / "fibers.cuh", folder)
+    for shared in ("fibers.cuh", "numbers.cuh"):
+        shutil.copy(HERE / shared, folder)
     (main,) = folder.glob("*.cpp")
     library = main.with_suffix(".so")
     subprocess.run(["g++", *OPTIONS, *defines, f"-I{folder}", "-o", library, main], check=True)

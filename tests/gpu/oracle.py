@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.reference import visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.attention.variants.evaluate import pointwise
 from prefixkit.testing.forests import Case
-from tests.attention.reference import visible_tokens
 from tests.gpu.cases import GPU
 
 
@@ -50,12 +52,13 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
             for t in (k, v)
         )  # [rows, len, heads, head_dim]
         score = torch.einsum("rhd,rlhd->rhl", q[part].to(dtype), keys)[:, :, None, :] * case.scale
-        at = (case.positions.to(GPU)[part, None, None, None], positions[part, None, None, :], number[None])
-        if variant.score_mod is not None:
-            score = variant.score_mod(score, *at)
+        b = torch.from_numpy(StepTree(case.snapshot, case.queries).sequences).to(GPU)[part, None, None, None]
+        at = b, number[None], case.positions.to(GPU)[part, None, None, None], positions[part, None, None, :]
+        for mod in variant.score_mods:
+            score = pointwise(mod.function, score, *at)
         hidden = (slots[part] < 0)[:, None, None, :]
-        if variant.mask_mod is not None:
-            hidden = hidden | ~variant.mask_mod(*at)
+        for mod in variant.mask_mods:
+            hidden = hidden | ~pointwise(mod.function, *at)
         score = score.masked_fill(hidden, -torch.inf)[:, :, 0]
         lse[part] = torch.logsumexp(score, dim=-1)
         if (sinks := case.sinks_for(variant)) is not None:

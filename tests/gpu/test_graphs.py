@@ -11,7 +11,7 @@ import torch
 
 import prefixkit
 from prefixkit.attention.step import Step
-from prefixkit.attention.variants import Variant, register
+from prefixkit.attention.variants import register, variant
 from prefixkit.backends.cuda.device_planner import say_plain_torch
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.runners import graph as graphs
@@ -194,8 +194,9 @@ def test_a_model_that_waits_for_the_gpu_decodes_without_graphs(caplog: pytest.Lo
 def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
     model: torch.nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A variant in Python only runs in plain torch, which lists its calls on the host: no graph can hold them."""
-    key = register(Variant("a third", score_mod=lambda score, q_position, kv_position, head: score / 3))
+    """A variant that is not traced runs in plain torch, which lists its calls on the host: no graph can hold them."""
+    third = variant(lambda score, b, h, q, kv: score / 3, name="a third", traced=False)
+    key = register(third)
     asked = requests(18, n=4, temperature=0.0, max_new_tokens=20)
     expected = make_engine(model, asked, graphs=False).run(asked)
     engine = make_engine(model, asked)
@@ -211,7 +212,7 @@ def test_attention_without_a_kernel_decodes_without_graphs_and_says_so_once(
         same = [a == b for a, b in zip(texts(engine.run(asked)), texts(expected), strict=True)]
         assert sum(same) >= len(same) - 2, "batches of other sizes round otherwise"
     said = [record.getMessage() for record in caplog.records if "decoding step by step" in record.getMessage()]
-    assert len(said) == 1 and "nor a variant without a CUDA body; run eagerly" in said[0]
+    assert len(said) == 1 and "nor a variant that was not traced; run eagerly" in said[0]
     assert engine.report.captures == engine.report.graph_steps == 0
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.rounded_alibi import rounded_alibi
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -17,8 +16,10 @@ from prefixkit.attention.variants import (
     attention_sinks,
     compose,
     register,
+    rounded_alibi,
     sliding_window,
     soft_cap,
+    variant,
 )
 from prefixkit.backends.cuda.attention import UnsupportedHeads
 from prefixkit.backends.cuda.checked_mode import BadPlan
@@ -199,18 +200,18 @@ def test_head_sizes_without_a_kernel_run_in_plain_torch_and_a_plan_for_kernels_i
     torch.testing.assert_close(out.double(), dense(case)[0], rtol=2e-2, atol=2e-2)
 
 
-def test_a_variant_in_python_only_runs_in_torch_and_says_so(monkeypatch, caplog):
+def test_a_variant_that_is_not_traced_runs_in_torch_and_says_so(monkeypatch, caplog):
     monkeypatch.setenv(backend.VARIABLE, "cuda")
     case, options = make(2, torch.bfloat16)
-    variant = Variant("halved", score_mod=lambda score, q_position, kv_position, head: score * 0.5)
-    out, _ = run(case, options, 2, register(variant))
-    exact, _ = dense(case, variant)
+    halved = variant(lambda score, b, h, q, kv: score * 0.5, name="halved", traced=False)
+    out, _ = run(case, options, 2, register(halved))
+    exact, _ = dense(case, halved)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
     assert sum("plain torch: variant 'halved'" in record.getMessage() for record in caplog.records) == 1
     # A plan in a captured step's tensors is no step's.
     call = on_gpu(case, planned(case, SHARE_ALL, **options))
-    q, k, v, positions, plan, scale, key, _ = call.arguments(register(variant))
-    with pytest.raises(NotCapturable, match="nor a variant without a CUDA body; run eagerly"):
+    q, k, v, positions, plan, scale, key, _ = call.arguments(register(halved))
+    with pytest.raises(NotCapturable, match="nor a variant that was not traced; run eagerly"):
         torch.ops.prefixkit.tree_attention(q, k, v, positions, [tensor.clone() for tensor in plan], scale, key)
 
 

@@ -31,7 +31,8 @@ def test_equal_requests_share_a_key_and_others_do_not():
 def test_a_window_of_w_shows_the_last_w_positions():
     variant = lookup(register_variant(Visible(3), None, False))
     q, kv = torch.tensor([[5]]), torch.arange(8)[None]
-    visible = variant.mask_mod(q, kv, torch.zeros(1, 1, 1, dtype=torch.long)) & (kv <= q)
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    visible = variant.shows(zero, zero, q, kv) & (kv <= q)
     assert visible.flatten().nonzero().flatten().tolist() == [3, 4, 5]
     assert variant.window == 3
 
@@ -39,7 +40,7 @@ def test_a_window_of_w_shows_the_last_w_positions():
 def test_the_cap_bounds_scores_before_the_window_hides_keys():
     variant = lookup(register_variant(Visible(3), 2.0, False))
     zero = torch.zeros(1, 1, 1, dtype=torch.long)
-    scores = variant.score_mod(torch.tensor([[-100.0, 1.0, 100.0]]), zero, zero, zero)
+    scores = variant.change(torch.tensor([[-100.0, 1.0, 100.0]]), zero, zero, zero, zero)
     assert torch.allclose(scores, 2.0 * torch.tanh(torch.tensor([[-50.0, 0.5, 50.0]])))
     assert variant.window == 3
 

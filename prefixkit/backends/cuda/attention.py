@@ -10,10 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prefixkit.attention.queries import UNNUMBERED, UnnumberedSequences
 from prefixkit.attention.variants import CAUSAL, Variant, lookup
-from prefixkit.backends.cuda import variant_header
 from prefixkit.backends.cuda.checked_mode import CheckedPlan, check_packed_numbers
-from prefixkit.backends.cuda.device_planner import NO_FLOAT32, WORK_TENSORS, plan_in_torch, say_plain_torch
+from prefixkit.backends.cuda.device_planner import (
+    NO_FLOAT32,
+    PLAN_TENSORS,
+    WORK_TENSORS,
+    plan_in_torch,
+    say_plain_torch,
+)
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.kernels import (
     Kernel,
@@ -25,6 +31,7 @@ from prefixkit.backends.cuda.kernels import (
 )
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
+from prefixkit.backends.cuda.variant_header import VariantWords, words_on_device
 from prefixkit.backends.torch import run_program
 from prefixkit.backends.torch.latent_attention import latent_attention as plain_latents
 from prefixkit.checking import checked
@@ -58,7 +65,8 @@ class _Prepared:
     threads: int = 0
     shared: int = 0
     numbers: tuple[int, ...] = ()
-    parameters: int = 0
+    words: VariantWords | None = None
+    reads_sequence: bool = False
     window: int = 0
     tma_groups: bool = False
     maps: Maps = Maps.NONE
@@ -89,7 +97,7 @@ class TreeAttention:
     ) -> tuple[Tensor, Tensor]:
         """``tree_attention`` by our kernel, or in plain torch where its planner has planned for that.
 
-        A plan for the kernels runs in plain torch where this layer's variant has no CUDA body, or pages are float32.
+        A plan for the kernels runs in plain torch where this layer's variant was not traced, or pages are float32.
 
         Raises:
             BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
@@ -137,18 +145,22 @@ class TreeAttention:
             known = self.launches.store(signature, (prepared, self._barriers(k_pages.device)))
         prepared, barriers = known
         function, uses_tma, v_dim = prepared.function, prepared.maps is not Maps.NONE, prepared.v_dim
-        work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:]
+        work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:PLAN_TENSORS]
         if function is None:
             check_packed(q.shape[0], work, nodes)
             bound = plan_in_torch(plan)
             if bound is None:
                 raise NotCapturable(
                     f"tree_attention: a plan in a CUDA graph's tensors is for the kernels only, which serve neither "
-                    f"{q.dtype} nor a variant without a CUDA body; run eagerly"
+                    f"{q.dtype} nor a variant that was not traced; run eagerly"
                 )
             return run_program.tree_attention(
                 q, k_pages, v_pages, q_positions, bound, scale, variant, sinks, rotary_pages
             )
+        words, sequences = prepared.words, 0
+        if words is not None:
+            words.refresh()
+            sequences = _sequences(plan, q) if prepared.reads_sequence else 0
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k_pages.data_ptr() | v_pages.data_ptr() | (0 if rotary_pages is None else rotary_pages.data_ptr())) & 15:
@@ -174,13 +186,28 @@ class TreeAttention:
             *(partial_out, partial_out + 4 * partials * v_dim, counter),
             *addresses,
             *prepared.numbers,
-            *(scale, scale * LOG2E, prepared.parameters, 0 if sinks is None else sinks.data_ptr(), prepared.window),
+            *(
+                scale,
+                scale * LOG2E,
+                0 if words is None else words.tensor.data_ptr(),
+                sequences,
+                0 if sinks is None else sinks.data_ptr(),
+                prepared.window,
+            ),
             *(work[1].shape[0], work[2].shape[0], prepared.tma_groups, rows),
         )
         describe, layout = _describe(q, k_pages, work, nodes, variant), ATTENTION_LAYOUT[prepared.maps]
         grid, threads, shared = (prepared.blocks, 1, 1), prepared.threads, prepared.shared
         launch(function, layout, values, grid, threads, shared, describe, cooperative=True, pdl=uses_tma)
         return out, lse
+
+
+def _sequences(plan: Sequence[Tensor], q: Tensor) -> int:
+    """Where the numbers of the queries' sequences lie, of a plan that has them."""
+    numbers = plan[PLAN_TENSORS] if len(plan) > PLAN_TENSORS else None
+    if numbers is None or numbers.dtype != torch.int64 or numbers.ndim != 1 or len(numbers) < q.shape[0]:
+        raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
+    return numbers.data_ptr()
 
 
 def launch_signature(
@@ -209,8 +236,8 @@ def _prepare(
     if q.dtype == torch.float32:
         say_plain_torch(NO_FLOAT32)
         return _Prepared(None)
-    if variant.bodies is None:
-        say_plain_torch(f"variant {variant.name!r} is Python only (its `bodies` are not set)")
+    if not variant.traced:
+        say_plain_torch(f"variant {variant.name!r} is not traced")
         return _Prepared(None)
     heads, head_dim = q.shape[1:]
     gqa_group = heads // k_pages.shape[2]
@@ -297,7 +324,8 @@ def _prepared(
         kernel.threads,
         shared,
         numbers=(page, head, slot, heads, kv_heads, k_pages.shape[1]),
-        parameters=variant_header.on_device(key, heads, q.device).data_ptr(),
+        words=words_on_device(variant, q.device) if variant.mods else None,
+        reads_sequence=variant.reads("b"),
         window=variant.window or 0,
         tma_groups=holds_groups(k_pages.shape[1]),
         maps=kernel.maps,

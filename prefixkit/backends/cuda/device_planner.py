@@ -19,7 +19,7 @@ from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.planner import Planner, StepArrays, StepPlan
+from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
@@ -36,8 +36,10 @@ log = logging.getLogger("prefixkit")
 
 NO_FLOAT32 = "float32 has no kernel"
 
-# A plan's tensors: the work (``Plan.arrays``), then the tree.
+# A plan's tensors: the work (``Plan.arrays``), then the tree; then the numbers of the queries' sequences, if they have
+# any.
 WORK_TENSORS, TREE_TENSORS = 6, 5
+PLAN_TENSORS = WORK_TENSORS + TREE_TENSORS
 # Steps that are planned one by one, by the address of their trees.
 _steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
 
@@ -98,12 +100,14 @@ class CudaPlanner(Planner):
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
-        snapshot, arrays = tree.snapshot, node_arrays(tree)
+        snapshot, arrays = tree.snapshot, _tree_arrays(tree)
+        count = len(arrays)
         capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
         by_gpu = self.launch is not None and not self.visible.limits
         if by_gpu and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
-            planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
+            arrays = [np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()]
+            planned_tree, *tensors = upload(arrays, device)
             assert self.launch is not None, "it makes them"
             made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
         else:
@@ -113,13 +117,14 @@ class CudaPlanner(Planner):
             work = [lengthened(array) for array in plan.arrays()]
             tensors = upload([*work, *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
-        return over_tree(made, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
+        return over_tree(made, tensors[:count], tree), tensors[count:]
 
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        tensors = upload([*node_arrays(tree), *step_arrays()], device)
-        return over_tree(last, tensors[:TREE_TENSORS], tree), tensors[TREE_TENSORS:]
+        arrays = _tree_arrays(tree)
+        tensors = upload([*arrays, *step_arrays()], device)
+        return over_tree(last, tensors[: len(arrays)], tree), tensors[len(arrays) :]
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
@@ -129,6 +134,11 @@ class CudaPlanner(Planner):
 
     def _plan_of(self, tree: StepTree, formats: Sequence[BSR]) -> Plan:
         return make_gpu_plan(formats, tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu)
+
+
+def _tree_arrays(tree: StepTree) -> list[Array]:
+    """A plan's tensors behind the work."""
+    return [*node_arrays(tree), *(() if tree.queries.sequence is None else (tree.sequences,))]
 
 
 def node_arrays(tree: StepTree) -> list[Ints]:

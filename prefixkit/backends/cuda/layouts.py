@@ -42,7 +42,8 @@ _ATTENTION = define(
     ("int", "heads kv_heads page_size"),
     ("float", "scale"),
     ("float", "scale_log2", "times log2(e)"),
-    ("const float*", "parameters", "of the variant"),
+    ("const int*", "words", "of the variant: its values"),
+    ("const long long*", "q_sequences", "[rows] numbers of sequences; read where the variant reads them"),
     ("const unsigned short*", "sinks", "[heads] logits; read where the variant has sinks"),
     ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
     (

@@ -1,70 +1,323 @@
-"""Variants for the kernels: a header that says what is done to a score, and the numbers that it is done with."""
+"""Variants for the kernels: a header that computes their expressions, and the words that it reads their values from.
+
+A variant's values, its numbers and where its captured tensors lie, are words in the GPU's memory: no value is compiled
+in, so that other values, shapes and strides run in the kernel that there is.
+"""
 
 from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import Variant, lookup
+from prefixkit.attention.variants.evaluate import on_device
+from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
+from prefixkit.attention.variants.variant import Mod, Variant
 from prefixkit.ops.arguments import BadShape
-from prefixkit.threads import once
 
 HEADER = "variant_body.cuh"
-_ARGUMENTS = "int q_position, int kv_position, int head, const float* parameters"
+# Positions, sequence numbers, heads and numbers are below 2**28, or numbers take 64 bits: sums of eight fit 32 bits.
+_POSITION_BITS = 28
+_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words"
+_NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
+_ELEMENTS = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "BFloat",
+    torch.float16: "Half",
+    torch.int64: "long long",
+    torch.int32: "int",
+    torch.int16: "short",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+    torch.bool: "bool",
+}
+# Bits of the magnitude of what an integer element may be; 64-bit numbers have 63.
+_ELEMENT_BITS = {torch.int64: 63, torch.int32: 31, torch.int16: 15, torch.int8: 8, torch.uint8: 8}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_INFIX |= {"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+_OF_FLOATS = {
+    "pow": "powf",
+    "exp": "expf",
+    "exp2": "exp2f",
+    "log": "logf",
+    "log2": "log2f",
+    "log1p": "log1pf",
+    "tanh": "variant_tanh",
+    "sigmoid": "variant_sigmoid",
+    "sqrt": "sqrtf",
+    "rsqrt": "rsqrtf",
+    "sin": "sinf",
+    "cos": "cosf",
+    "floor": "floorf",
+    "ceil": "ceilf",
+    "round": "rintf",
+    "trunc": "truncf",
+    "bfloat16": "round_to_bfloat16",
+    "float16": "round_to_float16",
+}
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def header(variant: Variant) -> str | None:
-    """The text of ``struct Variant`` for a variant; None for plain causal attention, which the template has itself.
+    """The text of ``struct Variant``; None for plain causal attention, which the template has itself.
 
-    Variants of the same kinds in the same order, whatever their numbers, give the same text.
+    Variants of one code give the same text, whatever their values.
     """
-    assert variant.bodies is not None, f"{variant.name} has no C++"
-    if not variant.bodies and not variant.has_sinks:
+    assert variant.traced, f"{variant.name} was not traced"
+    if not variant.mods and not variant.has_sinks:
         return None
-    scores, masks, offset = [], [], 0
-    for body in variant.bodies:
-        at = f"const float* p = parameters + {offset};"
-        if body.score is not None:
-            scores.append(f"        {{ {at} score = {body.score}; }}\n")
-        if body.mask is not None:
-            masks.append(f"        {{ {at} if (!({body.mask})) return false; }}\n")
-        offset += len(body.parameters)
+    words = count()
+    scores = [_function(f"score{i}", "float", mod, words) for i, mod in enumerate(variant.score_mods)]
+    masks = [_function(f"mask{i}", "bool", mod, words) for i, mod in enumerate(variant.mask_mods)]
+    given = ", ".join(("score", *ARGUMENTS[1:], "words"))
+    changed = "".join(f"        score = score{i}({given});\n" for i in range(len(scores)))
+    shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
 
-    def flag(there: object) -> str:
-        return "true" if there else "false"
+    def flag(holds: object) -> str:
+        return "true" if holds else "false"
 
     return f"""#pragma once
+#include "attention/variant_functions.cuh"
 namespace prefixkit {{
 struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
-    static constexpr bool HAS_SINK = {flag(variant.has_sinks)};
-    static DEVICE float score(float score, {_ARGUMENTS}) {{
-{"".join(scores)}        return score;
+    static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
+    static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
+{"".join(scores + masks)}    static DEVICE float score({_ARGUMENTS}) {{
+{changed}        return score;
     }}
-    static DEVICE bool mask({_ARGUMENTS}) {{
-{"".join(masks)}        return true;
+    static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
+        return {shown};
     }}
 }};
 }}  // namespace prefixkit
 """
 
 
-def parameters(variant: Variant, heads: int, device: torch.device) -> Tensor:
-    """``[n]`` float32: the parameters of the bodies one after the other.
+@dataclass(frozen=True)
+class _Value:
+    """A value in C++: its variable, its type, and for integers the bits of its largest magnitude."""
+
+    text: str
+    type: Type
+    bits: int = 0
+
+    @property
+    def declared(self) -> str:
+        if self.type is not Type.INT:
+            return str(self.type.value)
+        return "long long" if self.bits > 31 else "int"
+
+
+def _function(name: str, result: str, mod: Mod, words: Iterator[int]) -> str:
+    """One traced function; ``words`` numbers the words that its values take."""
+    expression = mod.expression
+    assert expression is not None
+    at = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in expression.scalars]
+    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in expression.tensors]
+    values, lines = list[_Value](), list[str]()
+    for number, node in enumerate(expression.nodes):
+        value = _value(expression, node, [values[arg] for arg in node.args], at, tensors)
+        lines.append(f"        const {value.declared} x{number} = {value.text};\n")
+        values.append(_Value(f"x{number}", value.type, value.bits))
+    body = "".join(lines)
+    return f"    static DEVICE {result} {name}({_ARGUMENTS}) {{\n{body}        return {values[-1].text};\n    }}\n"
+
+
+def _value(
+    expression: Expression, node: Node, args: list[_Value], scalars: list[list[int]], tensors: list[list[int]]
+) -> _Value:
+    if node.op == "argument":
+        return _Value(_NAMES[ARGUMENTS[node.slot]], node.type, _POSITION_BITS)
+    if node.op == "scalar":
+        return _scalar(expression.scalars[node.slot], node.type, scalars[node.slot])
+    if node.op == "load":
+        return _load(expression.tensors[node.slot].tensor, node.type, args, tensors[node.slot])
+    if node.op in ("floordiv", "mod") and node.type is Type.INT:
+        divisor = expression.nodes[node.args[1]]
+        known = scalars[divisor.slot] if divisor.op == "scalar" else None
+        return _division(node.op, args, known)
+    return _operation(node, args)
+
+
+# A number's words: itself in two, and for integers the magic number by which they divide, and its shift.
+_NUMBER_WORDS, _MAGIC_WORDS = 2, 2
+
+
+def _scalar_words(scalar: bool | int | float) -> int:
+    return _NUMBER_WORDS + (_MAGIC_WORDS if Type.of(scalar) is Type.INT else 0)
+
+
+def _is_wide(scalar: int) -> bool:
+    """Whether a number takes 64 bits in kernels: of that size there are few, and they are in the text's type."""
+    return abs(scalar) >= 1 << _POSITION_BITS
+
+
+def _scalar(scalar: bool | int | float, kind: Type, at: list[int]) -> _Value:
+    if kind is Type.FLOAT:
+        return _Value(f"__int_as_float(words[{at[0]}])", kind)
+    if kind is Type.BOOL:
+        return _Value(f"words[{at[0]}] != 0", kind)
+    if _is_wide(int(scalar)):
+        return _Value(f"long_word(words + {at[0]})", kind, 63)
+    return _Value(f"words[{at[0]}]", kind, _POSITION_BITS)
+
+
+def _load(tensor: Tensor, kind: Type, indices: list[_Value], at: list[int]) -> _Value:
+    """An element of a captured tensor: a pointer's two words, then size and stride of each dimension."""
+    element = _ELEMENTS.get(tensor.dtype)
+    if element is None:
+        raise BadShape(f"tree_attention: a variant captures a tensor of {tensor.dtype}, which kernels do not read")
+    terms = [
+        f"index_of({index.text}, words[{at[2 + 2 * i]}]) * (long long)words[{at[3 + 2 * i]}]"
+        for i, index in enumerate(indices)
+    ]
+    read = f"element((const {element}*)long_word(words + {at[0]}), {' + '.join(terms) or '0'})"
+    return _Value(read, kind, _ELEMENT_BITS.get(tensor.dtype, 0))
+
+
+def _division(op: str, args: list[_Value], known: list[int] | None) -> _Value:
+    """Division that rounds down, by a number of the words where the divisor is one."""
+    x, y = args
+    name = {"floordiv": "floor_divide", "mod": "floor_modulo"}[op]
+    if known is not None and x.bits <= 31 and y.bits <= 31:
+        return _Value(f"{name}_by({x.text}, words + {known[0]})", Type.INT, 31)
+    bits = max(x.bits, y.bits)
+    return _Value(f"{name}({_wide(x, bits)}, {_wide(y, bits)})", Type.INT, bits)
+
+
+def _wide(value: _Value, bits: int) -> str:
+    return f"(long long){value.text}" if bits > 31 else value.text
+
+
+def _operation(node: Node, args: list[_Value]) -> _Value:
+    op, kind = node.op, node.type
+    bits = max((arg.bits for arg in args if arg.type is Type.INT), default=0)
+    grown = {"add": bits + 1, "sub": bits + 1, "mul": 63, "shl": 63}
+    if op in _INFIX:
+        if kind is Type.INT:
+            bits = min(grown.get(op, bits), 63)
+        operands = [_wide(arg, bits) if kind is Type.INT else arg.text for arg in args]
+        return _Value(f"{operands[0]} {_INFIX[op]} {operands[1]}", kind, bits)
+    texts = [arg.text for arg in args]
+    if op in ("bool", "int", "float"):
+        return (
+            _Value(_cast(args[0], kind), kind, 1 if args[0].type is Type.BOOL else 63 if op == "int" else 0)
+            if (args[0].type is not kind)
+            else args[0]
+        )
+    if op == "where":
+        return _Value(f"{texts[0]} ? {texts[1]} : {texts[2]}", kind, bits)
+    if op in ("min", "max"):
+        return _Value(f"{texts[0]} {'<' if op == 'min' else '>'} {texts[1]} ? {texts[0]} : {texts[1]}", kind, bits)
+    if op == "neg":
+        return _Value(f"-{texts[0]}", kind, bits)
+    if op == "abs":
+        return _Value(
+            f"fabsf({texts[0]})" if kind is Type.FLOAT else f"{texts[0]} < 0 ? -{texts[0]} : {texts[0]}", kind, bits
+        )
+    if op == "not":
+        return _Value(f"!{texts[0]}" if kind is Type.BOOL else f"~{texts[0]}", kind, bits)
+    if op == "div":
+        return _Value(f"{texts[0]} / {texts[1]}", kind)
+    if op in ("floordiv", "mod"):
+        return _Value(f"float_{op}({texts[0]}, {texts[1]})", kind)
+    floats = ", ".join(
+        text if arg.type is Type.FLOAT else f"float({text})" for arg, text in zip(args, texts, strict=True)
+    )
+    return _Value(f"{_OF_FLOATS[op]}({floats})", kind)
+
+
+def _cast(value: _Value, kind: Type) -> str:
+    if kind is Type.BOOL:
+        return f"{value.text} != 0"
+    return f"(long long){value.text}" if kind is Type.INT else f"float({value.text})"
+
+
+class VariantWords:
+    """A variant's values on a device; they stay where they are, for captured graphs read them."""
+
+    def __init__(self, variant: Variant, device: torch.device) -> None:
+        self._variant, self._versions = variant, variant.versions
+        # Tensors that are read where they lie, and copies of those that follow the scores to their device.
+        self._held = [on_device(captured, device) for captured in variant.captured]
+        self.tensor = torch.tensor(_words(variant, self._held) or [0], dtype=torch.int32, device=device)
+
+    def refresh(self) -> None:
+        """Copy again what was changed in place elsewhere."""
+        if (versions := self._variant.versions) != self._versions:
+            for captured, held in zip(self._variant.captured, self._held, strict=True):
+                if held is not captured.tensor:
+                    held.copy_(captured.tensor)
+            self._versions = versions
+
+
+def _words(variant: Variant, held: list[Tensor]) -> list[int]:
+    """Every word that :func:`header` numbers, in its order."""
+    words, tensors = list[int](), iter(held)
+    for mod in variant.mods:
+        assert mod.expression is not None
+        for scalar in mod.expression.scalars:
+            words += _scalar_content(scalar)
+        for _ in mod.expression.tensors:
+            words += _tensor_content(next(tensors))
+    return words
+
+
+def _scalar_content(scalar: bool | int | float) -> list[int]:
+    kind = Type.of(scalar)
+    if kind is Type.FLOAT:
+        return [*struct.unpack("<i", struct.pack("<f", _float32(float(scalar)))), 0]
+    number = int(scalar)
+    if kind is Type.BOOL:
+        return [number, 0]
+    return [*_long(max(-(2**63), min(number, 2**63 - 1))), *_magic(abs(number))]
+
+
+def _float32(number: float) -> float:
+    """As float32, infinite beyond its range."""
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+
+
+def _long(number: int) -> tuple[int, int]:
+    low, high = struct.unpack("<ii", struct.pack("<q", number))
+    return low, high
+
+
+def _magic(divisor: int) -> tuple[int, int]:
+    """``m`` and ``s`` of ``n // divisor == n * m >> s`` for all ``n`` of 31 bits (Granlund and Montgomery 1994)."""
+    if not 0 < divisor < 1 << 31:
+        return 0, 0
+    shift = 31 + (divisor - 1).bit_length()
+    (signed,) = struct.unpack("<i", struct.pack("<I", -(-(1 << shift) // divisor)))
+    return signed, shift
+
+
+def _tensor_content(tensor: Tensor) -> list[int]:
+    words = [*_long(tensor.data_ptr())]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if max(size, stride) >= 1 << 31:
+            raise BadShape(f"tree_attention: a variant captures a tensor of {list(tensor.shape)}, too long for kernels")
+        words += [size, stride]
+    return words
+
+
+_words_of: WeakKeyDictionary[Variant, dict[torch.device, VariantWords]] = WeakKeyDictionary()
+
+
+def words_on_device(variant: Variant, device: torch.device) -> VariantWords:
+    """A variant's values on a device, made once.
 
     Raises:
-        BadShape: numbers per head, for another number of heads.
+        ForeignTensor: it captures a tensor on another device.
     """
-    bodies = variant.bodies or ()
-    for body in bodies:
-        if "p[head]" in f"{body.score} {body.mask}" and (count := len(body.parameters)) != heads:
-            raise BadShape(f"tree_attention: variant {variant.name!r} has {count} slopes for {heads} heads")
-    if not bodies:
-        return torch.zeros(1, dtype=torch.float32, device=device)
-    return torch.cat([body.parameters.to(device) for body in bodies])
-
-
-@once
-def on_device(key: str, heads: int, device: torch.device) -> Tensor:
-    """:func:`parameters` of a registered variant, made once; they stay where they are: captured graphs read them."""
-    return parameters(lookup(key), heads, device)
+    known = _words_of.setdefault(variant, {})
+    if device not in known:
+        known[device] = VariantWords(variant, device)
+    return known[device]

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.merge import Index, index_of
 from prefixkit.backends.torch.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.tree.arrays import Ints, ranges
 
-Positions = tuple[Tensor, Tensor]
+
+class Places(NamedTuple):
+    """What a variant reads of a call's scores, int64: numbers of the queries' sequences and positions of queries
+    ``[batch, 1, rows, 1]``, positions of keys ``[batch, 1, 1, length]``.
+    """
+
+    b: Tensor
+    q: Tensor
+    kv: Tensor
+
+    def to(self, device: torch.device) -> Places:
+        return Places(*(tensor.to(device) for tensor in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +49,7 @@ class Call:
         mask: What else is visible, or None for all: float32 0 or -inf that broadcasts to the kernel's scores; where
             scores are computed in plain torch bool that broadcasts to ``[batch, heads, rows, length]``.
         empty: Bool ``[batch * rows, heads or 1]``, True where the kernel's mask hides all keys; or None.
-        positions: Set where torch's flash attention does not serve, and scores are computed in plain torch: of queries
-            ``[batch, 1, rows, 1]`` and of keys ``[batch, 1, 1, length]``, int64.
+        places: Set where torch's flash attention does not serve, and scores are computed in plain torch.
     """
 
     batch: int
@@ -49,7 +61,7 @@ class Call:
     grouped: bool
     mask: Tensor | None
     empty: Tensor | None
-    positions: Positions | None
+    places: Places | None
 
 
 def batches(tiles: Tiles, heads: Heads, scored: bool) -> Iterator[Array]:
@@ -116,10 +128,11 @@ def _round_up(sizes: Array) -> Array:
 def make_call(
     tiles: Tiles,
     batch: Array,
-    q_positions: Array,
+    tree: StepTree,
     limits: Ints,
     heads: Heads,
     variant: Variant,
+    device: torch.device,
     *,
     flash: bool,
     views: bool,
@@ -128,9 +141,10 @@ def make_call(
 
     Args:
         tiles, batch: The tiles, and the numbers of those that the call holds.
-        q_positions: ``[T]`` position of each query row.
+        tree: The queries' tree.
         limits: The plan's.
         heads, variant: What is computed.
+        device: Where it is computed, and where the variant's functions find what they capture.
         flash: torch's flash attention computes it; else scores are computed in plain torch.
         views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
     """
@@ -138,24 +152,27 @@ def make_call(
     most, longest = int(rows.max()), int(tokens.max())
     row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
     runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
-    positions = None
-    if not flash or variant.mask_mod is not None or mask == MASKED:
+    places = None
+    if not flash or variant.mask_mods or mask == MASKED:
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
-        positions = torch.from_numpy(q_positions[row])[:, None, :, None], torch.from_numpy(kv_position)[:, None, None]
-    by_tile = visible = _visible(mask, tokens, most, positions)
+        b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
+        places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
+    by_tile = visible = _visible(mask, tokens, most, places)
     if mask == LIMITED:
         (tile,) = batch.tolist()
         seen = limits[tiles.limit_begin[tile] :][:most] - tiles.before[tile]
         by_tile = visible = torch.from_numpy(np.arange(longest) < seen[:, None])[None, None]
-    if positions is not None and variant.mask_mod is not None:
-        visible = _narrowed(by_tile, variant.mask_mod(*positions, heads.numbers()), (len(batch), -1, most, longest))
+    if places is not None and variant.mask_mods:
+        b, q, kv = places.to(device)
+        allowed = variant.shows(b, heads.numbers(device), q, kv).cpu()
+        visible = _narrowed(by_tile, allowed, (len(batch), -1, most, longest))
     if visible is not None and not bool(visible.any()):
         return None
     causal = flash and mask == TRIANGLE and visible is by_tile
     grouped = flash and not causal and heads.gqa_group > 1 and most < heads.tuning.group_rows
     empty = None
     if flash:
-        positions = None
+        places = None
         visible, empty = (None, None) if causal or visible is None else _for_flash(visible, most, heads, grouped)
     if views and len(runs) == 1:
         slot: Index = int(tiles.slot[runs[0]])
@@ -171,7 +188,7 @@ def make_call(
         grouped=grouped,
         mask=visible,
         empty=empty,
-        positions=positions,
+        places=places,
     )
 
 
@@ -182,14 +199,14 @@ def _padded(values: Array, tokens: Array) -> Array:
     return grid
 
 
-def _visible(mask: int, tokens: Array, rows: int, positions: Positions | None) -> Tensor | None:
+def _visible(mask: int, tokens: Array, rows: int, places: Places | None) -> Tensor | None:
     """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself."""
     longest = int(tokens.max())
     if mask == TRIANGLE:
-        return None if positions is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
+        return None if places is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
     if mask == MASKED:
-        assert positions is not None, "such a mask is made of them"
-        return positions[1] <= positions[0]
+        assert places is not None, "such a mask is made of them"
+        return places.kv <= places.q
     if bool(np.all(tokens == longest)):
         return None
     return torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None]

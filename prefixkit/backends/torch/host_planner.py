@@ -60,7 +60,9 @@ class BoundPlan:
         on_cpu = device.type == "cpu"
         costs = tuning.CPU if on_cpu else tuning.GPU
         v_dim = pool_shape[3] if v_dim is None else v_dim
-        signature = (*pool_shape, heads, dtype, device, key, v_dim, expanded, scored, costs)
+        variant = lookup(key)
+        changes = key, variant.versions  # masks are made of what the variant captures
+        signature = (*pool_shape, heads, dtype, device, changes, v_dim, expanded, scored, costs)
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, v_dim, tuning=costs)
@@ -69,9 +71,10 @@ class BoundPlan:
                 self.tree,
                 num_pages,
                 layer,
-                lookup(key),
+                variant,
                 dtype,
                 on_cpu=on_cpu,
+                device=device,
                 expanded=expanded,
                 scored=scored,
             )

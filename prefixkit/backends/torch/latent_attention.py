@@ -74,7 +74,7 @@ def absorbed_state(
     """Attention of absorbed queries over latents; see ``Backend.absorbed``."""
     op, modifier = "absorbed_attention", lookup(variant)
     check_absorbed(q, cached, q_positions)
-    if modifier.score_mod is not None or modifier.has_sinks:
+    if modifier.score_mods or modifier.has_sinks:
         raise BadShape(f"{op}: variant {variant!r} changes scores or has sinks; such layers expand all latents")
     bound, (num_pages, page_size, _, latent) = bound_plan(op, plan, q), cached[0].shape
     pool = num_pages, page_size, 1, sum(pages.shape[3] for pages in cached)

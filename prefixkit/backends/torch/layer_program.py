@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.queries import StepTree
+from prefixkit.attention.queries import UNNUMBERED, StepTree, UnnumberedSequences
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.attention_calls import Call, batches, make_call
 from prefixkit.backends.torch.merge import Merge, plan_merge
@@ -64,6 +64,7 @@ def compile_program(
     dtype: torch.dtype,
     *,
     on_cpu: bool,
+    device: torch.device,
     expanded: bool = False,
     scored: bool = False,
 ) -> Program:
@@ -77,6 +78,7 @@ def compile_program(
         dtype: Of the pages.
         on_cpu: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone, and
             reads float32 keys where they lie.  Else it is for plain torch on a GPU, and runs on tensors of any device.
+        device: Where a variant's functions find what they capture.
         expanded: K and V are computed from what the pages hold, for each call.
         scored: Scores are computed in plain torch whatever the variant, for each row has a mask of its own.
 
@@ -86,10 +88,11 @@ def compile_program(
     # torch's kernel takes K and V of one size.  Padding them costs more than scores in memory do: one row of 16 heads
     # of 192 and 128 on 1,000 keys takes 2,335 us, and 969 with scores.  But scores go with blocks of few rows, and K
     # and V would be expanded again for each.
+    if variant.traced and variant.reads("b") and tree.queries.sequence is None:
+        raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
     one_size = expanded or heads.value_dim == heads.head_dim
-    flash = on_cpu and not scored and variant.score_mod is None and one_size
-    scored = not flash or variant.mask_mod is not None
-    positions = tree.positions
+    flash = on_cpu and not scored and not variant.score_mods and one_size
+    scored = not flash or bool(variant.mask_mods)
     tiles = make_tiles(plan, tree, variant.visible, heads.tuning.scored_rows if scored else None)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
     tiles = split_keys(
@@ -100,16 +103,16 @@ def compile_program(
     calls: list[Call] = []
     call_of, first = np.full((2, len(tiles)), -1, dtype=np.int64)
     for batch in batches(tiles, heads, scored):
-        call = make_call(tiles, batch, positions, plan.limits, heads, variant, flash=flash, views=on_cpu)
+        call = make_call(tiles, batch, tree, plan.limits, heads, variant, device, flash=flash, views=on_cpu)
         if call is not None:
             call_of[batch], first[batch] = len(calls), np.arange(len(batch)) * call.rows
             calls.append(call)
-    row, tile, within = _partials(plan, len(positions), tiles, call_of)
+    row, tile, within = _partials(plan, tree.queries.num_rows, tiles, call_of)
     heights = np.array([call.batch * call.rows for call in calls], dtype=np.int64)
     return Program(
         heads=heads,
         calls=tuple(calls),
-        merge=plan_merge(len(positions), row, call_of[tile], first[tile] + within, heights),
+        merge=plan_merge(tree.queries.num_rows, row, call_of[tile], first[tile] + within, heights),
         grouped=all(call.grouped for call in calls),
         may_be_empty=not flash or any(call.empty is not None for call in calls),
         on_cpu=on_cpu,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.variants import ScoreMod, Variant, lookup
-from prefixkit.backends.torch.attention_calls import Call, Positions
+from prefixkit.attention.variants import Variant, lookup
+from prefixkit.backends.torch.attention_calls import Call, Places
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import pick, run_merge
@@ -222,15 +222,15 @@ def _run(
     q = grouped = q.contiguous()
     if any(call.grouped for call in program.calls):
         grouped = q.view(-1, heads.kv_heads, heads.gqa_group, heads.head_dim).transpose(1, 2).contiguous()
-    numbers = heads.numbers(q.device) if variant.score_mod is not None else None
+    numbers = heads.numbers(q.device) if variant.score_mods else None
     states = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
         k, v = read(call)
         count = call.batch * call.rows
         rows = pick(grouped if call.grouped else q, call.row, count)
-        if call.positions is not None:
-            out, lse = _scored(call, call.positions, own, variant.score_mod, numbers, rows, k, v, heads, scale)
+        if call.places is not None:
+            out, lse = _scored(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
         else:
             assert isinstance(k, Tensor), "scores are computed for others"
             out, lse = _kernel(call, rows, k, v, heads, scale)
@@ -273,27 +273,27 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: fl
     return out[..., : heads.value_dim], lse
 
 
-def _shown(call: Call, positions: Positions, selected: Tensor | None) -> Tensor | None:
+def _shown(call: Call, places: Places, selected: Tensor | None) -> Tensor | None:
     """What a call's queries see, broadcast to ``[batch, heads, rows, length]``; None for all."""
     if selected is None:
         return call.mask
     mine = pick(selected, call.row, call.batch * call.rows).view(call.batch, 1, call.rows, -1)
-    chosen = mine.gather(3, positions[1].expand(-1, -1, call.rows, -1))
+    chosen = mine.gather(3, places.kv.expand(-1, -1, call.rows, -1))
     return chosen if call.mask is None else chosen & call.mask
 
 
-def _biases(call: Call, positions: Positions, bias: Tensor) -> Tensor:
+def _biases(call: Call, places: Places, bias: Tensor) -> Tensor:
     """``[batch, heads, rows, length]`` what is added to a call's scores."""
     mine = pick(bias, call.row, call.batch * call.rows)
     mine = mine.view(call.batch, call.rows, *mine.shape[1:]).transpose(1, 2)
-    return mine.gather(3, positions[1].expand(-1, *mine.shape[1:3], -1))
+    return mine.gather(3, places.kv.expand(-1, *mine.shape[1:3], -1))
 
 
 def _scored(
     call: Call,
-    positions: Positions,
+    places: Places,
     own: Own,
-    score_mod: ScoreMod | None,
+    variant: Variant,
     numbers: Tensor | None,
     q: Tensor,
     k: Keys,
@@ -311,11 +311,10 @@ def _scored(
     )
     score = _scores(q, keys).mul_(scale).view(batch, heads.heads, rows, call.length)
     if own.bias is not None:
-        score += _biases(call, positions, own.bias)
-    if score_mod is not None:
-        assert numbers is not None, "made for it"
-        score = score_mod(score, *positions, numbers).to(torch.float32)
-    if (shown := _shown(call, positions, own.selected)) is not None:
+        score += _biases(call, places, own.bias)
+    if numbers is not None:
+        score = variant.change(score, places.b, numbers, places.q, places.kv).to(torch.float32)
+    if (shown := _shown(call, places, own.selected)) is not None:
         score = score.masked_fill(~shown, -torch.inf)
     top = score.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top == -torch.inf, 0.0)

@@ -127,7 +127,7 @@ struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
-    int position[2], q_head[2];
+    int sequence[2], position[2], q_head[2];
 };
 
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
@@ -150,6 +150,7 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
         if (MODIFIED || (c.flags & CAUSAL)) {
             const TileRow row(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1));
             s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
+            s.sequence[i] = sequence_of(a, c.q_begin + row.query);
         }
     }
 }
@@ -192,7 +193,8 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         bool visible = token >= low && token < high;
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
-        x[i] = exponent(sum, a.scale, visible, s.position[i & 1], position, s.q_head[i & 1], a.parameters);
+        x[i] = exponent(
+            sum, a.scale, visible, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {

@@ -1,6 +1,7 @@
 // The parameter of a launch (tensors, the packed plan, the tree), and how workers walk a work list.
 #pragma once
 #include "common/ptx.cuh"
+#include "attention/variant.cuh"
 #include "layouts/attention.h"
 
 #ifndef PREFIXKIT_MAPS
@@ -91,7 +92,7 @@ DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) 
     Item item;
     item.head = entry - index * kv_heads;
     item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;
-    item.seg_end = item.seg_begin + (b.x >> 1), item.causal = b.x & 1;
+    item.seg_end = item.seg_begin + (b.x >> 1), item.causal = b.x & 1 && !Variant::LOOKS_AHEAD;
     item.node = b.y, item.begin = b.z, item.end = b.w;
     return item;
 }
@@ -141,6 +142,11 @@ DEVICE Span load_span(const Attention& a, int node, int begin, int end, const Vi
 }
 DEVICE Span load_segment(const Attention& a, int seg, const VisibleRange& range) {
     return load_span(a, a.segments[3 * seg], a.segments[3 * seg + 1], a.segments[3 * seg + 2], range);
+}
+
+// The number of a query's sequence, where the variant reads it.
+DEVICE int sequence_of(const Attention& a, int query) {
+    return Variant::READS_SEQUENCE ? int(a.q_sequences[query]) : 0;
 }
 
 // Advances from an empty span to the first of the segments [seg, seg_end) that is not.

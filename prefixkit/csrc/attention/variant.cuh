@@ -7,10 +7,11 @@
 #else
 namespace prefixkit {
 struct Variant {
-    static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false;
-    // x is scale * q . k in natural units; `parameters` are the variant's numbers, which are not compiled in.
-    static DEVICE float score(float x, int q_position, int kv_position, int head, const float*) { return x; }
-    static DEVICE bool mask(int q_position, int kv_position, int head, const float* parameters) { return true; }
+    static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false;
+    static constexpr bool READS_SEQUENCE = false;
+    // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
+    static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
+    static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
 };
 }  // namespace prefixkit
 #endif
@@ -22,12 +23,14 @@ constexpr bool MODIFIED = Variant::HAS_SCORE || Variant::HAS_MASK;
 // HEADROOM; sums of exponentials up to ALLOWED are well inside float16.
 constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
 
-// From q . k to the exponent of 2, -inf where hidden.
+// From q . k to the exponent of 2, -inf where hidden.  `sequence` counts where the variant reads it.
 DEVICE float exponent(
-    float dot, float scale, bool visible, int q_position, int kv_position, int head, const float* parameters) {
+    float dot, float scale, bool visible, int sequence, int head, int q_position, int kv_position, const int* words) {
     dot *= Variant::HAS_SCORE ? scale : scale * LOG2E;
-    if constexpr (Variant::HAS_SCORE) dot = Variant::score(dot, q_position, kv_position, head, parameters) * LOG2E;
-    if constexpr (Variant::HAS_MASK) visible = visible && Variant::mask(q_position, kv_position, head, parameters);
+    if constexpr (Variant::HAS_SCORE)
+        dot = Variant::score(dot, sequence, head, q_position, kv_position, words) * LOG2E;
+    if constexpr (Variant::HAS_MASK)
+        visible = visible && Variant::mask(sequence, head, q_position, kv_position, words);
     return visible ? dot : MINUS_INFINITY;
 }
 

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from prefixkit.attention.rounded_alibi import rounded_alibi
-from prefixkit.attention.variants import Variant, alibi
+from prefixkit.attention.variants import Variant, alibi, rounded_alibi
 from prefixkit.models.layer import Bias
 from prefixkit.models.own_attention.own_code import function_of_module
 from prefixkit.threads import once

@@ -134,14 +134,12 @@ class _ReferenceLayer:
         q, k, v = (of.double() for of in (query, *self._kv))
         k, v = (of.repeat_interleave(q.shape[1] // of.shape[1], 1) for of in (k, v))
         at = torch.arange(q.shape[2], device=q.device)
-        positions = at[:, None], at[None], torch.arange(q.shape[1], device=q.device)[:, None, None]
+        none, heads = torch.zeros((), dtype=torch.int64, device=q.device), torch.arange(q.shape[1], device=q.device)
+        places = none, heads[:, None, None], at[:, None], at[None]
         variant = lookup(register_variant(Visible(window), cap, False, None if bias is None else bias()))
-        scores, visible = q @ k.transpose(2, 3) * scale, positions[1] <= positions[0]
+        scores, visible = q @ k.transpose(2, 3) * scale, places[3] <= places[2]
         eps = max(torch.finfo(of.dtype).eps for of in (*self._kv, torch.empty(0)))
-        if variant.score_mod is not None:
-            scores = variant.score_mod(scores, *positions)
-        if variant.mask_mod is not None:
-            visible = visible & variant.mask_mod(*positions)
+        scores, visible = variant.change(scores, *places), visible & variant.shows(*places)
         if window is not None:
             self.windows.add(window)
         scores = scores.masked_fill(~visible, -torch.inf)

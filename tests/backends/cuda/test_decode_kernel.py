@@ -20,13 +20,13 @@ from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, register, sliding_window
+from prefixkit.attention.reference import reference_attention, visible_tokens
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
-from prefixkit.backends.cuda.variant_header import on_device
+from prefixkit.backends.cuda.variant_header import words_on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
-from tests.attention.reference import reference_attention, visible_tokens
 from tests.emulation.build import build
 
 HOLDING = (
@@ -113,7 +113,7 @@ def attend(
     length = StepTree(snapshot, case.queries).length
     rows_of = decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL, visible=variant.visible)
     formats = [narrowed(rows_of, case.shape.gqa_group)]
-    parameters = on_device(register(variant), heads, torch.device("cpu"))
+    words = words_on_device(variant, torch.device("cpu")).tensor
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
@@ -130,7 +130,7 @@ def attend(
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
-        *(parameters.data_ptr(), 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
+        *(words.data_ptr(), 0, 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)

@@ -12,7 +12,7 @@ from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
-from prefixkit.attention.variants import Variant, register
+from prefixkit.attention.variants import register, variant
 from prefixkit.backends.cuda.attention import TreeAttention
 from prefixkit.backends.cuda.device_planner import WORK_TENSORS, planner_for, say_plain_torch
 from prefixkit.backends.torch.host_planner import TorchPlanner
@@ -47,9 +47,12 @@ def arguments(step: Step, variant: str, dtype: torch.dtype = torch.bfloat16, pla
     return q, k, v, step.positions, step.plan if plan is None else plan, 0.3, variant, None
 
 
+HALVED = variant(lambda score, b, h, q, kv: score * 0.5, name="halved", traced=False)
+
+
 def halved() -> str:
-    """A variant that has no CUDA body."""
-    return register(Variant("halved", score_mod=lambda score, q_position, kv_position, head: score * 0.5))
+    """A variant that is not traced."""
+    return register(HALVED)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +91,14 @@ def test_what_is_known_at_a_call_alone_runs_in_plain_torch_by_a_plan_made_then(d
     made = step.plans[0].owners
     attend(*arguments(step, key, dtype))
     assert made is not None and step.plans[0].owners is made, "once for the step"
-    why = "float32 has no kernel" if dtype == torch.float32 else "variant 'halved' is Python only"
+    why = "float32 has no kernel" if dtype == torch.float32 else "variant 'halved' is not traced"
     assert len(said(caplog)) == 1 and why in said(caplog)[0]
 
 
 def test_a_plan_in_the_tensors_of_a_graph_is_for_the_kernels_alone():
     step = step_of(cuda_planner())
     plan = [*step.plan[:WORK_TENSORS], *(tensor.clone() for tensor in step.plan[WORK_TENSORS:])]
-    with pytest.raises(NotCapturable, match="nor a variant without a CUDA body; run eagerly"):
+    with pytest.raises(NotCapturable, match="nor a variant that was not traced; run eagerly"):
         TreeAttention()(*arguments(step, halved(), plan=plan))
 
 

@@ -14,6 +14,7 @@ from prefixkit.attention.gpu.gpu_cost import H200, H200_LATENT, tiles_only
 from prefixkit.attention.gpu.latent_cost import LatentCost
 from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda.latents.expansion import PAGE, Expansion, expand, expanded_tokens
 from prefixkit.backends.cuda.latents.latent_planners import LatentPlanner
@@ -24,7 +25,6 @@ from prefixkit.backends.torch.run_program import tree_attention
 from prefixkit.models.latents.latent_maps import LatentMaps
 from prefixkit.ops.partial_states import State, merge_rows
 from prefixkit.testing.forests import Case, fill, make_snapshot
-from tests.attention.reference import reference_attention
 
 CPU, HEADS, LATENT, ROTARY, OWN, V_DIM = torch.device("cpu"), 4, 32, 16, 24, 20
 WHOLE = HeadShape(HEADS, HEADS, OWN + ROTARY, 4, V_DIM)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.plan import Plan
-from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, sliding_window, soft_cap
+from prefixkit.attention.reference import reference_attention
+from prefixkit.attention.variants import (
+    CAUSAL,
+    Variant,
+    alibi,
+    attention_sinks,
+    compose,
+    sliding_window,
+    soft_cap,
+    variant,
+)
 from prefixkit.backends.cuda.checked_mode import check_packed_numbers
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.run_program import run_program
@@ -28,7 +38,6 @@ from prefixkit.testing.forests import (
     random_split_plan,
     run_on,
 )
-from tests.attention.reference import reference_attention
 
 
 def variant_of(rng: np.random.Generator, seed: int, heads: int) -> Variant:
@@ -101,13 +110,13 @@ def test_calls_are_padded_only_where_that_is_cheaper_than_another_call() -> None
 
 
 def test_a_query_that_sees_nothing_is_empty() -> None:
-    blind = Variant("blind", mask_mod=lambda q, kv, h: (h % 2 == 0) | (kv > q - 0))
+    blind = variant(mask_mod=lambda b, h, q, kv: (kv <= q) & ((h % 2 == 0) | (kv > q - 0)), name="blind")
     case = replace(random_case(np.random.default_rng(4), heads=(4, 2, 32)), sinks=torch.tensor([1.0, 2.0, 3.0, 4.0]))
     out, lse = run_on(case, gpu_program_of(case, plan_of(case, SHARE_ALL), blind), blind)
     assert torch.equal(out[:, 1::2], torch.zeros(len(case.q), 2, 32))
     assert torch.isneginf(lse[:, 1::2]).all()
     assert torch.isfinite(lse[:, ::2]).all()
-    both = Variant("blind with sinks", mask_mod=blind.mask_mod, has_sinks=True)
+    both = compose(blind, attention_sinks())
     out, lse = run_on(case, gpu_program_of(case, plan_of(case, SHARE_ALL), both), both)
     assert torch.equal(out[:, 1::2], torch.zeros(len(case.q), 2, 32))
     assert torch.equal(lse[:, 1::2], torch.tensor([2.0, 4.0]).expand(len(case.q), 2))

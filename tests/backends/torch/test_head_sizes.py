@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, register, sliding_window
 from prefixkit.backends.cuda.kernels import kernel_for
@@ -31,7 +32,6 @@ from prefixkit.testing.forests import (
     random_split_plan,
     run_on,
 )
-from tests.attention.reference import reference_attention
 
 SIZES = {"wider K": (48, 32), "wider V": (24, 40), "one element": (16, 1)}
 VARIANTS = {

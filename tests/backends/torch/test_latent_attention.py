@@ -13,6 +13,7 @@ from torch import Tensor
 from prefixkit.attention.bsr import BSR
 from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.queries import StepTree, decode_tree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
 from prefixkit.backends.torch.latent_attention import LatentPlanner, absorbed_state
@@ -20,7 +21,6 @@ from prefixkit.backends.torch.run_program import expanded_state
 from prefixkit.ops.arguments import BadDtype, BadShape
 from prefixkit.ops.partial_states import State, merge_rows
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot, random_case
-from tests.attention.reference import reference_attention
 
 HEADS, MADE, V = 4, 12, 10
 CPU = torch.device("cpu")

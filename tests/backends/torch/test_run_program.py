@@ -17,8 +17,18 @@ import torch
 from prefixkit.attention.bsr import OPEN
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, CostModel
-from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, register, sliding_window, soft_cap
+from prefixkit.attention.variants import (
+    CAUSAL,
+    Variant,
+    attention_sinks,
+    compose,
+    register,
+    sliding_window,
+    soft_cap,
+    variant,
+)
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.attention_calls import batches
@@ -39,7 +49,6 @@ from prefixkit.testing.forests import (
     random_case,
     random_split_plan,
 )
-from tests.attention.reference import reference_attention
 
 
 def tree_case(
@@ -236,10 +245,10 @@ def test_rows_that_no_item_mentions_come_out_empty() -> None:
 
 def test_a_query_that_its_variant_shows_nothing_is_empty() -> None:
     """Not NaN: a mask that hides even the query itself, for some heads."""
-    blind = Variant("blind", mask_mod=lambda q, kv, h: (h % 2 == 0) | (kv > q - 0))
+    blind = variant(mask_mod=lambda b, h, q, kv: (kv <= q) & ((h % 2 == 0) | (kv > q - 0)), name="blind")
     case = decode_case(20, [5, 6])
-    for variant in (blind, Variant("capped", soft_cap(3.0).score_mod, blind.mask_mod)):
-        out, lse = attend(case, plan_of(case, SHARE_ALL), register(variant))
+    for each in (blind, compose(soft_cap(3.0), blind)):
+        out, lse = attend(case, plan_of(case, SHARE_ALL), register(each))
         assert torch.isfinite(out).all()
         assert torch.equal(out[:, 1::2], torch.zeros(2, 3, 32))
         assert torch.isneginf(lse[:, 1::2]).all()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, compose, register, sliding_window
+from prefixkit.attention.variants import variant as variant_of
 from prefixkit.backends.torch.host_planner import bind
 from prefixkit.backends.torch.run_program import expanded_attention
 from prefixkit.ops.arguments import BadDtype, BadShape
 from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, plan_of, random_case, random_split_plan
-from tests.attention.reference import reference_attention
 
 VARIANTS = {"causal": CAUSAL, "window": sliding_window(5), "sinks": attention_sinks()}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -31,12 +34,20 @@ def attend(  # type: ignore[no-untyped-def]
     return expanded_attention(case.q, (k, v), None, case.positions, *rest, selected, bias)
 
 
+def _biased(bias: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score + bias[h, kv]
+
+
+def _selected(selected: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return selected[kv] & (kv <= q)
+
+
 def exact(case: Case, selected: Tensor, variant: Variant, bias: Tensor | None = None) -> State:
     """Row by row, for each has a mask of its own, and a bias."""
     states = []
     for row in range(len(case.q)):
-        added = None if bias is None else lambda score, q, key, head, of=bias[row]: score + of[head, key]
-        mine = Variant("selected", added, mask_mod=lambda q, key, head, row=row: selected[row][key])
+        added = None if bias is None else partial(_biased, bias[row])
+        mine = variant_of(added, partial(_selected, selected[row]), name="selected")
         one = slice(row, row + 1)
         where = case.snapshot, case.row_node[one], case.positions.numpy()[one], case.q[one]
         both = compose(mine, variant)

@@ -115,6 +115,7 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int*
         for (int half = 0; half < 2; ++half) {
             const int row = min(stripe_row(s, half), kv_tile.rows() - 1), mine = positions[row];
             const TileRow of(a, kv_tile.head(), kv_tile.row0() + row);
+            const int sequence = sequence_of(a, kv_tile.q_begin + of.query);
 #pragma unroll
             for (int n = 0; n < KV_TILE / 8; ++n)
 #pragma unroll
@@ -122,7 +123,7 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int*
                     const int token = 8 * n + column + j;
                     const bool visible = token >= low && token < high && (!compare || position + token <= mine);
                     float& y = x[s][n][2 * half + j];
-                    y = exponent(y, a.scale, visible, mine, position + token, of.head, a.parameters);
+                    y = exponent(y, a.scale, visible, sequence, of.head, mine, position + token, a.words);
                 }
         }
 }

@@ -22,6 +22,8 @@ static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, m
 struct Dim { int x; };
 static Dim blockIdx, gridDim;
 
+#include "numbers.cuh"
+
 namespace prefixkit {
 #ifndef PREFIXKIT_HALF
 #define PREFIXKIT_HALF 0
@@ -110,17 +112,8 @@ DEVICE float load_global1(const float* p) { return *p; }
 DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
-DEVICE u16 to_half(float x) {
-    u32 b = __float_as_uint(x);
-    if ((b & 0x7fffffff) > 0x7f800000) return 0x7fff;
-    return u16((b + 0x7fff + (b >> 16 & 1)) >> 16);
-}
-DEVICE float from_half(u16 x) { return __uint_as_float(u32(x) << 16); }
-struct Storage { u16 bits; };
-DEVICE float widen(Storage x) { return from_half(x.bits); }
-DEVICE u32 pack(float low, float high) { return u32(to_half(low)) | u32(to_half(high)) << 16; }
 DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
-DEVICE void round_pair(float& low, float& high) { low = from_half(to_half(low)), high = from_half(to_half(high)); }
+DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1.f / x; }
@@ -163,7 +156,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
             const u32 x = half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2);
-            d[i] += from_half(x) * from_half(half_of(right(4 * n + pair, k / 8), k % 2));
+            d[i] += from_bfloat16(x) * from_bfloat16(half_of(right(4 * n + pair, k / 8), k % 2));
         }
     }
 }

@@ -1,0 +1,133 @@
+"""Dense float64 attention over a tree: the specification that everything faster is judged by.
+
+A query at node ``n`` and position ``p`` attends to every token of ``n``'s proper ancestors, and to ``n``'s tokens at
+positions up to ``p``, or to all of them where its variant looks ahead.  Query head ``h`` reads KV head
+``h // (heads // kv_heads)``.  The functions of a variant are called as they were given.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from einops import einsum, repeat
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.variants.evaluate import pointwise
+from prefixkit.attention.variants.variant import CAUSAL, Variant
+from prefixkit.tree.snapshot import TreeSnapshot
+
+Numbers = NDArray[np.integer]
+
+
+class Exact(NamedTuple):
+    """Attention of some queries in float64.
+
+    Attributes:
+        out: ``[rows, heads, v_dim]``.
+        lse: ``[rows, heads]`` natural logarithm of the softmax's denominator; -inf where nothing is visible.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Rows(NamedTuple):
+    """What a variant knows of queries, ``[rows]`` int64 each: the numbers of their sequences, and their positions."""
+
+    sequences: Tensor
+    positions: Tensor
+
+
+def reference_attention(
+    snapshot: TreeSnapshot,
+    query_node: Numbers,
+    query_position: Numbers,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant = CAUSAL,
+    sinks: Tensor | None = None,
+    sequences: Numbers | None = None,
+) -> Exact:
+    """Attention of any queries over the tree, one run of queries of one node at a time.
+
+    Args:
+        snapshot: The tree.
+        query_node: ``[rows]`` the node that each query sits in.
+        query_position: ``[rows]`` its position in the sequence.
+        q: ``[rows, heads, head_dim]`` any float dtype, on any device.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype; heads of V may have another size.
+        scale: Factor on ``q . k``.
+        variant: What else happens to the scores.
+        sinks: ``[heads]`` logits that join the softmax's denominator, for a variant that has sinks.
+        sequences: ``[rows]`` numbers of the queries' sequences, which a variant sees as ``b``; 0 if None.
+    """
+    numbers = np.zeros(len(query_node), dtype=np.int64) if sequences is None else sequences
+    starts = np.flatnonzero(np.diff(query_node, prepend=-1))
+    parts = []
+    for run in (slice(*bounds) for bounds in pairwise([*starts.tolist(), len(query_node)])):
+        node, positions = int(query_node[run][0]), query_position[run]
+        last = None if variant.looks_ahead else int(positions.max())
+        slots, kv_positions = (torch.from_numpy(each).to(q.device) for each in visible_tokens(snapshot, node, last))
+        rows = Rows(*(torch.from_numpy(each.astype(np.int64)).to(q.device) for each in (numbers[run], positions)))
+        keys = kv_positions, not variant.looks_ahead
+        parts.append(attention_over(slots, *keys, rows, q[run], k_pages, v_pages, scale, variant, sinks))
+    heads, v_dim = q.shape[1], v_pages.shape[3]
+    out = torch.cat([part.out for part in parts]) if parts else q.new_zeros(0, heads, v_dim).double()
+    lse = torch.cat([part.lse for part in parts]) if parts else q.new_zeros(0, heads).double()
+    return Exact(out, lse)
+
+
+def visible_tokens(
+    snapshot: TreeSnapshot, node: int, position: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pool slots and positions of what a query sees, from the root down; all of its node where ``position`` is None."""
+    path = [node]
+    while snapshot.parent[path[-1]] >= 0:
+        path.append(int(snapshot.parent[path[-1]]))
+    counts = [int(snapshot.length[ancestor]) for ancestor in path]
+    if position is not None:
+        counts[0] = position + 1 - int(snapshot.start[node])
+    nodes = np.concatenate([np.full(count, ancestor) for ancestor, count in zip(path[::-1], counts[::-1], strict=True)])
+    offsets = np.concatenate([np.arange(count) for count in counts[::-1]])
+    return snapshot.slots(nodes, offsets), snapshot.start[nodes].astype(np.int64) + offsets
+
+
+def attention_over(
+    slots: Tensor,
+    kv_positions: Tensor,
+    causal: bool,
+    rows: Rows,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scale: float,
+    variant: Variant = CAUSAL,
+    sinks: Tensor | None = None,
+) -> Exact:
+    """``q [rows, heads, head_dim]`` against the keys in ``slots [len]``; ``causal`` hides those after a query."""
+    heads, page_size = q.shape[1], k_pages.shape[1]
+    group = heads // k_pages.shape[2]
+    k, v = (
+        repeat(pages[slots // page_size, slots % page_size].double(), "len h dim -> len (h group) dim", group=group)
+        for pages in (k_pages, v_pages)
+    )
+    score = scale * einsum(q.double(), k, "rows heads dim, len heads dim -> heads rows len")
+    places = rows.sequences[:, None], torch.arange(heads, device=q.device)[:, None, None], rows.positions[:, None]
+    for mod in variant.score_mods:
+        score = pointwise(mod.function, score, *places, kv_positions)
+    visible = (kv_positions <= places[2]) | (not causal)
+    for mod in variant.mask_mods:
+        visible = visible & pointwise(mod.function, *places, kv_positions)
+    score = score.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(score, dim=-1)
+    if variant.has_sinks:
+        assert sinks is not None, "the variant has sinks"
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return Exact(einsum(weight, v, "heads rows len, len heads dim -> rows heads dim"), lse.T)

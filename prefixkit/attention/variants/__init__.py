@@ -1,0 +1,18 @@
+"""Variants of attention: Python functions, traced into expressions that every backend computes."""
+
+from prefixkit.attention.variants.builtin import alibi as alibi
+from prefixkit.attention.variants.builtin import attention_sinks as attention_sinks
+from prefixkit.attention.variants.builtin import chunked as chunked
+from prefixkit.attention.variants.builtin import rounded_alibi as rounded_alibi
+from prefixkit.attention.variants.builtin import sliding_window as sliding_window
+from prefixkit.attention.variants.builtin import soft_cap as soft_cap
+from prefixkit.attention.variants.evaluate import ForeignTensor as ForeignTensor
+from prefixkit.attention.variants.trace import UntraceableVariant as UntraceableVariant
+from prefixkit.attention.variants.variant import CAUSAL as CAUSAL
+from prefixkit.attention.variants.variant import BadVariant as BadVariant
+from prefixkit.attention.variants.variant import UnknownVariant as UnknownVariant
+from prefixkit.attention.variants.variant import Variant as Variant
+from prefixkit.attention.variants.variant import compose as compose
+from prefixkit.attention.variants.variant import lookup as lookup
+from prefixkit.attention.variants.variant import register as register
+from prefixkit.attention.variants.variant import variant as variant

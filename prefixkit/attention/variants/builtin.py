@@ -1,0 +1,115 @@
+"""The variants that models ask for by their configs: windows, chunks, caps, biases, sinks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.variant import Variant, variant
+
+
+@lru_cache(maxsize=1024, typed=True)
+def sliding_window(size: int) -> Variant:
+    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
+    _check_size("sliding_window", size)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx < size) & (kv_idx <= q_idx)
+
+    return variant(mask_mod=mask_mod, name=f"sliding_window({size})")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def chunked(size: int) -> Variant:
+    """Each query sees its own chunk of ``size`` tokens only, up to itself; chunks begin at multiples of ``size``.
+
+    ValueError unless ``size`` is 1 or more.
+    """
+    _check_size("chunked", size)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx // size == kv_idx // size) & (kv_idx <= q_idx)
+
+    return variant(mask_mod=mask_mod, name=f"chunked({size})")
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}: size must be an integer of at least 1 token, got {size!r}")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def soft_cap(cap: float) -> Variant:
+    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2); ValueError unless ``cap`` is finite, above 0."""
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
+        raise ValueError(f"soft_cap: cap must be a finite number above 0, got {cap!r}")
+    bound = float(cap)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return variant(score_mod, name=f"soft_cap({bound:g})")
+
+
+def alibi(slopes: Tensor | Sequence[float]) -> Variant:
+    """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
+
+    ``slopes [heads]``: one for each query head; ValueError unless they are one row of finite numbers.
+    """
+    numbers = torch.as_tensor(slopes).detach().to(torch.float32, copy=True).cpu()
+    if numbers.ndim != 1 or not len(numbers) or not bool(torch.isfinite(numbers).all()):
+        raise ValueError(f"alibi: slopes must be finite numbers of shape [heads], got {slopes!r}")
+    return _alibi(tuple(numbers.tolist()))
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _alibi(slopes: tuple[float, ...]) -> Variant:
+    per_head = torch.tensor(slopes, dtype=torch.float32, device="cpu")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + per_head.to(score.device)[h] * (kv_idx - q_idx)
+
+    return variant(score_mod, name=f"alibi({len(slopes)} heads)")
+
+
+def rounded_alibi(slopes: Sequence[float], factor: float) -> Variant:
+    """ALiBi as Falcon computes it, in bfloat16: each score gets ``factor * bfloat16(slope * bfloat16(kv_idx))``.
+
+    A key's bias depends on its position, not on its distance alone: far keys that round alike get the same.
+
+    Args:
+        slopes: One for each query head.
+        factor: What scores get the bias times.
+
+    Raises:
+        ValueError: there are no slopes; or they or the factor are not finite, or the factor is 0.
+    """
+    if not slopes or not all(map(math.isfinite, (*slopes, factor))) or not factor:
+        raise ValueError(f"rounded_alibi: slopes and a factor other than 0 must be finite, got {slopes} and {factor}")
+    return _rounded_alibi(tuple(map(float, slopes)), float(factor))
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _rounded_alibi(slopes: tuple[float, ...], factor: float) -> Variant:
+    per_head = torch.tensor(slopes, dtype=torch.float32, device="cpu")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        position = kv_idx.to(torch.bfloat16).to(torch.float32)
+        return score + factor * (per_head.to(score.device)[h] * position).to(torch.bfloat16).to(torch.float32)
+
+    return variant(score_mod, name=f"rounded_alibi({len(slopes)} heads, x {factor:g})")
+
+
+def attention_sinks() -> Variant:
+    """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (GPT-OSS).
+
+    The logits are an argument of the op, ``sinks``.
+    """
+    return _SINKS
+
+
+_SINKS = Variant("attention_sinks", has_sinks=True)

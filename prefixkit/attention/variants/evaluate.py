@@ -1,0 +1,71 @@
+"""Expressions in plain torch, for all scores of a block at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.expression import ARGUMENTS, Captured, Expression, Node
+from prefixkit.attention.variants.operations import OPERATIONS
+
+
+def evaluate(expression: Expression, **arguments: Tensor) -> Tensor:
+    """The value of an expression.
+
+    Args:
+        arguments: Tensors that broadcast, by their names in ``expression.ARGUMENTS``: ``score`` floats, the others
+            int64; those that the expression does not read may be missing.
+
+    Returns:
+        A tensor that broadcasts against the arguments: no larger than those that the expression reads.
+
+    Raises:
+        IndexError: a captured tensor has no element at an index.
+    """
+    device = next(iter(arguments.values())).device
+    values: list[Any] = []
+    for node in expression.nodes:
+        values.append(_value(expression, node, values, arguments, device))
+    return torch.as_tensor(values[-1], device=device)
+
+
+def _value(
+    expression: Expression, node: Node, values: list[Any], arguments: dict[str, Tensor], device: torch.device
+) -> Any:
+    operands = [values[arg] for arg in node.args]
+    if node.op == "argument":
+        return arguments[ARGUMENTS[node.slot]]
+    if node.op == "scalar":
+        return expression.scalars[node.slot]
+    if node.op == "load":
+        tensor = on_device(expression.tensors[node.slot], device)
+        return tensor[tuple(torch.as_tensor(index, device=device) for index in operands)] if operands else tensor
+    return OPERATIONS[node.op].compute(*operands)
+
+
+def on_device(captured: Captured, device: torch.device) -> Tensor:
+    """A captured tensor where it is read; raises :class:`ForeignTensor` where its function would not find it."""
+    tensor = captured.tensor
+    if tensor.device == device or captured.follows or tensor.ndim == 0:
+        return tensor.to(device)
+    raise ForeignTensor(
+        f"a variant captures a tensor of shape {list(tensor.shape)} on {tensor.device}, but its scores are on "
+        f"{device}; move it there, or write tensor.to(q_idx.device)[...]"
+    )
+
+
+def pointwise(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """A function of 0-d tensors at every place of arguments that broadcast; of their common shape."""
+    shape = np.broadcast_shapes(*(tensor.shape for tensor in arguments))
+    if 0 in shape:  # which vmap refuses
+        return function(*(tensor.new_zeros(()) for tensor in arguments)).expand(shape)
+    found: Tensor = torch.vmap(function)(*(tensor.expand(shape).reshape(-1) for tensor in arguments))
+    return found.reshape(shape)
+
+
+class ForeignTensor(ValueError):
+    """A variant captures a tensor on another device."""

@@ -1,0 +1,124 @@
+"""Expressions: what a variant's Python function computes, operation by operation, apart from the values it captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.function_digest import fingerprint
+
+ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
+
+
+class Type(Enum):
+    """What a value is: torch's kinds of dtypes, of which kernels compute floats as float32."""
+
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+
+    @staticmethod
+    def of(value: object) -> Type:
+        """The type of a number, or of a tensor's elements."""
+        if isinstance(value, Tensor):
+            if value.dtype == torch.bool:
+                return Type.BOOL
+            return Type.FLOAT if value.dtype.is_floating_point else Type.INT
+        return Type.BOOL if isinstance(value, bool) else Type.INT if isinstance(value, int) else Type.FLOAT
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value.
+
+    Attributes:
+        op: ``argument``, ``scalar``, ``load``, or a name of ``operations.OPERATIONS``.
+        args: Earlier values: operands, or the indices of a load.
+        type: What the value is.
+        slot: Which argument, scalar or captured tensor it is; -1 for others.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    type: Type
+    slot: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A tensor that a function captures.
+
+    Attributes:
+        tensor: As the function has it.
+        follows: Whether the function moves it to the scores' device itself, so that it may lie on any.
+    """
+
+    tensor: Tensor
+    follows: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A traced function.  Literals and captured numbers are ``scalars``: they are no part of the :attr:`code`.
+
+    Attributes:
+        nodes: Every value after those that it is made of; the last one is the result.
+        scalars, tensors: What the slots of scalars and loads refer to.
+    """
+
+    nodes: tuple[Node, ...]
+    scalars: tuple[bool | int | float, ...]
+    tensors: tuple[Captured, ...]
+
+    @cached_property
+    def code(self) -> str:
+        """A digest of all but the values: two expressions of equal code run in one kernel."""
+        nodes = tuple((node.op, node.args, node.type.value, node.slot) for node in self.nodes)
+        kinds = tuple((captured.tensor.dtype, captured.tensor.ndim) for captured in self.tensors)
+        return fingerprint(nodes, tuple(Type.of(scalar).value for scalar in self.scalars), kinds)
+
+    def fewest_heads(self) -> int | None:
+        """The least size among dimensions of captured tensors that the head alone indexes; None if there are none."""
+        head = ARGUMENTS.index("h")
+        sizes = [
+            self.tensors[node.slot].tensor.shape[dim]
+            for node in self.nodes
+            if node.op == "load"
+            for dim, index in enumerate(node.args)
+            if self.nodes[index].op == "argument" and self.nodes[index].slot == head
+        ]
+        return min(sizes, default=None)
+
+    def reads(self, argument: str) -> bool:
+        """Whether the result depends on one of :data:`ARGUMENTS`."""
+        slot = ARGUMENTS.index(argument)
+        return any(node.op == "argument" and node.slot == slot for node in self.nodes)
+
+
+def closed(
+    nodes: Sequence[Node], result: int, scalars: Sequence[bool | int | float], tensors: Sequence[Captured]
+) -> Expression:
+    """The expression whose result is node ``result``: with those nodes, scalars and tensors alone that it needs."""
+    needed = {result}
+    for number in range(result, -1, -1):
+        if number in needed:
+            needed.update(nodes[number].args)
+    kept = sorted(needed)
+    order = {number: place for place, number in enumerate(kept)}
+    used = {op: sorted({nodes[number].slot for number in kept if nodes[number].op == op}) for op in ("scalar", "load")}
+    slots = {op: {slot: place for place, slot in enumerate(of)} for op, of in used.items()}
+
+    def renumbered(node: Node) -> Node:
+        slot = slots[node.op][node.slot] if node.op in slots else node.slot
+        return Node(node.op, tuple(order[arg] for arg in node.args), node.type, slot)
+
+    return Expression(
+        tuple(renumbered(nodes[number]) for number in kept),
+        tuple(scalars[slot] for slot in used["scalar"]),
+        tuple(tensors[slot] for slot in used["load"]),
+    )

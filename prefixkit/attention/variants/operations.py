@@ -1,0 +1,186 @@
+"""The operations of expressions: what Python and torch call them, what they return, and how torch computes them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.expression import Type
+
+Rule = Callable[[tuple[Type, ...]], Type]
+
+
+def _promoted(types: tuple[Type, ...]) -> Type:
+    order = (Type.BOOL, Type.INT, Type.FLOAT)
+    return max(types, key=order.index)
+
+
+def _number(types: tuple[Type, ...]) -> Type:
+    """Arithmetic on what may be booleans, which count as integers."""
+    found = _promoted(types)
+    return Type.INT if found is Type.BOOL else found
+
+
+def _always(kind: Type) -> Rule:
+    return lambda types: kind
+
+
+def _chosen(types: tuple[Type, ...]) -> Type:
+    return _promoted(types[1:])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        count: How many operands it has.
+        result: The type of its value, by those of its operands.
+        compute: It in torch, of tensors and numbers that broadcast.
+        takes: Types of operands that it takes, all of them.
+    """
+
+    count: int
+    result: Rule
+    compute: Callable[..., Any]
+    takes: tuple[Type, ...] = (Type.BOOL, Type.INT, Type.FLOAT)
+
+
+_TRUTHS, _WHOLE = (Type.BOOL,), (Type.BOOL, Type.INT)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda x: x.to(dtype) if isinstance(x, Tensor) else torch.tensor(x).to(dtype)
+
+
+def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda x: _cast(dtype)(x).to(_wide(x))
+
+
+def _wide(x: object) -> torch.dtype:
+    return torch.float64 if isinstance(x, Tensor) and x.dtype == torch.float64 else torch.float32
+
+
+def _float(x: Any) -> Tensor:
+    """Float32, or float64 where the operand is."""
+    wide: Tensor = _cast(_wide(x))(x)
+    return wide
+
+
+def _of_floats(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda x: function(_float(x))
+
+
+def _minimum(x: Any, y: Any) -> Any:
+    return torch.where(torch.as_tensor(x < y), x, y)
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    return torch.where(torch.as_tensor(x > y), x, y)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(2, _number, operator.add),
+    "sub": Operation(2, _number, operator.sub),
+    "mul": Operation(2, _number, operator.mul),
+    "div": Operation(2, _always(Type.FLOAT), lambda x, y: torch.true_divide(torch.as_tensor(x), y)),
+    "floordiv": Operation(2, _number, lambda x, y: torch.floor_divide(torch.as_tensor(x), y)),
+    "mod": Operation(2, _number, lambda x, y: torch.remainder(torch.as_tensor(x), y)),
+    "pow": Operation(2, _always(Type.FLOAT), lambda x, y: torch.pow(_float(x), y)),
+    "neg": Operation(1, _number, operator.neg),
+    "abs": Operation(1, _number, operator.abs),
+    "min": Operation(2, _promoted, _minimum),
+    "max": Operation(2, _promoted, _maximum),
+    "lt": Operation(2, _always(Type.BOOL), operator.lt),
+    "le": Operation(2, _always(Type.BOOL), operator.le),
+    "gt": Operation(2, _always(Type.BOOL), operator.gt),
+    "ge": Operation(2, _always(Type.BOOL), operator.ge),
+    "eq": Operation(2, _always(Type.BOOL), operator.eq),
+    "ne": Operation(2, _always(Type.BOOL), operator.ne),
+    "and": Operation(2, _promoted, operator.and_, _WHOLE),
+    "or": Operation(2, _promoted, operator.or_, _WHOLE),
+    "xor": Operation(2, _promoted, operator.xor, _WHOLE),
+    "not": Operation(1, _promoted, lambda x: ~torch.as_tensor(x), _WHOLE),
+    "shl": Operation(2, _number, operator.lshift, _WHOLE),
+    "shr": Operation(2, _number, operator.rshift, _WHOLE),
+    "where": Operation(3, _chosen, torch.where),
+    "bool": Operation(1, _always(Type.BOOL), _cast(torch.bool)),
+    "int": Operation(1, _always(Type.INT), _cast(torch.int64)),
+    "float": Operation(1, _always(Type.FLOAT), _float),
+    "bfloat16": Operation(1, _always(Type.FLOAT), _rounded(torch.bfloat16)),
+    "float16": Operation(1, _always(Type.FLOAT), _rounded(torch.float16)),
+    "exp": Operation(1, _always(Type.FLOAT), _of_floats(torch.exp)),
+    "exp2": Operation(1, _always(Type.FLOAT), _of_floats(torch.exp2)),
+    "log": Operation(1, _always(Type.FLOAT), _of_floats(torch.log)),
+    "log2": Operation(1, _always(Type.FLOAT), _of_floats(torch.log2)),
+    "log1p": Operation(1, _always(Type.FLOAT), _of_floats(torch.log1p)),
+    "tanh": Operation(1, _always(Type.FLOAT), _of_floats(torch.tanh)),
+    "sigmoid": Operation(1, _always(Type.FLOAT), _of_floats(torch.sigmoid)),
+    "sqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.sqrt)),
+    "rsqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.rsqrt)),
+    "sin": Operation(1, _always(Type.FLOAT), _of_floats(torch.sin)),
+    "cos": Operation(1, _always(Type.FLOAT), _of_floats(torch.cos)),
+    "floor": Operation(1, _always(Type.FLOAT), _of_floats(torch.floor)),
+    "ceil": Operation(1, _always(Type.FLOAT), _of_floats(torch.ceil)),
+    "round": Operation(1, _always(Type.FLOAT), _of_floats(torch.round)),
+    "trunc": Operation(1, _always(Type.FLOAT), _of_floats(torch.trunc)),
+}
+
+# By the functions and methods of torch and Python that do the same; ``x.add_(y)`` and the like are refused.
+_NAMES: dict[str, str] = {
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "floor_divide": "floordiv",
+    "remainder": "mod",
+    "subtract": "sub",
+    "multiply": "mul",
+    "negative": "neg",
+    "absolute": "abs",
+    "minimum": "min",
+    "maximum": "max",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "not_equal": "ne",
+    "and_": "and",
+    "or_": "or",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "bitwise_not": "not",
+    "invert": "not",
+    "inv": "not",
+    "lshift": "shl",
+    "rshift": "shr",
+    "bitwise_left_shift": "shl",
+    "bitwise_right_shift": "shr",
+    "half": "float16",
+    "long": "int",
+    "double": "float",
+    "fix": "trunc",
+}
+
+
+def named(name: str) -> str | None:
+    """The operation that torch or Python calls ``name``; None for one that expressions lack."""
+    plain = name.strip("_") if name.startswith("__") else name
+    found = _NAMES.get(plain, plain)
+    return found if found in OPERATIONS else None
+
+
+# What a cast to a dtype is called.
+CASTS: dict[torch.dtype, str] = {
+    torch.bool: "bool",
+    torch.float32: "float",
+    torch.float64: "float",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    **dict.fromkeys((torch.int64, torch.int32), "int"),
+}

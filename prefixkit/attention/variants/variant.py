@@ -1,0 +1,282 @@
+"""Variants of attention: what happens to a score between ``q . k`` and the softmax, written once, in Python.
+
+Functions are those of FlexAttention (Dong et al. 2024): elementwise, of 0-d tensors.
+
+    score_mod(score, b, h, q_idx, kv_idx) -> score     # score = scale * q . k
+    mask_mod(b, h, q_idx, kv_idx) -> bool              # True: visible
+
+``q_idx`` and ``kv_idx`` are positions in the sequence, ``h`` is the query head, ``b`` the number that the caller gave
+the sequence.  Each function is traced into one expression: kernels are generated from it, the CPU evaluates it for
+whole blocks, and the float64 oracle (``attention.reference``) calls the function itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.evaluate import evaluate, pointwise
+from prefixkit.attention.variants.expression import Captured, Expression, Type
+from prefixkit.attention.variants.function_digest import fingerprint
+from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.visibility import mask_bounds, without_causality
+from prefixkit.attention.visible import Visible
+
+
+class BadVariant(ValueError):
+    """A variant's functions cannot be what a variant is made of."""
+
+
+class UnknownVariant(ValueError):
+    """An op was given a key that no variant is registered under."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mod:
+    """One function of a variant.
+
+    Attributes:
+        function: As it was given.
+        arguments: Names of what it takes: :data:`SCORE_MOD` or :data:`MASK_MOD`.
+        expression: What it computes, but for causality where attention sees to that; None where it was not traced.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: tuple[str, ...]
+    expression: Expression | None
+
+    def __call__(self, **values: Tensor) -> Tensor:
+        """Its result for tensors that broadcast, given by the names of its arguments."""
+        if self.expression is not None:
+            return evaluate(self.expression, **values)
+        return pointwise(self.function, *(values[name] for name in self.arguments))
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A variant of attention; made by :func:`variant`, by the functions of the gallery, and by :func:`compose`.
+
+    Attributes:
+        name: For people: logs, error messages, the readable half of its key.
+        score_mods: Change scores, one after the other.
+        mask_mods: A key is visible if all of them show it.
+        window, chunk: What a query sees lies within so many tokens, or in its chunk of so many positions (see
+            :class:`Visible`), so that no KV outside is read; the masks hide the rest.  None where that is not known.
+        has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
+        looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, causality holds besides them.
+        serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
+    """
+
+    name: str
+    score_mods: tuple[Mod, ...] = ()
+    mask_mods: tuple[Mod, ...] = ()
+    window: int | None = None
+    chunk: int | None = None
+    has_sinks: bool = False
+    looks_ahead: bool = False
+    serials: tuple[int, ...] = ()
+
+    @property
+    def mods(self) -> tuple[Mod, ...]:
+        return self.score_mods + self.mask_mods
+
+    @property
+    def visible(self) -> Visible:
+        """The range of keys outside which nothing is read."""
+        return Visible(self.window, self.chunk)
+
+    @cached_property
+    def traced(self) -> bool:
+        """Whether kernels can be made for it; plain torch runs the others."""
+        return all(mod.expression is not None for mod in self.mods)
+
+    @cached_property
+    def captured(self) -> tuple[Captured, ...]:
+        """The tensors that its functions capture."""
+        return tuple(each for mod in self.mods if mod.expression is not None for each in mod.expression.tensors)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each captured tensor was changed in place: what was computed of others is out of date."""
+        return tuple(_version(captured.tensor) for captured in self.captured)
+
+    def reads(self, argument: str, *, masks: bool = True, scores: bool = True) -> bool:
+        """Whether a result depends on one of :data:`ARGUMENTS`; what was not traced may read all."""
+        mods = (self.mask_mods if masks else ()) + (self.score_mods if scores else ())
+        return any(mod.expression is None or mod.expression.reads(argument) for mod in mods)
+
+    def change(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Scores as the ``score_mods`` change them; arguments broadcast against ``score``."""
+        for mod in self.score_mods:
+            score = mod(score=score, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+        return score
+
+    def shows(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Bool, which broadcasts against the arguments: what all ``mask_mods`` show."""
+        shown: Tensor | None = None
+        for mod in self.mask_mods:
+            each = mod(b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+            shown = each if shown is None else shown & each
+        return torch.ones((), dtype=torch.bool, device=q_idx.device) if shown is None else shown
+
+    @cached_property
+    def fewest_heads(self) -> int | None:
+        """For how many heads captured tensors, which it indexes by ``h``, have numbers; None if there are none."""
+        found = (mod.expression.fewest_heads() for mod in self.mods if mod.expression is not None)
+        return min((heads for heads in found if heads is not None), default=None)
+
+    def content(self) -> str:
+        """A digest of all that it does, the numbers in captured tensors included, equal in every process."""
+        parts = [_content(mod) for mod in self.mods]
+        return fingerprint(parts, len(self.score_mods), self.window, self.chunk, self.has_sinks, self.looks_ahead)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _content(mod: Mod) -> tuple[object, ...]:
+    if mod.expression is None:
+        return ("function", mod.function)
+    expression = mod.expression
+    return (expression.code, expression.scalars, *(captured.tensor for captured in expression.tensors))
+
+
+CAUSAL = Variant("causal")
+_serials = itertools.count()
+# Those that capture tensors are freed with them; of the others there are few.
+_known: dict[str, Variant] = {CAUSAL.name: CAUSAL}
+_capturing: WeakValueDictionary[str, Variant] = WeakValueDictionary()
+
+
+def variant(
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    *,
+    name: str | None = None,
+    traced: bool = True,
+) -> Variant:
+    """A variant from functions as FlexAttention takes them.
+
+    Args:
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or None for causal attention.  A mask is taken as it is: one that
+            shows tokens after the query makes attention look ahead.
+        name: For logs and errors; the functions' names if None.
+        traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
+            not know.  No KV is skipped because their masks hide it.
+
+    Captured tensors are read where they lie and when attention runs; numbers that are captured are those of now.
+
+    Raises:
+        BadVariant: there is no function; one takes another number of arguments, or returns no mask or score.
+        UntraceableVariant: an operation is unknown, or the control flow depends on a value.
+    """
+    if score_mod is None and mask_mod is None:
+        raise BadVariant("variant: got neither a score_mod nor a mask_mod; causal attention is prefixkit.CAUSAL")
+    score_mods = () if score_mod is None else (_mod("score_mod", score_mod, SCORE_MOD, traced),)
+    mask_mods = () if mask_mod is None else (_mod("mask_mod", mask_mod, MASK_MOD, traced),)
+    functions = [function for function in (score_mod, mask_mod) if function is not None]
+    made = Variant(name or " + ".join(map(_name, functions)), score_mods, mask_mods)
+    bounds = None
+    if mask_mods and (mask := mask_mods[0].expression) is not None:
+        bounds, rest = mask_bounds(mask), without_causality(mask)
+        if bounds.causal:
+            mask_mods = () if rest is None else (replace(mask_mods[0], expression=rest),)
+    return Variant(
+        made.name,
+        score_mods,
+        mask_mods,
+        window=None if bounds is None else bounds.window,
+        chunk=None if bounds is None else bounds.chunk,
+        looks_ahead=mask_mod is not None and (bounds is None or not bounds.causal),
+        serials=(next(_serials),) if made.captured or not traced else (),
+    )
+
+
+def _mod(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], traced: bool) -> Mod:
+    if not callable(function):
+        raise BadVariant(f"variant: {kind} must be a function, got a {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise BadVariant(
+            f"variant: {kind} {_name(function)!r} must take {len(arguments)} arguments, ({', '.join(arguments)}), as "
+            f"FlexAttention's do, but it takes {inspect.signature(function)}"
+        ) from error
+    if not traced:
+        return Mod(function, tuple(arguments), None)
+    expression = trace(function, arguments)
+    found = expression.nodes[-1].type
+    if (found is Type.BOOL) != (arguments == MASK_MOD) or (found is not Type.FLOAT and arguments == SCORE_MOD):
+        wanted = "a bool, what is visible" if arguments == MASK_MOD else "a float, the new score"
+        raise BadVariant(f"variant: {kind} {_name(function)!r} must return {wanted}, but it returns {found.value}")
+    return Mod(function, tuple(arguments), expression)
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def compose(*variants: Variant) -> Variant:
+    """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
+
+    The op takes one row of sinks, which join once, however many of the parts have sinks.  Causality holds unless a part
+    looks ahead.
+    """
+    parts = [part for part in variants if part is not CAUSAL]
+    if len(parts) <= 1:
+        return parts[0] if parts else CAUSAL
+    return Variant(
+        name=" + ".join(part.name for part in parts),
+        score_mods=tuple(mod for part in parts for mod in part.score_mods),
+        mask_mods=tuple(mod for part in parts for mod in part.mask_mods),
+        window=min((part.window for part in parts if part.window is not None), default=None),
+        # Chunks of several sizes hide more than the smallest does; what is read may be more than what is seen.
+        chunk=min((part.chunk for part in parts if part.chunk is not None), default=None),
+        has_sinks=any(part.has_sinks for part in parts),
+        looks_ahead=any(part.looks_ahead for part in parts),
+        serials=tuple(serial for part in parts for serial in part.serials),
+    )
+
+
+def register(variant: Variant) -> str:
+    """Make a variant known to the ops, whose schemas know strings but no Python functions.
+
+    Returns:
+        Its key: the name, and a digest of its functions' code, the numbers that they capture, its window, chunk and
+        sinks.  Variants without captured tensors that do the same have the same key, in this process or another, and
+        stay known.  One with captured tensors has a key of its own, known as long as the variant exists.
+    """
+    if variant is CAUSAL:
+        return variant.name
+    numbers = [
+        (mod.expression.code, mod.expression.scalars) if mod.expression is not None else mod.function
+        for mod in variant.mods
+    ]
+    kind = len(variant.score_mods), variant.window, variant.chunk, variant.has_sinks, variant.looks_ahead
+    key = f"{variant.name}#{fingerprint(numbers, kind, variant.serials)}"
+    if variant.serials:
+        _capturing[key] = variant
+    else:
+        _known.setdefault(key, variant)
+    return key
+
+
+def lookup(key: str) -> Variant:
+    """The variant registered under a key, or UnknownVariant."""
+    variant = _known.get(key) or _capturing.get(key)
+    if variant is None:
+        known = ", ".join(sorted([*_known, *_capturing]))
+        raise UnknownVariant(
+            f"no variant is registered as {key!r}; pass the key that register(variant) returned, and keep a variant "
+            f"that captures tensors as long as it is in use ({known})"
+        )
+    return variant

@@ -1,0 +1,55 @@
+// What the functions of variants are made of, besides C++'s own operators: reads of captured tensors, and arithmetic as
+// Python and torch define it.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace prefixkit {
+
+DEVICE long long long_word(const int* words) { return (long long)(u32)words[0] | (long long)words[1] << 32; }
+
+// An index into a dimension of `size`: negative ones count from its end.  Others outside, which torch refuses, read the
+// nearest element: rows that pad a batch have any position.
+template <class T> DEVICE int index_of(T index, int size) {
+    const T from_start = index < 0 ? index + size : index;
+    return from_start < 0 ? 0 : from_start < size ? int(from_start) : size - 1;
+}
+template <class T> DEVICE T element(const T* tensor, long long at) { return tensor[at]; }
+DEVICE float element(const double* tensor, long long at) { return float(tensor[at]); }
+DEVICE float element(const BFloat* tensor, long long at) { return widen(tensor[at]); }
+DEVICE float element(const Half* tensor, long long at) { return widen(tensor[at]); }
+
+// Integer division rounds down in Python.  By a number of the variant's words: the number in two words, then m and s by
+// which n m >> s is the quotient of any n of 31 bits; ~n is the mirror of a negative n.
+DEVICE int floor_divide_by(int n, const int* words) {
+    const long long divisor = long_word(words);
+    if (divisor < 0) n = -n;
+    const int mirrored = n < 0 ? ~n : n;
+    const int quotient = int((unsigned long long)mirrored * (u32)words[2] >> words[3]);
+    return n < 0 ? ~quotient : quotient;
+}
+DEVICE int floor_modulo_by(int n, const int* words) { return n - floor_divide_by(n, words) * words[0]; }
+template <class T> DEVICE T floor_divide(T x, T y) {
+    if (y == 0) return 0;
+    const T quotient = x / y;
+    return quotient - (x % y != 0 && (x < 0) != (y < 0) ? 1 : 0);
+}
+template <class T> DEVICE T floor_modulo(T x, T y) { return y == 0 ? 0 : x - floor_divide(x, y) * y; }
+
+DEVICE float float_mod(float x, float y) {
+    const float rest = fmodf(x, y);
+    return rest != 0.f && (rest < 0.f) != (y < 0.f) ? rest + y : rest;
+}
+DEVICE float float_floordiv(float x, float y) {
+    if (y == 0.f) return x / y;
+    const float rest = fmodf(x, y), quotient = (x - rest) / y - (rest != 0.f && (rest < 0.f) != (y < 0.f) ? 1.f : 0.f);
+    if (quotient == 0.f) return copysignf(0.f, x / y);
+    const float whole = floorf(quotient);
+    return quotient - whole > 0.5f ? whole + 1.f : whole;
+}
+
+DEVICE float round_to_bfloat16(float x) { return widen(BFloat{u16(pack<BFloat>(x, 0.f))}); }
+DEVICE float round_to_float16(float x) { return widen(Half{u16(pack<Half>(x, 0.f))}); }
+DEVICE float variant_tanh(float x) { return tanhf(x); }
+DEVICE float variant_sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+}  // namespace prefixkit

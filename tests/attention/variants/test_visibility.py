@@ -1,0 +1,60 @@
+"""What the terms of masks bound: causality, windows, chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from prefixkit.attention.variants.evaluate import evaluate
+from prefixkit.attention.variants.trace import MASK_MOD, trace
+from prefixkit.attention.variants.visibility import MaskBounds, mask_bounds, without_causality
+
+CAUSAL, NOTHING = MaskBounds(causal=True), MaskBounds()
+CASES: list[tuple[Any, MaskBounds]] = [
+    (lambda b, h, q, kv: q >= kv, CAUSAL),
+    (lambda b, h, q, kv: kv <= q, CAUSAL),
+    (lambda b, h, q, kv: kv < q, CAUSAL),
+    (lambda b, h, q, kv: kv - q < 1, CAUSAL),
+    (lambda b, h, q, kv: q - kv > -1, CAUSAL),
+    (lambda b, h, q, kv: -kv >= -q, CAUSAL),
+    (lambda b, h, q, kv: kv <= q + 1, NOTHING),
+    (lambda b, h, q, kv: q + 3 >= kv, NOTHING),
+    (lambda b, h, q, kv: (q >= kv) | (kv < 3), NOTHING),
+    (lambda b, h, q, kv: ~(q < kv), NOTHING),  # it is causal, but that is not seen: nothing is lost but time
+    (lambda b, h, q, kv: (q >= kv) & (kv % 3 != h), CAUSAL),
+    (lambda b, h, q, kv: q - kv < 5, MaskBounds(window=5)),
+    (lambda b, h, q, kv: kv > q - 5, MaskBounds(window=5)),
+    (lambda b, h, q, kv: (q - kv <= 5) & (q - kv >= 0), MaskBounds(True, 6)),
+    (lambda b, h, q, kv: (q - kv).abs() < 5, MaskBounds(window=5)),
+    (lambda b, h, q, kv: q == kv, MaskBounds(True, 1)),
+    (lambda b, h, q, kv: q // 4 == kv // 4, MaskBounds(chunk=4)),
+    (lambda b, h, q, kv: q // 4 == kv // 5, NOTHING),
+    (lambda b, h, q, kv: (q // 4 == kv // 4) & (q - kv < 3) & (kv <= q), MaskBounds(True, 3, 4)),
+    (lambda b, h, q, kv: q.float() - kv < 5, NOTHING),
+    (lambda b, h, q, kv: 2 * q >= kv, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("mask", "bounds"), CASES)
+def test_terms_that_compare_positions_bound_what_is_visible(mask: Any, bounds: MaskBounds) -> None:
+    assert mask_bounds(trace(mask, MASK_MOD)) == bounds
+
+
+@pytest.mark.parametrize(("mask", "bounds"), CASES)
+def test_bounds_and_what_is_left_of_a_mask_say_what_the_mask_says(mask: Any, bounds: MaskBounds) -> None:
+    expression = trace(mask, MASK_MOD)
+    q, kv, none = torch.arange(30)[:, None], torch.arange(30), torch.zeros((), dtype=torch.int64)
+    shown = evaluate(expression, b=none, h=none, q_idx=q, kv_idx=kv)
+    if bounds.causal:
+        assert not bool((shown & (kv > q)).any())
+    if bounds.window is not None:
+        assert not bool((shown & (kv <= q - bounds.window)).any())
+    if bounds.chunk is not None:
+        assert not bool((shown & (kv // bounds.chunk != q // bounds.chunk)).any())
+    rest = without_causality(expression)
+    left = torch.ones(()).bool() if rest is None else evaluate(rest, b=none, h=none, q_idx=q, kv_idx=kv)
+    assert torch.equal((left & (kv <= q)).expand(30, 30), (shown & (kv <= q)).expand(30, 30))
+    if rest is not expression:
+        assert bounds.causal

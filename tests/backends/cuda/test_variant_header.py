@@ -1,0 +1,219 @@
+"""The C++ of variants does what their Python functions do: compiled for the CPU, at every place of a block."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+from prefixkit.attention.variants import Variant, alibi, compose, rounded_alibi, sliding_window, soft_cap, variant
+from prefixkit.attention.variants.evaluate import pointwise
+from prefixkit.attention.variants.operations import OPERATIONS
+from prefixkit.backends.cuda.variant_header import HEADER, header, words_on_device
+from tests.emulation.build import build
+
+CPU = torch.device("cpu")
+SIZES = (2, 3, 17, 19)  # sequences, heads, queries, keys
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+class Compiled:
+    """A variant's header, compiled for the CPU."""
+
+    def __init__(self, folder: Path, of: Variant) -> None:
+        text = header(of)
+        assert text is not None
+        self._run = build(folder, "variant", {}, ((HEADER, text),), f'-DPREFIXKIT_VARIANT="{HEADER}"').apply
+
+    def __call__(self, of: Variant, score: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """``score [b, h, q, kv]`` changed, and what is visible; ``of`` gives the values."""
+        scores, shown = score.clone(), torch.empty(score.shape, dtype=torch.bool)
+        sizes = torch.tensor(score.shape, dtype=torch.int32)
+        given = sizes, q, kv, words_on_device(of, CPU).tensor, scores, shown
+        self._run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in given))
+        return scores, shown
+
+
+def places(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    b, h = torch.arange(SIZES[0]), torch.arange(SIZES[1])
+    return b[:, None, None, None], h[:, None, None], q[:, None], kv
+
+
+def block(rng: np.random.Generator, longest: int = 5000) -> tuple[Tensor, Tensor, Tensor]:
+    q, kv = (torch.from_numpy(rng.integers(0, longest, size)) for size in SIZES[2:])
+    return torch.from_numpy(10 * rng.standard_normal(SIZES, dtype=np.float32)), q, kv
+
+
+def check(of: Variant, run: Compiled, rng: np.random.Generator) -> None:
+    """Scores to a few units of float32 of the largest, masks exactly."""
+    score, q, kv = block(rng)
+    got, shown = run(of, score, q, kv)
+    want = score.double()
+    for mod in of.score_mods:
+        want = pointwise(mod.function, want, *places(q, kv))
+    expected = torch.ones(SIZES, dtype=torch.bool)
+    for mod in of.mask_mods:
+        expected &= pointwise(mod.function, *places(q, kv))
+    if not of.looks_ahead:  # attention sees to causality
+        expected, shown = expected & (kv <= q[:, None]), shown & (kv <= q[:, None])
+    assert torch.equal(shown, expected)
+    vectorised = of.change(score, *places(q, kv)).expand(SIZES)
+    for each in (got, vectorised):
+        torch.testing.assert_close(each.double(), want.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+PER_HEAD, TABLE = torch.tensor([0.5, -1.25, 3.0]), torch.randint(0, 4, (2, 5000))
+HALVES = torch.randn(3, 64).bfloat16()
+# Every operation that an expression can hold, at least once; operands of both signs.
+SCORE_MODS: dict[str, Callable[..., Tensor]] = {
+    "arithmetic": lambda s, b, h, q, kv: (s * 2 - 1) / 3 + (q - kv) * 0.01 + -h,
+    "floors": lambda s, b, h, q, kv: s + (q - kv) // 7 + (kv - q) % 5 + (q - kv) // -3 + (q - kv) % -4,
+    "floors by values": lambda s, b, h, q, kv: s + (q - kv) // (h + 1) + (kv - q) % (b + 2),
+    "floors of floats": lambda s, b, h, q, kv: s // 1.5 + s % 2.5 + torch.remainder(s, -1.25),
+    "functions": lambda s, b, h, q, kv: torch.tanh(s / 20) + s.sigmoid() + torch.exp(-s.abs()) + torch.exp2(s / 9),
+    "roots": lambda s, b, h, q, kv: torch.sqrt(s.abs() + 1) + torch.rsqrt(s.abs() + 1) + (s.abs() + 1) ** 0.3 + s**2,
+    "logs": lambda s, b, h, q, kv: torch.log(s.abs() + 1) + torch.log2(s.abs() + 2) + torch.log1p(s.abs()),
+    "waves": lambda s, b, h, q, kv: torch.sin(s) + torch.cos(s) + s.floor() - s.ceil() + s.trunc() * s.round(),
+    "rounding": lambda s, b, h, q, kv: s.to(torch.bfloat16).float() + s.half().float() + s.to(torch.int64),
+    "choices": lambda s, b, h, q, kv: torch.where(
+        (q >= kv) & (h != 1), torch.minimum(s, s.new_ones(())), torch.maximum(-s, s.new_full((), 2.0))
+    ),
+    "clamps": lambda s, b, h, q, kv: s.clamp(-3, 4) + (q - kv).clamp(min=-5) + s.masked_fill(kv < 7, -math.inf),
+    "captured": lambda s, b, h, q, kv: s + PER_HEAD[h] * TABLE[b, q] + HALVES[h][kv % 64] + PER_HEAD[-1],
+}
+MASK_MODS: dict[str, Callable[..., Tensor]] = {
+    "comparisons": lambda b, h, q, kv: ((q > kv) | (q <= kv - 9)) & (kv != 3) & ~(q == 5) | (h < b),
+    "bits": lambda b, h, q, kv: ((q ^ kv) & 6 | (q << 1) >> 3) % 3 != h,
+    "logic": lambda b, h, q, kv: torch.logical_or(q > kv, torch.logical_not(h == 1)) ^ torch.logical_and(q, kv),
+    "documents": lambda b, h, q, kv: TABLE[b, q] == TABLE[b, kv],
+    "large": lambda b, h, q, kv: (q * kv * 4000 < 2**40) & (q + 2**33 > kv),
+    "casts": lambda b, h, q, kv: (q.float() / 3 > kv.to(torch.float32) * 1.5) | (q % 3).bool(),
+}
+
+
+@pytest.mark.parametrize("name", [*SCORE_MODS, *MASK_MODS])
+def test_each_operation_does_what_it_does_in_torch(name: str, tmp_path: Path) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    of = variant(SCORE_MODS.get(name), MASK_MODS.get(name))
+    check(of, Compiled(tmp_path, of), np.random.default_rng(seed))
+
+
+def test_these_functions_hold_every_operation() -> None:
+    of = [variant(SCORE_MODS.get(name), MASK_MODS.get(name)) for name in (*SCORE_MODS, *MASK_MODS)]
+    used = {node.op for each in of for mod in each.mods for node in mod.expression.nodes}  # type: ignore[union-attr]
+    assert set(OPERATIONS) <= used
+
+
+def random_mods(rng: random.Random) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """A random composition of numbers, and one of truths, from positions, heads, sequences and captured tensors."""
+    table, numbers = torch.randint(-9, 9, (SIZES[0], 5000)), torch.randn(SIZES[1])
+
+    def whole(depth: int) -> Callable[..., Tensor]:
+        if depth == 0:
+            number = rng.randint(-40, 40)
+            return rng.choice(
+                [
+                    lambda b, h, q, kv: q,
+                    lambda b, h, q, kv: kv,
+                    lambda b, h, q, kv: h,
+                    lambda b, h, q, kv: b + number,
+                    lambda b, h, q, kv: table[b, kv],
+                    lambda b, h, q, kv: q + number,
+                ]
+            )
+        x, y, by = whole(depth - 1), whole(depth - 1), rng.choice([-17, -3, 2, 5, 64])
+        return rng.choice(
+            [
+                lambda *at: x(*at) + y(*at),
+                lambda *at: x(*at) - y(*at),
+                lambda *at: x(*at) // by,
+                lambda *at: x(*at) % by,
+                lambda *at: torch.minimum(x(*at), y(*at)),
+                lambda *at: torch.where(x(*at) > y(*at), x(*at), y(*at) * by),
+                lambda *at: x(*at).abs(),
+            ]
+        )
+
+    left, right, more = whole(rng.randint(0, 3)), whole(rng.randint(0, 3)), whole(1)
+    factor = rng.uniform(-2, 2)
+    truths = [
+        lambda *at: left(*at) <= right(*at),
+        lambda *at: (left(*at) != right(*at)) | (more(*at) > 3),
+        lambda *at: ~(left(*at) == right(*at)) & (more(*at) % 2 == 0),
+    ]
+    scores = [
+        lambda s, *at: s + factor * left(*at),
+        lambda s, *at: torch.where(left(*at) > right(*at), s * factor, s + numbers[at[1]]),
+        lambda s, *at: torch.tanh(s / 30) * 30 - more(*at),
+    ]
+    return rng.choice(scores), rng.choice(truths)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_random_compositions(number: int, tmp_path: Path) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    score_mod, mask_mod = random_mods(random.Random(seed))
+    of = variant(
+        lambda s, b, h, q, kv: score_mod(s, b, h, q, kv), lambda b, h, q, kv: mask_mod(b, h, q, kv), name="random"
+    )
+    check(of, Compiled(tmp_path, of), np.random.default_rng(seed))
+
+
+def test_other_values_shapes_and_strides_run_in_the_kernel_that_there_is(tmp_path: Path) -> None:
+    def make(size: int, table: Tensor) -> Variant:
+        return variant(lambda s, b, h, q, kv: s + table[h, kv % size], lambda b, h, q, kv: q - kv < size)
+
+    first, others = make(3, torch.randn(3, 9)), [make(40, torch.randn(40, 3).T), make(7, torch.randn(5, 7)[1:])]
+    run = Compiled(tmp_path, first)
+    for other in others:
+        assert header(other) == header(first)
+        check(other, run, np.random.default_rng(0))
+    assert header(make(3, torch.randint(9, (3, 9)))) != header(first), "elements of another dtype"
+
+
+def test_a_number_of_64_bits_is_read_as_one(tmp_path: Path) -> None:
+    """Kernels compute with 32 bits where they can."""
+    narrow, wide = (variant(mask_mod=lambda b, h, q, kv, n=n: q - kv < n) for n in (2**20, 2**40))
+    assert header(narrow) != header(wide)
+    check(wide, Compiled(tmp_path, wide), np.random.default_rng(0))
+
+
+def test_values_stay_where_they_are_and_follow_changes_in_place() -> None:
+    """Captured graphs hold their address."""
+    table = torch.randn(4)
+    here = variant(lambda s, b, h, q, kv: s + table[h])
+    moved = variant(lambda s, b, h, q, kv: s + table.to(s.device)[h])
+    words = words_on_device(here, CPU)
+    assert words_on_device(here, CPU) is words
+    assert table.data_ptr() == int(words.tensor[:2].view(torch.int64)[0])
+    before = moved.versions
+    table.zero_()
+    assert moved.versions != before and here.versions != before
+
+
+@pytest.mark.parametrize("heads", [3, 8, 71])
+def test_falcons_alibi_rounds_as_its_own_code_does(heads: int, tmp_path: Path) -> None:
+    length = 3000
+    bias = build_alibi_tensor(torch.ones(1, length, dtype=torch.int64), heads, torch.float32)[:, 0]
+    of = rounded_alibi((bias[:, 1]).tolist(), 0.3)
+    kv = torch.arange(length)
+    got, _ = Compiled(tmp_path, of)(of, torch.full((1, heads, 1, length), 0.5), torch.tensor([length]), kv)
+    torch.testing.assert_close(got[0, :, 0], bias * 0.3 + 0.5, rtol=1e-6, atol=0)
+
+
+def test_built_in_variants_compose(tmp_path: Path) -> None:
+    of = compose(alibi([0.5, 0.25, 1.0]), soft_cap(7.0), sliding_window(300))
+    check(of, Compiled(tmp_path, of), np.random.default_rng(1))

@@ -1,0 +1,11 @@
+// Numbers alone, for the functions of variants.  Takes the place of csrc/common/ptx.cuh.
+#pragma once
+#define EMULATED_THREADS 1
+#define EMULATED_BLOCKS 1
+#include "fibers.cuh"
+
+static inline float __int_as_float(int x) { return emulation::as<float>(x); }
+static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
+static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
+static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+#include "numbers.cuh"
