@@ -22,7 +22,21 @@ if TYPE_CHECKING:
     from prefixkit.engine.request import TokenEvent as TokenEvent
     from prefixkit.engine.scoring.score import Score as Score
     from prefixkit.engine.sharing_report import Report as Report
+    from prefixkit.functional.attend import TreeAttention as TreeAttention
+    from prefixkit.functional.attend import TreeStep as TreeStep
+    from prefixkit.functional.attend import append as append
+    from prefixkit.functional.attend import attend as attend
+    from prefixkit.functional.attend import commit as commit
+    from prefixkit.functional.attend import merge as merge
+    from prefixkit.functional.attend import plan as plan
+    from prefixkit.functional.build_trees import kv_pool as kv_pool
+    from prefixkit.functional.build_trees import tree_from_parents as tree_from_parents
+    from prefixkit.functional.build_trees import tree_from_tokens as tree_from_tokens
+    from prefixkit.functional.cascade import tree_from_cascade as tree_from_cascade
+    from prefixkit.functional.static_decode import StaticDecode as StaticDecode
+    from prefixkit.functional.static_decode import static_decode as static_decode
     from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
+    from prefixkit.kv.kv_pool import KVPool as KVPool
     from prefixkit.kv.prefixes.file import PrefixFileError as PrefixFileError
     from prefixkit.models.generate.tree_cache import TreeCache as TreeCache
     from prefixkit.models.model_errors import UnsupportedModel as UnsupportedModel
@@ -39,6 +53,7 @@ if TYPE_CHECKING:
     from prefixkit.session.search import SearchNode as SearchNode
     from prefixkit.session.session import Session as Session
     from prefixkit.session.session_memory import Pin as Pin
+    from prefixkit.tree.radix import PrefixTree as PrefixTree
 
 
 __version__ = "0.1.0"
@@ -52,7 +67,12 @@ _NAMES = {
     "prefixkit.kv.prefixes.file": ("PrefixFileError",),
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
+    "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge", "plan"),
+    "prefixkit.functional.build_trees": ("kv_pool", "tree_from_parents", "tree_from_tokens"),
+    "prefixkit.functional.cascade": ("tree_from_cascade",),
+    "prefixkit.functional.static_decode": ("StaticDecode", "static_decode"),
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
+    "prefixkit.kv.kv_pool": ("KVPool",),
     "prefixkit.engine.scoring.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
@@ -60,6 +80,7 @@ _NAMES = {
     "prefixkit.session.session": ("Session",),
     "prefixkit.session.call_results": ("MemoryReleased", "Result", "SessionBusy"),
     "prefixkit.session.session_memory": ("Pin",),
+    "prefixkit.tree.radix": ("PrefixTree",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

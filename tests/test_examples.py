@@ -23,6 +23,7 @@ SAYS = {
     "beams_unchanged": "the same tokens: True",
     "pipeline": "What is a harbour?",
     "lora": "no adapter: KV of",
+    "own_model": "equal to dense attention: True; 12 steps took 2 plans",
     "best_of_n": "tokens computed",
     "self_consistency": "of 24 chains",
     "diverse_beams": "group 2",

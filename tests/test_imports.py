@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "runners": {"attention", "attention/gpu", "ops", "sampling", "tree"},
     "kv": {"attention", "attention/gpu", "ops", "tree"},
     "backends": {"attention", "attention/gpu", "cuda", "ops", "sampling", "tree"},
+    "functional": {"attention", "attention/gpu", "kv", "ops", "runners", "tree"},
     "engine": {"attention", "attention/gpu", "kv", "ops", "runners", "sampling", "tree"},
     "models": {"attention", "kv", "ops", "runners", "tree"},
     "session": {"attention", "backends", "engine", "kv", "models", "ops", "sampling", "tree"},

@@ -27,7 +27,7 @@ class Step:
         positions: ``[T]`` int64 positions in their sequences.
         slots: ``[T]`` int64 pool slots that receive their K and V; -1 writes nothing: that of a token that is computed
             already, and runs again for its logits.
-        logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending.
+        logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending where a patched model runs the step.
         length: ``[nodes]`` tokens of each node that exist in this step, on the host.
         plans: A plan for each kind of layers.
         layer_counts: How many layers are of each of these kinds.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from prefixkit.attention.bsr import lowest_positions
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.tree.node import Node
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -68,6 +69,23 @@ def choose_queries(
     runs = np.flatnonzero(take)
     queries = Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
     return StepTree(snapshot, queries if states is None else _from_states(snapshot, queries, states))
+
+
+def path_queries(snapshot: TreeSnapshot, ends: NDArray[np.int64], positions: NDArray[np.int64]) -> Queries:
+    """The tokens without KV on the paths to the ends of some nodes, and of each path those from a position on.
+
+    Args:
+        ends: ``[paths]`` the nodes where paths end; one may occur several times.
+        positions: ``[paths]`` from where on a path's tokens run whether or not they have KV.
+    """
+    order = np.argsort(ends, kind="stable")
+    # The paths through a node are those that end in its subtree, which are consecutive in this order.
+    begin, end = np.searchsorted(ends[order], (np.arange(snapshot.num_nodes), snapshot.subtree_end))
+    node = np.flatnonzero(end > begin)
+    lowest = lowest_positions(positions[order], begin[node], end[node]) - snapshot.start[node]
+    first, length = np.clip(lowest, 0, snapshot.computed[node]), snapshot.length[node]
+    runs = first < length
+    return Queries(node[runs].astype(np.int32), first[runs].astype(np.int32), length[runs])
 
 
 def _from_states(snapshot: TreeSnapshot, queries: Queries, nodes: Sequence[Node]) -> Queries:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from prefixkit.attention.planner import Planner
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.layer_kinds import LayerKind
@@ -18,7 +16,7 @@ from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.weights.state import weights_places
-from prefixkit.ops.backend import GraphPlanning, backend_for, part_backend, plain_torch
+from prefixkit.ops.backend import backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -58,14 +56,6 @@ def _log_plain(layers: Sequence[LayerKind]) -> None:
     for what, (why, here) in reasons.items():
         if here:
             log.info("attention %s runs in plain torch: %s", what, why)
-
-
-def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
-    """How decode steps of these planners are planned in CUDA graphs; None where they cannot all be."""
-    make = backend_for(device).graph_planning
-    found = [None if make is None else make(planner) for planner in planners]
-    plannings = [planning for planning in found if planning is not None]
-    return plannings if len(plannings) == len(planners) else None
 
 
 def runner_of(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -291,6 +291,14 @@ def backend_for(device: torch.device) -> Backend:
 def plain_torch() -> Backend:
     """Plain torch, on any device: for what no kernel computes."""
     return _registration("torch")[0]()
+
+
+def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
+    """How decode steps of these planners are planned in CUDA graphs; None where they cannot all be."""
+    make = backend_for(device).graph_planning
+    found = [None if make is None else make(planner) for planner in planners]
+    plannings = [planning for planning in found if planning is not None]
+    return plannings if len(plannings) == len(planners) else None
 
 
 def part_backend(device: torch.device, part: Part) -> PartBackend:

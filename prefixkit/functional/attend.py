@@ -1,0 +1,302 @@
+"""A step of a model of one's own: plan it, append K and V, attend, and commit it to the tree.
+
+    attention = TreeAttention(pool, num_qo_heads)
+    step = plan(attention, tree, sequences)        # once for all layers
+    append(step, layer, key, value)                # in each layer
+    out, lse = attend(step, layer, q)
+    commit(step)                                   # once all layers have run
+
+The rows of a step are the tokens that run, in depth-first order of the tree; see :class:`TreeStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.step import Step, build_step
+from prefixkit.attention.uncomputed import path_queries, tokens_of
+from prefixkit.attention.variants import CAUSAL, Variant, register
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.ops.arguments import FLOATS, expect
+from prefixkit.ops.backend import backend_for
+from prefixkit.ops.partial_states import State, merge_parts
+from prefixkit.tree.node import Node
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence as TreeSequence
+from prefixkit.tree.sequence import check_live
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+@dataclass(frozen=True, eq=False)
+class TreeAttention:
+    """Attention of layers that are alike: over which pool, by how many heads, under which variant.
+
+    It keeps the last plan, and :func:`plan` uses it again while the tree only grows; so each tree that decodes should
+    have one of its own.  Layers that differ, such as those with a window and those without, have one each.
+
+    Attributes:
+        pool: Where K and V are.  All its layers have the same heads.
+        num_qo_heads: Query heads, a multiple of the pool's KV heads.
+        variant: What else happens to scores, and what queries see.
+        scale: Factor on ``q . k``; None: ``head_dim ** -0.5``.
+        planner: Plans steps; ``planner.plans_made`` counts plans.
+        key: What ops call the variant.
+
+    Raises:
+        ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V.
+        BackendError: nothing runs on the pool's device.
+    """
+
+    pool: KVPool
+    num_qo_heads: int
+    variant: Variant = CAUSAL
+    scale: float | None = None
+    planner: Planner = field(init=False, repr=False)
+    key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        spec = self.pool.spec
+        (cached, *others), heads = spec.tensors, self.num_qo_heads
+        if others or len(cached) != 2 or cached[0].heads != cached[1].heads:
+            raise ValueError(
+                f"TreeAttention: the pool's layers must all cache K and V of the same heads, got {spec.kinds}; make a "
+                "pool for each kind of layers, see kv_pool()"
+            )
+        k, v = cached
+        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or heads % k.heads:
+            raise ValueError(
+                f"TreeAttention: num_qo_heads must be a multiple of the pool's {k.heads} KV heads, got {heads!r}"
+            )
+        shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
+        object.__setattr__(self, "key", register(self.variant))
+        planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype, self.variant.visible)
+        object.__setattr__(self, "planner", planner)
+
+
+@dataclass(frozen=True, eq=False)
+class TreeStep:
+    """The tokens that one forward pass runs, and how they attend.
+
+    Attributes:
+        attention: What it is a step of.
+        step: Its tensors and its plan.
+        tree: The tree that it runs over; None for page tables.
+        nodes: The nodes whose tokens run.
+    """
+
+    attention: TreeAttention
+    step: Step
+    tree: PrefixTree | None = None
+    nodes: Sequence[Node] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """``T``, the tokens that run."""
+        return self.step.num_rows
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[T]`` int64 token ids; zeros where the tree is one of page tables, which has none."""
+        return self.step.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        """``[T]`` int64 positions in their sequences."""
+        return self.step.positions
+
+    @property
+    def slots(self) -> Tensor:
+        """``[T]`` int64 pool slots that receive their K and V; -1 for a token that has KV already."""
+        return self.step.slots
+
+    @property
+    def last_rows(self) -> Tensor:
+        """``[sequences]`` int64 the row of each sequence's last token, in the order in which sequences were given; of
+        page tables, of each request's.
+        """
+        return self.step.logit_rows
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens whose K and V one layer reads, and would read if no sequence shared."""
+        return self.step.kv_tokens
+
+
+def plan(
+    attention: TreeAttention,
+    tree: PrefixTree | TreeSnapshot,
+    sequences: Sequence[TreeSequence] | None = None,
+    num_queries: int | Sequence[int] = 1,
+) -> TreeStep:
+    """Plan the next forward pass: all tokens of some sequences that have no KV, ancestors and descendants in one.
+
+    A decode step, in which each sequence has one new token, is one query at each leaf; a step over new prompts runs
+    all their tokens.  Nothing is planned anew while only leaves have grown since the last plan.
+
+    Args:
+        attention: Heads, variant and pool.
+        tree: A tree of tokens, or one of page tables (:func:`tree_from_cascade`).
+        sequences: Those that run, of a tree of tokens; several may share their tokens.  Page tables say themselves
+            which tokens are queries.
+        num_queries: At least as many of the last tokens of each sequence run, one number for all or one for each; those
+            that have KV run again, and their KV stays as it is.
+
+    Raises:
+        ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
+            its queries; nothing is to run.
+    """
+    _check_pages(attention.pool, tree)
+    if isinstance(tree, PrefixTree):
+        if not sequences:
+            raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
+        return _plan_sequences(attention, tree, sequences, num_queries)
+    if sequences is not None:
+        raise ValueError("plan: page tables say which tokens are queries; pass sequences with a tree of tokens alone")
+    node = np.flatnonzero(tree.computed < tree.length).astype(np.int32)
+    batch = StepTree(tree, Queries(node, tree.computed[node], tree.length[node]))
+    batch.check()
+    ends = np.cumsum(batch.queries.end - batch.queries.begin) - 1
+    step = _build(attention, batch, np.zeros(batch.queries.num_rows, np.int64), ends)
+    return TreeStep(attention, step)
+
+
+def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
+    """Write K and V of a step's tokens to the pages of a layer, before the layer attends.
+
+    Args:
+        step: The step.
+        layer: Of the pool, from 0.
+        key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype, keys rotated as the model reads them.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: they do not fit the step or the pool.
+        IndexError: the pool has no such layer.
+    """
+    torch.ops.prefixkit.kv_append(key, value, *step.attention.pool.pages(layer), step.slots)
+
+
+def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of a step's queries over the tree.
+
+    Args:
+        step: The step.
+        layer: Of the pool; K and V of the step's tokens are appended to it.
+        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype.
+        sinks: ``[num_qo_heads]`` in q's dtype, if the variant has sinks.
+
+    Returns:
+        ``out [T, num_qo_heads, v_dim]`` in q's dtype and ``lse [T, num_qo_heads]`` float32: the natural logarithm of
+        the softmax's denominator, of scaled scores.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: q does not fit the step or the pool.
+        IndexError: the pool has no such layer.
+    """
+    attention = step.attention
+    k_pages, v_pages = attention.pool.pages(layer)
+    expected = (step.num_rows, attention.num_qo_heads, k_pages.shape[3])
+    if q.shape != expected:
+        expect("attend", "q", q, f"{list(expected)} (rows of the step, num_qo_heads, head_dim of the pool)", False)
+    scale = q.shape[2] ** -0.5 if attention.scale is None else attention.scale
+    out, lse = torch.ops.prefixkit.tree_attention(
+        q, k_pages, v_pages, step.positions, step.step.plan, scale, attention.key, sinks
+    )
+    return out, lse
+
+
+def commit(step: TreeStep) -> None:
+    """Declare that the tokens of a step have KV in all layers: later steps read it and do not run them.
+
+    Raises:
+        ValueError: the tree was changed since the step was planned, but for tokens that were appended to leaves; or
+            the step is one of page tables or of static buffers.
+    """
+    if step.tree is None:
+        raise ValueError(
+            "commit: a step of page tables or static buffers keeps no record in a tree; make the next step's tree of "
+            "its tables, or add the tokens that were sampled by extend_leaves"
+        )
+    batch = step.step.plans[0].tree
+    if batch.snapshot.version != step.tree.version:
+        raise ValueError(
+            "commit: the tree was changed since the step was planned; commit a step before sequences are inserted, "
+            "released or extended from shared nodes, or plan again"
+        )
+    queries = batch.queries
+    step.tree.mark_computed(step.nodes, np.maximum(queries.end, batch.snapshot.computed[queries.node]))
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys together, from attention over each: exact but for rounding.
+
+    Args:
+        out_a, out_b: ``[T, heads, v_dim]`` in one dtype, as :func:`attend` returns them.
+        lse_a, lse_b: ``[T, heads]`` float32, natural logarithm; -inf where a row saw nothing.  FlashInfer's are to base
+            2: multiply these by ``math.log(2)``.
+
+    Returns:
+        ``out`` in their dtype and ``lse`` float32.  Sums are float32.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: they do not fit each other.
+    """
+    expect("merge", "out_a", out_a, "[T, heads, v_dim]", out_a.ndim == 3, FLOATS)
+    for name, tensor, like in (("out_b", out_b, out_a), ("lse_a", lse_a, out_a[..., 0]), ("lse_b", lse_b, lse_a)):
+        dtype = out_a.dtype if name == "out_b" else torch.float32
+        shape = f"{list(like.shape)} like out_a"
+        expect("merge", name, tensor, shape, tensor.shape == like.shape, (dtype,), out_a.device)
+    parts = State(out_a.float(), lse_a), State(out_b.float(), lse_b)
+    merged = merge_parts(parts, may_be_empty=True, sinks=None)
+    return merged.out.to(out_a.dtype), merged.lse
+
+
+def _check_pages(pool: KVPool, tree: PrefixTree | TreeSnapshot) -> None:
+    """Raise ValueError unless the tree's pages are the pool's."""
+    if isinstance(tree, PrefixTree):
+        pages = tree.allocator.num_pages
+    elif isinstance(tree, TreeSnapshot):
+        pages = int(tree.pages.max(initial=-1)) + 1
+    else:
+        raise TypeError(f"plan: tree must be a PrefixTree or come from tree_from_cascade, got {type(tree).__name__}")
+    if tree.page_size != pool.page_size or pages > pool.num_pages:
+        raise ValueError(
+            f"plan: the tree has {pages} pages of {tree.page_size} tokens, but the pool has {pool.num_pages} of "
+            f"{pool.page_size}; make the tree for this pool, or a larger pool"
+        )
+
+
+def _plan_sequences(
+    attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], num_queries: int | Sequence[int]
+) -> TreeStep:
+    for sequence in sequences:
+        check_live(tree, sequence)
+    length = np.array([sequence.length for sequence in sequences], np.int64)
+    count = np.asarray(num_queries)
+    if count.dtype.kind not in "iu" or count.shape not in ((), length.shape) or np.any((count < 1) | (count > length)):
+        raise ValueError(
+            "plan: num_queries must be one number or one for each sequence, of at least 1 and at most the sequence's "
+            f"tokens; got {num_queries!r} for sequences of {length.tolist()} tokens"
+        )
+    snapshot, nodes = tree.snapshot(), tree.nodes()
+    ends = np.array([sequence.node.index for sequence in sequences], np.int64)
+    if ends.min() < 0:
+        raise ValueError("plan: a sequence is excluded from the tree's snapshots; fork it to run it")
+    batch = StepTree(snapshot, path_queries(snapshot, ends, length - count))
+    batch.check()
+    step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
+    return TreeStep(attention, step, tree, [nodes[node] for node in batch.queries.node.tolist()])
+
+
+def _build(
+    attention: TreeAttention, batch: StepTree, tokens: NDArray[np.integer], last_rows: NDArray[np.int64]
+) -> Step:
+    return build_step(batch, tokens, last_rows, attention.planner, attention.pool.spec.device)

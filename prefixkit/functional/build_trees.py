@@ -1,0 +1,100 @@
+"""Pools and trees: from token lists, from parents and lengths, and from the index arrays of a cascade."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from prefixkit.kv.kv_pool import KVPool, KVSpec
+from prefixkit.kv.layer_kinds import CachedTensor
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence as TreeSequence
+
+
+def kv_pool(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    v_dim: int | None = None,
+) -> KVPool:
+    """Pages for K and V of layers that are alike.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: Of the model.
+        num_pages, page_size: The pool holds ``num_pages * page_size`` tokens; a page 1 to 128.
+        dtype: float32, bfloat16 or float16; q, K and V have it too.
+        device: A CPU or a GPU.
+        v_dim: Size of V's heads; None: ``head_dim``.
+
+    Raises:
+        ValueError: one of them is none of these.
+        KVPoolTooLarge: the device has not that much memory.
+    """
+    k, v = CachedTensor(num_kv_heads, head_dim), CachedTensor(num_kv_heads, head_dim if v_dim is None else v_dim)
+    return KVPool(KVSpec(((k, v),) * num_layers, dtype, torch.device(device)), num_pages, page_size)
+
+
+def tree_from_tokens(pool: KVPool, tokens: Iterable[ArrayLike]) -> tuple[PrefixTree, list[TreeSequence]]:
+    """A tree over a pool that holds these sequences, and each of them; what they share is found token by token.
+
+    The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
+
+    Args:
+        pool: Which holds no other tree's KV.
+        tokens: Of each sequence its token ids, at least one.
+
+    Raises:
+        ValueError, TypeError: tokens are empty or no token ids.
+        OutOfPages: the pool has too few.
+    """
+    tree = PrefixTree(pool.num_pages, pool.page_size)
+    return tree, [tree.insert(values) for values in tokens]
+
+
+def tree_from_parents(
+    pool: KVPool, parents: Sequence[int], lengths: Sequence[int]
+) -> tuple[PrefixTree, list[TreeSequence]]:
+    """A tree of given nodes over a pool, and of each node the sequence that ends there: for models without token ids.
+
+    A node's tokens are all the node's number.  The tree grows as one of tokens; a node whose sequence is released, and
+    which has one child, may be merged with that child.
+
+    Args:
+        pool: Which holds no other tree's KV.
+        parents: ``[nodes]`` the parent of each node, which comes before it; -1 for a root.
+        lengths: ``[nodes]`` tokens in each node, at least 1.
+
+    Raises:
+        ValueError: lengths differ, a parent does not exist or comes later, or a node has no tokens.
+        OutOfPages: the pool has too few.
+    """
+    if len(parents) != len(lengths):
+        raise ValueError(
+            f"tree_from_parents: one length for each node, got {len(parents)} parents and {len(lengths)} lengths"
+        )
+    for node, (above, length) in enumerate(zip(parents, lengths, strict=True)):
+        if not -1 <= above < node:
+            what = "does not exist" if not 0 <= above < len(parents) else "does not come before it"
+            raise ValueError(
+                f"tree_from_parents: node {node} has parent {above}, which {what}; list parents before their children, "
+                "and -1 for a root"
+            )
+        if length < 1:
+            raise ValueError(f"tree_from_parents: node {node} must have at least 1 token, got {length}")
+    tree, sequences = PrefixTree(pool.num_pages, pool.page_size), list[TreeSequence]()
+    for node, (above, length) in enumerate(zip(parents, lengths, strict=True)):
+        tokens = np.full(length, node, np.int32)
+        if above < 0:
+            sequences.append(tree.insert(tokens))
+            continue
+        # Two sequences end at the parent by now, so that this one goes on in a node of its own.
+        sequences += tree.fork(sequences[above])
+        tree.extend(sequences[-1], tokens)
+    return tree, sequences

@@ -1,0 +1,150 @@
+"""Decode steps in static buffers, which a CUDA graph can capture and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.attention.gpu.staging import upload
+from prefixkit.attention.queries import StepTree, decode_tree
+from prefixkit.functional.attend import TreeAttention, TreeStep
+from prefixkit.ops.backend import BackendError, GraphPlanning, graph_plannings
+from prefixkit.runners.decode_tree import BatchTooLarge
+from prefixkit.runners.graph_arrays import GraphArrays
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence as TreeSequence
+from prefixkit.tree.sequence import check_live
+
+
+class StaticDecode:
+    """Decode steps of one batch in static buffers: a CUDA graph that has captured one replays all.
+
+    The tree grows on the device: each :meth:`advance` starts a step in which every sequence is a token longer.  The
+    host adds the tokens to its tree afterwards, by ``extend_leaves``.  Make it by :func:`static_decode`.
+
+    Attributes:
+        step: The step, for ``append`` and ``attend``; its tensors stay the same.  Rows behind those of the batch write
+            nothing, and their outputs are 0.  ``step.last_rows`` has all rows: those of the sequences in their order,
+            then the others.
+        next_tokens: ``[rows]`` int64, to be written by the sampler: the token that each row of the next step runs.
+    """
+
+    def __init__(
+        self,
+        attention: TreeAttention,
+        planning: GraphPlanning,
+        tree: PrefixTree,
+        sequences: Sequence[TreeSequence],
+        steps: int,
+        rows: int,
+    ) -> None:
+        batch, ends = _batch(tree, sequences, steps)
+        device = attention.pool.spec.device
+        self._attention, self._rows = attention, rows
+        self._arrays = GraphArrays(batch, rows, [planning], tree.page_size, device)
+        self.next_tokens: Tensor = self._arrays.tree.sampled
+        self._last_rows = torch.arange(rows, device=device)
+        self.step = self._upload(batch, ends, sequences)
+
+    def upload(self, tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> None:
+        """Take a batch: the tree as it is now, and the last token of each sequence as what the next step runs.
+
+        One upload and one launch on the current stream, without a wait.  Graphs stay good.  Upload again once sequences
+        are added or dropped, and where hundreds of steps have passed, for the parts in which long K and V are read
+        become uneven.
+
+        Args:
+            tree: The tree.
+            sequences: Each ends at a leaf of its own, of which all but the last token have KV.
+            steps: For how many steps pages are reserved; beyond them nothing is written.
+
+        Raises:
+            ValueError: a sequence is not such a one.
+            OutOfPages: there are too few pages.
+            BatchTooLarge: the batch does not fit the buffers; make another StaticDecode, and capture again.  Pages are
+                reserved by then.
+        """
+        if len(sequences) > self._rows:
+            raise BatchTooLarge(
+                f"StaticDecode: the buffers are for {self._rows} rows, got {len(sequences)} sequences; make another "
+                "one, and capture again"
+            )
+        batch, ends = _batch(tree, sequences, steps)
+        if not self._arrays.holds(batch):
+            raise BatchTooLarge(
+                f"StaticDecode: a tree of {batch.snapshot.num_nodes} nodes and {len(batch.snapshot.pages)} pages does "
+                "not fit the buffers; make another one, and capture again"
+            )
+        self.step = self._upload(batch, ends, sequences)
+
+    def advance(self) -> None:
+        """Start the next step, on the current stream: the first that a CUDA graph of a step captures."""
+        self._arrays.advance(self._rows)
+
+    def _upload(self, batch: StepTree, ends: list[int], sequences: Sequence[TreeSequence]) -> TreeStep:
+        row_of, count = batch.last_rows()[ends], len(sequences)
+        last = np.concatenate((row_of, np.arange(count, self._rows)))
+        tokens = np.zeros(self._rows, np.int64)
+        tokens[row_of] = [sequence.node.last_token for sequence in sequences]
+        self._arrays.upload_tree(batch)
+        uploaded = upload([tokens, last], self._last_rows.device)
+        self.next_tokens.copy_(uploaded[0])
+        self._last_rows.copy_(uploaded[1])
+        step = self._arrays.tree.step(batch, self._last_rows, self._arrays.plans(batch), (1,))
+        return TreeStep(self._attention, step)
+
+
+def static_decode(
+    attention: TreeAttention,
+    tree: PrefixTree,
+    sequences: Sequence[TreeSequence],
+    steps: int,
+    rows: int | None = None,
+) -> StaticDecode:
+    """Static buffers for the decode steps of a batch and of others like it, with the batch uploaded.
+
+    Args:
+        attention: Heads, variant and pool.
+        tree, sequences, steps: As :meth:`StaticDecode.upload` takes them.
+        rows: Rows of a step, for batches of up to as many sequences; None: those of this one.
+
+    Raises:
+        ValueError, OutOfPages: as :meth:`StaticDecode.upload`; fewer rows than sequences.
+        BackendError: our kernels do not run this attention: on a CPU, in float32, or for heads that have no kernel.
+    """
+    rows = len(sequences) if rows is None else rows
+    if rows < len(sequences):
+        raise ValueError(f"static_decode: rows must be at least the {len(sequences)} sequences, got {rows}")
+    device = attention.pool.spec.device
+    plannings = graph_plannings(device, [attention.planner])
+    if plannings is None:
+        raise BackendError(
+            f"static_decode: no kernel whose plans a CUDA graph can hold runs this attention ({attention.pool.spec}); "
+            "plan each step, or take bfloat16 or float16 on a GPU"
+        )
+    return StaticDecode(attention, plannings[0], tree, sequences, steps, rows)
+
+
+def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> tuple[StepTree, list[int]]:
+    """The decode step of some sequences, with pages reserved, and the node where each ends."""
+    if not sequences or steps < 1:
+        raise ValueError(f"StaticDecode: at least one sequence and one step, got {len(sequences)} and {steps}")
+    for sequence in sequences:
+        check_live(tree, sequence)
+        node = sequence.node
+        if not node.grows_in_place or node.computed != node.length - 1:
+            raise ValueError(
+                f"StaticDecode: {sequence} must end at a leaf of its own of which all but the last token have KV; run "
+                "its prompt and extend it by its first token, by plan() and commit()"
+            )
+
+    def batch() -> StepTree:
+        snapshot = tree.snapshot()
+        return decode_tree(snapshot, np.array(sorted(sequence.node.index for sequence in sequences), np.int32))
+
+    batch().check()
+    tree.reserve(sequences, [steps] * len(sequences))
+    return batch(), [sequence.node.index for sequence in sequences]
