@@ -44,7 +44,9 @@ class StaticDecode:
         batch, ends = _batch(tree, sequences, steps)
         device = attention.pool.spec.device
         self._attention, self._rows = attention, rows
-        self._arrays = GraphArrays(batch, rows, [planning], tree.page_size, device)
+        # Whatever the pool holds: nodes may share pages, each at most with the one before it and the one behind it.
+        pages = attention.pool.num_pages + 2 * batch.snapshot.num_nodes
+        self._arrays = GraphArrays(batch, rows, [planning], tree.page_size, device, pages=pages)
         self.next_tokens: Tensor = self._arrays.tree.sampled
         self._last_rows = torch.arange(rows, device=device)
         self.step = self._upload(batch, ends, sequences)

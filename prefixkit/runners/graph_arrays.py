@@ -97,7 +97,10 @@ class Ring:
 
 
 class GraphArrays:
-    """Everything that graphs read and write, for trees up to some size and up to ``rows`` rows, a bucket's."""
+    """Everything that graphs read and write, for trees up to some size and up to ``rows`` rows, a bucket's.
+
+    They hold trees somewhat larger than ``tree``, and ``pages`` pages of all nodes if that is more.
+    """
 
     sampler: Sampler  # made before the first graph
 
@@ -109,10 +112,11 @@ class GraphArrays:
         page_size: int,
         device: torch.device,
         keep_states: bool = False,
+        pages: int = 0,
     ) -> None:
         need = DecodeCapacity.of(tree)
         self.rows = rows
-        capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, _more(need.pages))
+        capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, max(pages, _more(need.pages)))
         self.tree = DecodeTree(capacity, page_size, device)
         self.kinds: list[StaticPlans] = []
         for planning in plannings:

@@ -80,7 +80,7 @@ def test_a_tree_that_does_not_fit_its_pool_says_so() -> None:
         lambda: prefixkit.tree_from_tokens(pool, [range(13)]),
         lambda: prefixkit.tree_from_parents(pool, [-1, 0], [12, 1]),
     ):
-        with pytest.raises(OutOfPages, match="only . of 3 are free"):
+        with pytest.raises(OutOfPages, match=r"only . of 3 are free"):
             make()
 
 
@@ -224,7 +224,7 @@ def good() -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"qo_indptr_arr": [[0, 2]]}, "one array for each level, of which there is at least one; got 1, 2, 2, 2"),
-        (dict.fromkeys(list(good())[:4], []), "got 0, 0, 0, 0"),
+        ({key: [] for key in list(good())[:4]}, "got 0, 0, 0, 0"),
         ({"qo_indptr_arr": [[0, 3], [0, 1, 2]]}, "level 1: it has 2 query rows, but the level above has 3"),
         ({"qo_indptr_arr": [[1, 2], [0, 1, 2]]}, "level 0: qo_indptr must begin with 0 and never fall"),
         ({"qo_indptr_arr": [[0, 2], [0, 2, 1]]}, "level 1: qo_indptr must begin with 0 and never fall"),
