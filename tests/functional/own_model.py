@@ -78,7 +78,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None,
     for order in (torch.arange(k.shape[1]), *shuffled):
         own = None if bias is None else bias[..., order]
         for rows in (1, k.shape[1]):
-            row = q[:, None].expand(-1, rows, -1)
+            row = q[:, None].repeat(1, rows, 1)
             found.append(scaled_dot_product_attention(row, k[:, order], v[:, order], own, scale=scale)[:, -1])
     return torch.stack(found)
 

@@ -26,9 +26,11 @@ def random_tokens(rng: np.random.Generator, longest: int) -> np.ndarray:
     return rng.integers(0, VOCAB, rng.integers(1, longest))
 
 
-def set_up(rng: np.random.Generator, dtype: torch.dtype, page_size: int) -> tuple[Any, list[Any], OwnModel]:
+def set_up(
+    rng: np.random.Generator, dtype: torch.dtype, page_size: int, device: str = "cpu"
+) -> tuple[Any, list[Any], OwnModel]:
     """Prompts that share a prefix, samples of each, and the model."""
-    pool, prefix = pool_of(dtype, page_size), random_tokens(rng, 40)
+    pool, prefix = pool_of(dtype, page_size, device=device), random_tokens(rng, 40)
     tree, prompts = prefixkit.tree_from_tokens(pool, [np.append(prefix, random_tokens(rng, 12)) for _ in range(4)])
     samples = [sample for prompt in prompts for sample in tree.fork(prompt, int(rng.integers(1, 4)))]
     return tree, samples, OwnModel(prefixkit.TreeAttention(pool, HEADS), rng)

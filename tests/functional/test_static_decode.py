@@ -136,7 +136,7 @@ def test_a_tree_that_outgrows_the_buffers_is_refused_by_name() -> None:
 
 def test_static_buffers_need_kernels_whose_plans_a_graph_can_hold() -> None:
     attention, tree, samples, model = set_up(np.random.default_rng(4), 4)
-    with pytest.raises(BackendError, match=r"no kernel whose plans a CUDA graph can hold .* float32 on cpu"):
+    with pytest.raises(BackendError, match=r"no kernel whose plans a CUDA graph can hold .* torch.float32 on cpu"):
         prefixkit.static_decode(attention, tree, samples, 3)
     with pytest.raises(ValueError, match="rows must be at least the"):
         prefixkit.static_decode(attention, tree, samples, 3, rows=1)
