@@ -140,7 +140,8 @@ def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> t
         if not node.grows_in_place or node.computed != node.length - 1:
             raise ValueError(
                 f"StaticDecode: {sequence} must end at a leaf of its own of which all but the last token have KV; run "
-                "its prompt and extend it by its first token, by plan() and commit()"
+                "its prompt and extend it by its first token, by plan(), commit() and extend_each(), while another "
+                "sequence is held at the prompt"
             )
 
     def batch() -> StepTree:
