@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prefixkit.functional.build_trees import tree_from_parents as tree_from_parents
     from prefixkit.functional.build_trees import tree_from_tokens as tree_from_tokens
     from prefixkit.functional.cascade import tree_from_cascade as tree_from_cascade
+    from prefixkit.functional.given_pages import kv_pool_from_tensors as kv_pool_from_tensors
     from prefixkit.functional.static_decode import StaticDecode as StaticDecode
     from prefixkit.functional.static_decode import static_decode as static_decode
     from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
@@ -70,6 +71,7 @@ _NAMES = {
     "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge", "plan"),
     "prefixkit.functional.build_trees": ("kv_pool", "tree_from_parents", "tree_from_tokens"),
     "prefixkit.functional.cascade": ("tree_from_cascade",),
+    "prefixkit.functional.given_pages": ("kv_pool_from_tensors",),
     "prefixkit.functional.static_decode": ("StaticDecode", "static_decode"),
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
     "prefixkit.kv.kv_pool": ("KVPool",),

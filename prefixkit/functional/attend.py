@@ -25,6 +25,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.attention.uncomputed import path_queries, tokens_of
 from prefixkit.attention.variants import CAUSAL, Variant, register
+from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.ops.arguments import FLOATS, expect
 from prefixkit.ops.backend import backend_for
@@ -44,7 +45,7 @@ class TreeAttention:
     have one of its own.  Layers that differ, such as those with a window and those without, have one each.
 
     Attributes:
-        pool: Where K and V are.  All its layers have the same heads.
+        pool: Where K and V are (:func:`kv_pool`, :func:`kv_pool_from_tensors`).  All its layers have the same heads.
         num_qo_heads: Query heads, a multiple of the pool's KV heads.
         variant: What else happens to scores, and what queries see.
         scale: Factor on ``q . k``; None: ``head_dim ** -0.5``.
@@ -56,7 +57,7 @@ class TreeAttention:
         BackendError: nothing runs on the pool's device.
     """
 
-    pool: KVPool
+    pool: KVPool | GivenPages
     num_qo_heads: int
     variant: Variant = CAUSAL
     scale: float | None = None
@@ -259,7 +260,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return merged.out.to(out_a.dtype), merged.lse
 
 
-def _check_pages(pool: KVPool, tree: PrefixTree | TreeSnapshot) -> None:
+def _check_pages(pool: KVPool | GivenPages, tree: PrefixTree | TreeSnapshot) -> None:
     """Raise ValueError unless the tree's pages are the pool's."""
     if isinstance(tree, PrefixTree):
         pages = tree.allocator.num_pages

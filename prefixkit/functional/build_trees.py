@@ -1,4 +1,4 @@
-"""Pools and trees: from token lists, from parents and lengths, and from the index arrays of a cascade."""
+"""Pools, and trees over them: from token lists, and from parents and lengths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.tree.radix import PrefixTree
@@ -41,7 +42,7 @@ def kv_pool(
     return KVPool(KVSpec(((k, v),) * num_layers, dtype, torch.device(device)), num_pages, page_size)
 
 
-def tree_from_tokens(pool: KVPool, tokens: Iterable[ArrayLike]) -> tuple[PrefixTree, list[TreeSequence]]:
+def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> tuple[PrefixTree, list[TreeSequence]]:
     """A tree over a pool that holds these sequences, and each of them; what they share is found token by token.
 
     The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
@@ -59,7 +60,7 @@ def tree_from_tokens(pool: KVPool, tokens: Iterable[ArrayLike]) -> tuple[PrefixT
 
 
 def tree_from_parents(
-    pool: KVPool, parents: Sequence[int], lengths: Sequence[int]
+    pool: KVPool | GivenPages, parents: Sequence[int], lengths: Sequence[int]
 ) -> tuple[PrefixTree, list[TreeSequence]]:
     """A tree of given nodes over a pool, and of each node the sequence that ends there: for models without token ids.
 

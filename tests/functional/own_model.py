@@ -15,7 +15,7 @@ import prefixkit
 from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.tree import Sequence
 
-HEADS, KV_HEADS, DIM, VOCAB = 4, 2, 32, 9
+HEADS, KV_HEADS, DIM, VOCAB = 4, 2, 64, 9
 
 
 def pool_of(dtype: torch.dtype, page_size: int, num_pages: int = 512, device: str = "cpu") -> prefixkit.KVPool:

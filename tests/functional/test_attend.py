@@ -233,7 +233,7 @@ def test_tensors_that_do_not_fit_a_step_are_refused_by_name() -> None:
     tree, samples = prefixkit.tree_from_tokens(pool, [[1, 2, 3]])
     step = prefixkit.plan(prefixkit.TreeAttention(pool, HEADS), tree, samples)
     q, key = torch.zeros(3, HEADS, DIM), torch.zeros(3, KV_HEADS, DIM)
-    with pytest.raises(BadShape, match=r"attend: q must have shape \[3, 4, 32\] \(rows of the .* got \[5, 4, 32\]"):
+    with pytest.raises(BadShape, match=r"attend: q must have shape \[3, 4, 64\] \(rows of the .* got \[5, 4, 64\]"):
         prefixkit.attend(step, 0, torch.zeros(5, HEADS, DIM))
     with pytest.raises(BadDtype, match=r"q must be torch.float32 like the pages, got torch.bfloat16; convert"):
         prefixkit.attend(step, 0, q.bfloat16())
@@ -247,7 +247,7 @@ def test_tensors_that_do_not_fit_a_step_are_refused_by_name() -> None:
         prefixkit.attend(step, 0, q, torch.zeros(HEADS))
     lse = torch.zeros(3, HEADS)
     for given, message in (
-        ((q, lse, q[:2], lse), r"merge: out_b must have shape \[3, 4, 32\]"),
+        ((q, lse, q[:2], lse), r"merge: out_b must have shape \[3, 4, 64\]"),
         ((q, lse[:, :2], q, lse), r"merge: lse_a must have shape \[3, 4\]"),
         ((q[0], lse, q, lse), r"merge: out_a must have shape \[T, heads, v_dim\]"),
     ):

@@ -98,6 +98,48 @@ def test_a_pool_says_what_it_cannot_be() -> None:
             prefixkit.kv_pool(**good | options)
 
 
+def test_caches_of_ones_own_are_read_and_written_where_they_are() -> None:
+    caches = [tuple(torch.full((64, 4, KV_HEADS, DIM), torch.nan) for _ in "kv") for _ in range(2)]
+    found = []
+    for pool in (prefixkit.kv_pool_from_tensors(caches), pool_of(torch.float32, 4, num_pages=64)):
+        tree, requests = prefixkit.tree_from_tokens(pool, [range(9), [0, 1, 2, 9]])
+        model = OwnModel(prefixkit.TreeAttention(pool, HEADS), np.random.default_rng(1))
+        found.append(model.run(prefixkit.plan(model.attention, tree, requests), requests))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(caches[0][0].nan_to_num(), pool.pages(0)[0].nan_to_num()) and caches[1][0].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_cache_of_k_and_v_in_one_tensor_is_taken_apart(layout: str) -> None:
+    cache = torch.randn(5, 2, 4, 3, 16) if layout == "NHD" else torch.randn(5, 2, 3, 4, 16)
+    pool = prefixkit.kv_pool_from_tensors([cache, cache], layout)
+    assert (pool.num_pages, pool.page_size, len(pool.layers)) == (5, 4, 2)
+    for of, pages in enumerate(pool.pages(1)):
+        assert pages.shape == (5, 4, 3, 16)
+        assert torch.equal(pages if layout == "NHD" else pages.transpose(1, 2), cache[:, of])
+        assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+def test_caches_that_are_no_pool_are_refused_by_name() -> None:
+    k, other = torch.zeros(5, 4, 3, 16), torch.zeros(5, 4, 2, 16)
+    for caches, layout, message in (
+        ([], "NHD", "all layers must have one shape, dtype and device, got 0"),
+        ([(k, k), (other, other)], "NHD", "all layers must have one shape, dtype and device, got 2"),
+        ([(k, other)], "NHD", "K and V must be alike but for head_dim"),
+        ([(k, k.half())], "NHD", "K and V must be alike but for head_dim"),
+        ([(k[0], k[0])], "NHD", "K and V must be alike but for head_dim"),
+        ([k], "NHD", r"layer 0 must have shape \[pages, 2, page_size, kv_heads, head_dim\]"),
+        ([(k, k)], "DHN", 'kv_layout must be "NHD" or "HND"'),
+        ([(k.double(), k.double())], "NHD", "dtype must be one of"),
+        ([(torch.zeros(1, 200, 2, 16),) * 2], "NHD", "page_size must be an integer from 1 to 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prefixkit.kv_pool_from_tensors(caches, layout)
+    with pytest.raises(IndexError, match="layer 1 of pages for layers 0"):
+        prefixkit.kv_pool_from_tensors([(k, k)]).pages(1)
+
+
 # -- cascades ----------------------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,20 @@ def test_a_cascade_attends_as_the_tree_of_its_tokens() -> None:
     torch.testing.assert_close(lse, expected_lse[rows], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_caches_in_flashinfers_layouts_are_read_and_written_where_they_are(layout: str, page_size: int) -> None:
+    inner = (page_size, KV_HEADS) if layout == "NHD" else (KV_HEADS, page_size)
+    cache = torch.full((512, 2, *inner, DIM), torch.nan, dtype=torch.bfloat16, device=GPU)
+    found = []
+    for pool in (prefixkit.kv_pool_from_tensors([cache], layout), pool_of(torch.bfloat16, page_size, device=GPU)):
+        tree, requests = prefixkit.tree_from_tokens(pool, [range(90), [*range(40), 7]])
+        model = OwnModel(prefixkit.TreeAttention(pool, HEADS), np.random.default_rng(1))
+        found.append(model.run(prefixkit.plan(model.attention, tree, requests), requests))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_the_tutorial_runs() -> None:
     run_tutorial(gpu=True)
 

@@ -1,0 +1,79 @@
+"""K and V in tensors that the caller has already, in the layouts of FlashInfer's paged caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefixkit.kv.kv_pool import KVSpec
+from prefixkit.kv.layer_kinds import CachedTensor
+from prefixkit.tree.pages import check_page_size
+
+
+@dataclass(frozen=True, eq=False)
+class GivenPages:
+    """Pages that are read and written where they are, in place of a ``KVPool``.
+
+    Attributes:
+        layers: Of each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each.
+        spec: What is cached of one token.
+    """
+
+    layers: Sequence[tuple[Tensor, Tensor]]
+    spec: KVSpec
+
+    @property
+    def num_pages(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.layers[0][0].shape[1]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer."""
+        if not 0 <= layer < len(self.layers):
+            raise IndexError(f"GivenPages: layer {layer} of pages for layers 0..{len(self.layers) - 1}")
+        return self.layers[layer]
+
+
+def kv_pool_from_tensors(
+    paged_kv_cache: Sequence[Tensor | tuple[Tensor, Tensor]], kv_layout: str = "NHD"
+) -> GivenPages:
+    """The caller's own caches as a pool: nothing is copied.
+
+    Args:
+        paged_kv_cache: Of each layer one tensor ``[pages, 2, page_size, kv_heads, head_dim]``, K before V; or a pair of
+            K and V, each without the 2.  ``kv_layout`` "HND" has kv_heads before page_size.  A CPU reads pairs in "NHD"
+            alone.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        ValueError: there is no layer, layers differ, or they are no such tensors.
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f'kv_pool_from_tensors: kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+    layers = []
+    for number, cache in enumerate(paged_kv_cache):
+        if isinstance(cache, Tensor) and (cache.ndim != 5 or cache.shape[1] != 2):
+            raise ValueError(
+                f"kv_pool_from_tensors: layer {number} must have shape [pages, 2, page_size, kv_heads, head_dim], or "
+                f"with kv_heads before page_size, got {list(cache.shape)}"
+            )
+        k, v = cache.unbind(1) if isinstance(cache, Tensor) else cache
+        layers.append((k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else (k, v))
+    found = {(k.shape, v.shape, k.dtype, v.dtype, k.device, v.device) for k, v in layers}
+    if len(found) != 1:
+        raise ValueError(f"kv_pool_from_tensors: all layers must have one shape, dtype and device, got {len(found)}")
+    (k, v), *_ = layers
+    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"kv_pool_from_tensors: K and V must be alike but for head_dim, got {list(k.shape)} {k.dtype} on "
+            f"{k.device} and {list(v.shape)} {v.dtype} on {v.device}"
+        )
+    check_page_size(k.shape[1])
+    cached = CachedTensor(k.shape[2], k.shape[3]), CachedTensor(v.shape[2], v.shape[3])
+    return GivenPages(layers, KVSpec((cached,) * len(layers), k.dtype, k.device))
