@@ -54,6 +54,7 @@ class TreeAttention:
 
     Raises:
         ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V.
+        TypeError: the variant is none.
         BackendError: nothing runs on the pool's device.
     """
 
@@ -77,6 +78,8 @@ class TreeAttention:
             raise ValueError(
                 f"TreeAttention: num_qo_heads must be a multiple of the pool's {k.heads} KV heads, got {heads!r}"
             )
+        if not isinstance(self.variant, Variant):
+            raise TypeError(f"TreeAttention: variant must be a Variant, got {type(self.variant).__name__}")
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
         object.__setattr__(self, "key", register(self.variant))
         planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype, self.variant.visible)
@@ -279,7 +282,8 @@ def _plan_sequences(
     attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], num_queries: int | Sequence[int]
 ) -> TreeStep:
     for sequence in sequences:
-        check_live(tree, sequence)
+        if sequence.tree is not tree:
+            check_live(tree, sequence)
     length = np.array([sequence.length for sequence in sequences], np.int64)
     count = np.asarray(num_queries)
     if count.dtype.kind not in "iu" or count.shape not in ((), length.shape) or np.any((count < 1) | (count > length)):

@@ -217,6 +217,8 @@ def test_errors_name_what_is_wrong_before_anything_changes() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="variant must be a Variant, got function"):
+        prefixkit.TreeAttention(pool, HEADS, set_up)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tree must be a PrefixTree or come from tree_from_cascade, got list"):
         prefixkit.plan(attention, [1], [one])  # type: ignore[arg-type]
     with pytest.raises(OutOfPages, match="release or trim sequences, or build the tree with more pages"):
