@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from prefixkit.functional.attend import attend as attend
     from prefixkit.functional.attend import commit as commit
     from prefixkit.functional.attend import merge as merge
-    from prefixkit.functional.attend import plan as plan
     from prefixkit.functional.build_trees import kv_pool as kv_pool
     from prefixkit.functional.build_trees import tree_from_parents as tree_from_parents
     from prefixkit.functional.build_trees import tree_from_tokens as tree_from_tokens
     from prefixkit.functional.cascade import tree_from_cascade as tree_from_cascade
     from prefixkit.functional.given_pages import kv_pool_from_tensors as kv_pool_from_tensors
+    from prefixkit.functional.plan_step import plan as plan
     from prefixkit.functional.static_decode import StaticDecode as StaticDecode
     from prefixkit.functional.static_decode import static_decode as static_decode
     from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
@@ -68,10 +68,11 @@ _NAMES = {
     "prefixkit.kv.prefixes.file": ("PrefixFileError",),
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
-    "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge", "plan"),
+    "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge"),
     "prefixkit.functional.build_trees": ("kv_pool", "tree_from_parents", "tree_from_tokens"),
     "prefixkit.functional.cascade": ("tree_from_cascade",),
     "prefixkit.functional.given_pages": ("kv_pool_from_tensors",),
+    "prefixkit.functional.plan_step": ("plan",),
     "prefixkit.functional.static_decode": ("StaticDecode", "static_decode"),
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
     "prefixkit.kv.kv_pool": ("KVPool",),

@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.planner import Planner
-from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.attention.step import Step, build_step
-from prefixkit.attention.uncomputed import path_queries, tokens_of
+from prefixkit.attention.step import Step
 from prefixkit.attention.variants import CAUSAL, Variant, register
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
@@ -32,9 +29,6 @@ from prefixkit.ops.backend import backend_for
 from prefixkit.ops.partial_states import State, merge_parts
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
-from prefixkit.tree.sequence import Sequence as TreeSequence
-from prefixkit.tree.sequence import check_live
-from prefixkit.tree.snapshot import TreeSnapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,44 +129,6 @@ class TreeStep:
         return self.step.kv_tokens
 
 
-def plan(
-    attention: TreeAttention,
-    tree: PrefixTree | TreeSnapshot,
-    sequences: Sequence[TreeSequence] | None = None,
-    num_queries: int | Sequence[int] = 1,
-) -> TreeStep:
-    """Plan the next forward pass: all tokens of some sequences that have no KV, ancestors and descendants in one.
-
-    A decode step, in which each sequence has one new token, is one query at each leaf; a step over new prompts runs
-    all their tokens.  Nothing is planned anew while only leaves have grown since the last plan.
-
-    Args:
-        attention: Heads, variant and pool.
-        tree: A tree of tokens, or one of page tables (:func:`tree_from_cascade`).
-        sequences: Those that run, of a tree of tokens; several may share their tokens.  Page tables say themselves
-            which tokens are queries.
-        num_queries: At least as many of the last tokens of each sequence run, one number for all or one for each; those
-            that have KV run again, and their KV stays as it is.
-
-    Raises:
-        ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries; nothing is to run.
-    """
-    _check_pages(attention.pool, tree)
-    if isinstance(tree, PrefixTree):
-        if not sequences:
-            raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
-        return _plan_sequences(attention, tree, sequences, num_queries)
-    if sequences is not None:
-        raise ValueError("plan: page tables say which tokens are queries; pass sequences with a tree of tokens alone")
-    node = np.flatnonzero(tree.computed < tree.length).astype(np.int32)
-    batch = StepTree(tree, Queries(node, tree.computed[node], tree.length[node]))
-    batch.check()
-    ends = np.cumsum(batch.queries.end - batch.queries.begin) - 1
-    step = _build(attention, batch, np.zeros(batch.queries.num_rows, np.int64), ends)
-    return TreeStep(attention, step)
-
-
 def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
     """Write K and V of a step's tokens to the pages of a layer, before the layer attends.
 
@@ -261,47 +217,3 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     parts = State(out_a.float(), lse_a), State(out_b.float(), lse_b)
     merged = merge_parts(parts, may_be_empty=True, sinks=None)
     return merged.out.to(out_a.dtype), merged.lse
-
-
-def _check_pages(pool: KVPool | GivenPages, tree: PrefixTree | TreeSnapshot) -> None:
-    """Raise ValueError unless the tree's pages are the pool's."""
-    if isinstance(tree, PrefixTree):
-        pages = tree.allocator.num_pages
-    elif isinstance(tree, TreeSnapshot):
-        pages = int(tree.pages.max(initial=-1)) + 1
-    else:
-        raise TypeError(f"plan: tree must be a PrefixTree or come from tree_from_cascade, got {type(tree).__name__}")
-    if tree.page_size != pool.page_size or pages > pool.num_pages:
-        raise ValueError(
-            f"plan: the tree has {pages} pages of {tree.page_size} tokens, but the pool has {pool.num_pages} of "
-            f"{pool.page_size}; make the tree for this pool, or a larger pool"
-        )
-
-
-def _plan_sequences(
-    attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], num_queries: int | Sequence[int]
-) -> TreeStep:
-    for sequence in sequences:
-        if sequence.tree is not tree:
-            check_live(tree, sequence)
-    length = np.array([sequence.length for sequence in sequences], np.int64)
-    count = np.asarray(num_queries)
-    if count.dtype.kind not in "iu" or count.shape not in ((), length.shape) or np.any((count < 1) | (count > length)):
-        raise ValueError(
-            "plan: num_queries must be one number or one for each sequence, of at least 1 and at most the sequence's "
-            f"tokens; got {num_queries!r} for sequences of {length.tolist()} tokens"
-        )
-    snapshot, nodes = tree.snapshot(), tree.nodes()
-    ends = np.array([sequence.node.index for sequence in sequences], np.int64)
-    if ends.min() < 0:
-        raise ValueError("plan: a sequence is excluded from the tree's snapshots; fork it to run it")
-    batch = StepTree(snapshot, path_queries(snapshot, ends, length - count))
-    batch.check()
-    step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
-    return TreeStep(attention, step, tree, [nodes[node] for node in batch.queries.node.tolist()])
-
-
-def _build(
-    attention: TreeAttention, batch: StepTree, tokens: NDArray[np.integer], last_rows: NDArray[np.int64]
-) -> Step:
-    return build_step(batch, tokens, last_rows, attention.planner, attention.pool.spec.device)

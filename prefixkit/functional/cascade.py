@@ -62,6 +62,7 @@ def tree_from_cascade(
     order = np.lexsort((depth, begin))
     order = order[begin[order] < end[order]]
     depth, begin, end, length = depth[order], begin[order], end[order], length[order]
+    requests = np.flatnonzero(depth == len(levels) - 1)
     parent, subtree_end = _links(depth, begin, end)
     start = np.zeros(len(order), np.int64)
     for node, above in enumerate(parent.tolist()):
@@ -80,8 +81,8 @@ def tree_from_cascade(
         first_slot=np.zeros(len(order), np.int32),
         page_indptr=indptr_of(pages_count[order]),
         pages=pages[ranges(offset + pages_begin[order], pages_count[order])].astype(np.int32),
-        sequence_node=np.zeros(0, np.int32),
-        sequence_id=np.zeros(0, np.int64),
+        sequence_node=requests.astype(np.int32),
+        sequence_id=np.flatnonzero(levels[-1].q_begin < levels[-1].q_end),
     )
 
 

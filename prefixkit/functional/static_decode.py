@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.gpu.staging import upload
-from prefixkit.attention.queries import StepTree, decode_tree
+from prefixkit.attention.queries import StepTree, UnnumberedSequences, decode_tree
 from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.ops.backend import BackendError, GraphPlanning, graph_plannings
 from prefixkit.runners.decode_tree import BatchTooLarge
@@ -115,11 +115,17 @@ def static_decode(
 
     Raises:
         ValueError, OutOfPages: as :meth:`StaticDecode.upload`; fewer rows than sequences.
+        UnnumberedSequences: the variant reads b.
         BackendError: our kernels do not run this attention: on a CPU, in float32, or for heads that have no kernel.
     """
     rows = len(sequences) if rows is None else rows
     if rows < len(sequences):
         raise ValueError(f"static_decode: rows must be at least the {len(sequences)} sequences, got {rows}")
+    if attention.variant.reads("b"):
+        raise UnnumberedSequences(
+            f"static_decode: variant {attention.variant.name!r} reads b, the number of a query's sequence, which "
+            "static buffers do not hold; plan each step"
+        )
     device = attention.pool.spec.device
     plannings = graph_plannings(device, [attention.planner])
     if plannings is None:

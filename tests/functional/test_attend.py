@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import prefixkit
+from prefixkit.attention.queries import UnnumberedSequences
+from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import Variant, attention_sinks, sliding_window
 from prefixkit.ops.arguments import BadDtype, BadShape
 from prefixkit.tree import OutOfPages
-from tests.attention.reference import reference_attention, visible_tokens
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, VOCAB, Errors, OwnModel, pool_of, torch_attention
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -88,6 +89,36 @@ def test_every_row_of_a_step_is_that_of_the_reference_under_a_variant(dtype: tor
             theirs = torch_attention(q[row], k, v, bias.to(dtype), scale=0.3)
             errors.add_numbers((ours[0][row], ours[1][row]), (exact.out[row], exact.lse[row]), theirs)
     errors.check()
+
+
+def test_functions_see_the_index_of_their_sequence_as_b() -> None:
+    """Whatever the tree's order is; tokens that several sequences share have no such number."""
+    rng = np.random.default_rng(3)
+    tree, samples, model = set_up(rng, torch.float32, 4)
+    slope = torch.from_numpy(rng.random(len(samples)).astype(np.float32))
+    variant = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + slope[b] * (kv_idx - q_idx))
+    attention = prefixkit.TreeAttention(model.attention.pool, HEADS, variant)
+    with pytest.raises(UnnumberedSequences, match=r"plan: variant .* reads b, .* but sequences \d and \d share tokens"):
+        prefixkit.plan(attention, tree, samples)
+    prompts = prefixkit.plan(model.attention, tree, samples)
+    model.run(prompts, samples)
+    prefixkit.commit(prompts)
+    tree.extend_each(samples, rng.integers(0, VOCAB, len(samples)))
+    samples = [samples[at] for at in rng.permutation(len(samples))]
+    for _ in range(2):  # the second time of the plan at hand, for sequences in another order
+        samples = samples[::-1]
+        step = prefixkit.plan(attention, tree, samples)
+        q, *kv = (model.random(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        prefixkit.append(step, 0, *kv)
+        out, lse = prefixkit.attend(step, 0, q)
+        batch = step.step.plans[0].tree
+        numbers = np.empty(len(samples), np.int64)
+        numbers[step.last_rows.numpy()] = np.arange(len(samples))
+        where, pages = (batch.queries.row_node(), batch.positions), attention.pool.pages(0)
+        exact = reference_attention(batch.snapshot, *where, q, *pages, DIM**-0.5, variant, sequences=numbers)
+        torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=2e-6)
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=2e-6)
+    assert attention.planner.plans_made == 1
 
 
 def test_a_step_runs_what_has_no_kv_and_names_the_rows_of_its_sequences() -> None:

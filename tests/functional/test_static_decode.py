@@ -138,5 +138,10 @@ def test_static_buffers_need_kernels_whose_plans_a_graph_can_hold() -> None:
     attention, tree, samples, model = set_up(np.random.default_rng(4), 4)
     with pytest.raises(BackendError, match=r"no kernel whose plans a CUDA graph can hold .* torch.float32 on cpu"):
         prefixkit.static_decode(attention, tree, samples, 3)
+    numbered = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score * b)
+    with pytest.raises(
+        ValueError, match=r"reads b, the number of a query's sequence, which static buffers do not hold"
+    ):
+        prefixkit.static_decode(prefixkit.TreeAttention(attention.pool, 1, numbered), tree, samples, 3)
     with pytest.raises(ValueError, match="rows must be at least the"):
         prefixkit.static_decode(attention, tree, samples, 3, rows=1)

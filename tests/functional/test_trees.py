@@ -252,6 +252,20 @@ def test_the_nodes_of_a_cascade_are_its_tables() -> None:
     assert cascade.pages.tolist() == [7, 5, 1, 9, 4, 2] and cascade.page_indptr.tolist() == [0, 2, 3, 5, 6]
 
 
+def test_requests_keep_their_numbers_where_others_have_no_queries() -> None:
+    arrays = {
+        "qo_indptr_arr": [[0, 1, 1, 3]],
+        "paged_kv_indptr_arr": [[0, 1, 2, 3]],
+        "paged_kv_indices_arr": [[0, 1, 2]],
+    }
+    cascade = prefixkit.tree_from_cascade(**arrays, paged_kv_last_page_len=[[4, 4, 3]], page_size=4)
+    assert cascade.length.tolist() == [4, 3] and cascade.pages.tolist() == [0, 2]
+    assert cascade.sequence_id.tolist() == [0, 2] and cascade.sequence_node.tolist() == [0, 1]
+    variant = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score * (b + 1))
+    attention = prefixkit.TreeAttention(pool_of(torch.float32, 4, num_pages=3), HEADS, variant)
+    assert prefixkit.plan(attention, cascade).step.plans[0].tree.sequences.tolist() == [0, 2, 2]
+
+
 def good() -> dict[str, Any]:
     return {
         "qo_indptr_arr": [[0, 2], [0, 1, 2]],

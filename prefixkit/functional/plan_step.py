@@ -1,0 +1,123 @@
+"""Planning a step of a model of one's own: which tokens run, and how they attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.queries import Queries, StepTree, UnnumberedSequences
+from prefixkit.attention.step import Step, build_step
+from prefixkit.attention.uncomputed import path_queries, tokens_of
+from prefixkit.attention.variants import Variant
+from prefixkit.functional.attend import TreeAttention, TreeStep
+from prefixkit.functional.given_pages import GivenPages
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence as TreeSequence
+from prefixkit.tree.sequence import check_live
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+def plan(
+    attention: TreeAttention,
+    tree: PrefixTree | TreeSnapshot,
+    sequences: Sequence[TreeSequence] | None = None,
+    num_queries: int | Sequence[int] = 1,
+) -> TreeStep:
+    """Plan the next forward pass: all tokens of some sequences that have no KV, ancestors and descendants in one.
+
+    A decode step, in which each sequence has one new token, is one query at each leaf; a step over new prompts runs
+    all their tokens.  Nothing is planned anew while only leaves have grown since the last plan.
+
+    Args:
+        attention: Heads, variant and pool.
+        tree: A tree of tokens, or one of page tables (:func:`tree_from_cascade`).
+        sequences: Those that run, of a tree of tokens; several may share their tokens.  A variant's functions see
+            their index here as ``b``.  Page tables say themselves which tokens are queries; ``b`` is the request.
+        num_queries: At least as many of the last tokens of each sequence run, one number for all or one for each; those
+            that have KV run again, and their KV stays as it is.
+
+    Raises:
+        ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
+            its queries; nothing is to run.
+        UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
+    """
+    _check_pages(attention.pool, tree)
+    if isinstance(tree, PrefixTree):
+        if not sequences:
+            raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
+        return _plan_sequences(attention, tree, sequences, num_queries)
+    if sequences is not None:
+        raise ValueError("plan: page tables say which tokens are queries; pass sequences with a tree of tokens alone")
+    node = np.flatnonzero(tree.computed < tree.length).astype(np.int32)
+    numbers = tree.sequence_id.astype(np.int32) if np.array_equal(tree.sequence_node, node) else None
+    batch = StepTree(tree, Queries(node, tree.computed[node], tree.length[node], numbers))
+    batch.check()
+    ends = np.cumsum(batch.queries.end - batch.queries.begin) - 1
+    step = _build(attention, batch, np.zeros(batch.queries.num_rows, np.int64), ends)
+    return TreeStep(attention, step)
+
+
+def _check_pages(pool: KVPool | GivenPages, tree: PrefixTree | TreeSnapshot) -> None:
+    """Raise ValueError unless the tree's pages are the pool's."""
+    if isinstance(tree, PrefixTree):
+        pages = tree.allocator.num_pages
+    elif isinstance(tree, TreeSnapshot):
+        pages = int(tree.pages.max(initial=-1)) + 1
+    else:
+        raise TypeError(f"plan: tree must be a PrefixTree or come from tree_from_cascade, got {type(tree).__name__}")
+    if tree.page_size != pool.page_size or pages > pool.num_pages:
+        raise ValueError(
+            f"plan: the tree has {pages} pages of {tree.page_size} tokens, but the pool has {pool.num_pages} of "
+            f"{pool.page_size}; make the tree for this pool, or a larger pool"
+        )
+
+
+def _plan_sequences(
+    attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], num_queries: int | Sequence[int]
+) -> TreeStep:
+    for sequence in sequences:
+        if sequence.tree is not tree:
+            check_live(tree, sequence)
+    length = np.array([sequence.length for sequence in sequences], np.int64)
+    count = np.asarray(num_queries)
+    if count.dtype.kind not in "iu" or count.shape not in ((), length.shape) or np.any((count < 1) | (count > length)):
+        raise ValueError(
+            "plan: num_queries must be one number or one for each sequence, of at least 1 and at most the sequence's "
+            f"tokens; got {num_queries!r} for sequences of {length.tolist()} tokens"
+        )
+    snapshot, nodes = tree.snapshot(), tree.nodes()
+    ends = np.array([sequence.node.index for sequence in sequences], np.int64)
+    if ends.min() < 0:
+        raise ValueError("plan: a sequence is excluded from the tree's snapshots; fork it to run it")
+    batch = StepTree(snapshot, path_queries(snapshot, ends, length - count))
+    batch.check()
+    if attention.variant.reads("b"):
+        batch = replace(batch, queries=_numbered(batch, ends, attention.variant))
+    step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
+    return TreeStep(attention, step, tree, [nodes[node] for node in batch.queries.node.tolist()])
+
+
+def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Queries:
+    """The queries with the number of the sequence of each run, its index among those given."""
+    order, node = np.argsort(ends, kind="stable"), batch.queries.node
+    first, last = np.searchsorted(ends[order], (node, batch.snapshot.subtree_end[node]))
+    if not np.any(last - first > 1):
+        return replace(batch.queries, sequence=order[first].astype(np.int32))
+    if variant.traced:
+        run = int(np.argmax(last - first > 1))
+        raise UnnumberedSequences(
+            f"plan: variant {variant.name!r} reads b, the number of a query's sequence, but sequences "
+            f"{order[first[run]]} and {order[first[run] + 1]} share tokens that run in this step; run such tokens "
+            "under a variant that does not read b, or let sequences part before they run"
+        )
+    return batch.queries
+
+
+def _build(
+    attention: TreeAttention, batch: StepTree, tokens: NDArray[np.integer], last_rows: NDArray[np.int64]
+) -> Step:
+    return build_step(batch, tokens, last_rows, attention.planner, attention.pool.spec.device)
