@@ -14,7 +14,7 @@ import prefixkit
 from prefixkit.attention.queries import UnnumberedSequences
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import Variant, attention_sinks, sliding_window
-from prefixkit.ops.arguments import BadDtype, BadShape
+from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.tree import OutOfPages
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, VOCAB, Errors, OwnModel, pool_of, torch_attention
 
@@ -278,7 +278,14 @@ def test_tensors_that_do_not_fit_a_step_are_refused_by_name() -> None:
         prefixkit.append(step, 1, key, key)
     with pytest.raises(BadShape, match="has no sinks, but some are given"):
         prefixkit.attend(step, 0, q, torch.zeros(HEADS))
+    elsewhere = key.to("meta")
+    with pytest.raises(BadDevice, match="q is on meta, but the first tensor is on cpu; move it"):
+        prefixkit.attend(step, 0, q.to("meta"))
+    with pytest.raises(BadDevice, match="kv_append: key is on meta"):
+        prefixkit.append(step, 0, elsewhere, key)
     lse = torch.zeros(3, HEADS)
+    with pytest.raises(BadDevice, match="merge: lse_a is on meta"):
+        prefixkit.merge(q, lse.to("meta"), q, lse)
     for given, message in (
         ((q, lse, q[:2], lse), r"merge: out_b must have shape \[3, 4, 64\]"),
         ((q, lse[:, :2], q, lse), r"merge: lse_a must have shape \[3, 4\]"),

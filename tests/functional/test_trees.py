@@ -41,6 +41,26 @@ def test_a_tree_of_parents_has_these_nodes_and_each_node_its_sequence(seed: int)
     assert len(np.unique(slots)) == len(slots) == sum(lengths)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_node_of_random_trees_attends_to_all_above_it(dtype: torch.dtype) -> None:
+    """Chains, stars, lone roots and forests, in parts: some nodes first, then all."""
+    errors = Errors()
+    for seed in range(12):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        parents = random_parents(rng, int(rng.integers(1, 16)))
+        pool = pool_of(dtype, int(rng.choice([1, 3, 16])))
+        tree, nodes = prefixkit.tree_from_parents(pool, parents, rng.integers(1, 12, len(parents)).tolist())
+        model = OwnModel(prefixkit.TreeAttention(pool, HEADS), rng)
+        some = [nodes[at] for at in rng.permutation(len(nodes))[: int(rng.integers(1, len(nodes) + 1))]]
+        for sequences in (some, nodes):
+            step = prefixkit.plan(model.attention, tree, sequences)
+            for sequence, *found in zip(sequences, *model.run(step, sequences), strict=True):
+                errors.add(model, sequence.tokens(), *found)
+            prefixkit.commit(step)
+    errors.check()
+
+
 def test_a_tree_of_parents_grows_as_one_of_tokens() -> None:
     pool = pool_of(torch.float32, 4)
     tree, (root, left, right) = prefixkit.tree_from_parents(pool, [-1, 0, 0], [6, 2, 3])
