@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import device  # "torch" is a subpackage here
 
 from prefixkit.attention.latent_parts import Part
+from prefixkit.ops import attention_ops
 from prefixkit.ops.backend import Backend, Choice, PartBackend, register
 from prefixkit.threads import once
 
@@ -29,6 +30,7 @@ def _torch() -> Backend:
         *appends,
         products.linear_pair,
         run_program.tree_attention,
+        attention_ops.classify_blocks,
         latent_attention.latent_attention,
         latent_attention.merge_states,
         plain_kv.advance,
@@ -45,7 +47,7 @@ def _torch() -> Backend:
 
 @once
 def _cuda() -> Backend:
-    from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
+    from prefixkit.backends.cuda import attention, block_classes, device_planner, kv, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
     from prefixkit.backends.torch.plain_kv import index_append
@@ -60,6 +62,7 @@ def _cuda() -> Backend:
         *appends,
         linear_pair,
         tree_attention,
+        block_classes.classify_blocks,
         tree_attention.latents,
         latent_kernels.merge_states,
         kv.advance,

@@ -182,8 +182,8 @@ class Backend:
         name: ``torch`` or ``cuda``.
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
-        kv_append, rotary_append, index_append, linear_pair, tree_attention, latent_attention, merge_states, advance,
-            sample, plan_tree, expert_product: The ops.
+        kv_append, rotary_append, index_append, linear_pair, tree_attention, classify_blocks, latent_attention,
+            merge_states, advance, sample, plan_tree, expert_product: The ops.
         expanded_attention: Attention over K and V that a function makes of what is cached, of tokens that are selected
             for each query, or with a bias of each; None where there is none.
         latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
@@ -202,6 +202,7 @@ class Backend:
     index_append: Callable[..., None]
     linear_pair: Callable[..., Tensor]
     tree_attention: Callable[..., tuple[Tensor, Tensor]]
+    classify_blocks: Callable[..., Tensor]
     latent_attention: Callable[..., tuple[Tensor, Tensor]]
     merge_states: Callable[..., Tensor]
     advance: Callable[..., None]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import scratch_ints
 from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
-from prefixkit.attention.variants import lookup
 from prefixkit.ops import arguments
+from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
@@ -102,43 +102,6 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
     """
     arguments.check_pair(x, weight)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def tree_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    q_positions: Tensor,
-    plan: Sequence[Tensor],
-    scale: float,
-    variant: str,
-    sinks: Tensor | None = None,
-    rotary_pages: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``T`` queries over a tree, as planned.
-
-    Args:
-        q: ``[T, heads, head_dim]`` in the pages' dtype.
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device; heads
-            of v_pages may have another size, ``v_dim``; our kernels serve 192 with 128, on Hopper.
-        q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
-            that a captured graph reads, on plain torch a handle.
-        scale: Factor on ``q . k``.
-        variant: Key from ``register``.
-        sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
-        rotary_pages: ``[pages, page_size, 1, rotary]`` the last elements of every key, where all heads share them;
-            ``head_dim`` of k_pages is then that of q less ``rotary``.
-
-    Returns:
-        ``out [T, heads, v_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
-        nothing are 0, and -inf or their sink.
-
-    Raises:
-        UnknownVariant: no variant is registered under this key.
-    """
-    arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
-    return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def advance(
@@ -332,6 +295,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (index_append, ("pages",), None),
     (linear_pair, (), _refuse_gradients),
     (tree_attention, (), None),
+    (classify_blocks, (), None),
     (latent_attention, (), None),
     (merge_states, (), merge_states),
     (advance, ("length", "tokens", "positions", "slots"), advance),

@@ -9,6 +9,7 @@ import torch
 driver = pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import attention as cuda_attention  # noqa: E402
+from prefixkit.backends.cuda.prepared_attention import launch_signature  # noqa: E402
 from prefixkit.cuda import tensor_maps as cuda_maps  # noqa: E402
 from prefixkit.cuda.launch import LaunchCache, _config  # noqa: E402
 
@@ -45,7 +46,7 @@ def test_launches_are_prepared_for_any_number_of_queries():
 
     def signature(key="causal", rows=1, heads=4, head_dim=64, dtype=torch.float32, k=None, v=None, sinks=None):
         k, v = (pages() if x is None else x for x in (k, v))
-        return cuda_attention.launch_signature(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v, sinks)
+        return launch_signature(key, torch.zeros(rows, heads, head_dim, dtype=dtype), k, v, sinks)
 
     signatures = {signature(rows=rows) for rows in range(100)}
     assert len(signatures) == 1
@@ -62,7 +63,7 @@ def test_launches_are_prepared_for_any_number_of_queries():
         signature(sinks=torch.zeros(5)),
         signature(sinks=torch.zeros(4).half()),
         signature(sinks=torch.zeros(8)[::2]),
-        cuda_attention.launch_signature("causal", torch.zeros(4, 64), pages(), pages(), None),
+        launch_signature("causal", torch.zeros(4, 64), pages(), pages(), None),
     ]
     assert len({*signatures, *others}) == 1 + len(others)
 

@@ -21,8 +21,8 @@ from prefixkit.attention.variants import (
     soft_cap,
     variant,
 )
-from prefixkit.backends.cuda.attention import UnsupportedHeads
 from prefixkit.backends.cuda.checked_mode import BadPlan
+from prefixkit.backends.cuda.prepared_attention import UnsupportedHeads
 from prefixkit.backends.torch.host_planner import NoSuchPlan
 from prefixkit.ops import backend
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape

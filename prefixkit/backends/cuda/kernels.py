@@ -97,7 +97,7 @@ def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3)
 
 
 ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_attention"
-MERGE_STATES = "prefixkit::merge_states"
+MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_blocks"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 # Sizes of heads of K and V.
@@ -123,6 +123,14 @@ class Kernel:
     shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
     maps: Maps = Maps.NONE
     own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
+
+    def kv_tile(self, head_dim: int) -> int:
+        """Tokens of a KV tile of tile items."""
+        if self.shared is None:
+            return 64
+        # As in sm80/tile_queue.cuh: where three KV tiles of 64 fit beside the queries.
+        columns = -(-head_dim // 64)
+        return 64 if (self.tile_rows + 3 * 64) * columns * 128 + 1024 <= self.shared else 32
 
     @property
     def uses_tma(self) -> bool:
@@ -199,6 +207,19 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
     return Unit(kernel.file, (kernel.name,), (*defines, ("PREFIXKIT_VARIANT", f'"{name}"')), (layout, (name, text)))
 
 
+def classify_unit(kernel: Kernel, head_dim: int, variant: Variant) -> Unit:
+    """The kernel that classifies the KV tiles of a plan for another one."""
+    text = variant_header.header(variant)
+    assert text is not None, "only masks classify"
+    defines = (
+        ("PREFIXKIT_HEAD_DIM", str(head_dim)),
+        ("PREFIXKIT_KV_TILE", str(kernel.kv_tile(head_dim))),
+        ("PREFIXKIT_VARIANT", f'"{variant_header.HEADER}"'),
+    )
+    headers = layouts.ATTENTION[Maps.NONE].header, (variant_header.HEADER, text)
+    return Unit("attention/classify_blocks.cu", (CLASSIFY_BLOCKS,), defines, headers)
+
+
 def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
@@ -213,6 +234,7 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
         plain += [attention_unit(expanded, 192, half, CAUSAL, 128) for half in (False, True)]
     every = compose(sliding_window(128), soft_cap(30.0), alibi([1.0, 0.5]), attention_sinks())
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
+    varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = map(merge_unit, (False, True))
     return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *plain, *varied

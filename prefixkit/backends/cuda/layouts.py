@@ -44,6 +44,12 @@ _ATTENTION = define(
     ("float", "scale_log2", "times log2(e)"),
     ("const int*", "words", "of the variant: its values"),
     ("const long long*", "q_sequences", "[rows] numbers of sequences; read where the variant reads them"),
+    (
+        "const unsigned int*",
+        "block_classes",
+        "[tile_capacity + decode_capacity, class_words] see block_classes.cuh; read where the variant has a mask",
+    ),
+    ("int", "class_words", "of an item; 0: KV tiles have no classes"),
     ("const unsigned short*", "sinks", "[heads] logits; read where the variant has sinks"),
     ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
     (

@@ -89,6 +89,7 @@ struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
     static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
+    static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))};
 {"".join(scores + masks)}    static DEVICE float score({_ARGUMENTS}) {{
 {changed}        return score;
     }}

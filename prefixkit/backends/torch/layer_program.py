@@ -49,7 +49,8 @@ def _moved(part: Any, device: torch.device) -> Any:
     if isinstance(part, Tensor):
         return part.to(device)
     if isinstance(part, tuple):
-        return tuple(_moved(each, device) for each in part)
+        moved = (_moved(each, device) for each in part)
+        return type(part)(*moved) if hasattr(part, "_fields") else tuple(moved)
     if is_dataclass(part) and not isinstance(part, type):
         return replace(part, **{field.name: _moved(getattr(part, field.name), device) for field in fields(part)})
     return part

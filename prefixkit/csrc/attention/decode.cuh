@@ -7,6 +7,7 @@
 // cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
 // limits     any page size and stride.
 #pragma once
+#include "attention/block_classes.cuh"
 #include "attention/gather.cuh"
 #include "attention/merge.cuh"
 
@@ -70,6 +71,7 @@ template <int LANES> struct DecodeWalk {
     int seg, flags;      // of the current item
     Span span;           // what is left of its segment
     int page = 0;        // of the next KV tile
+    BlockClasses<DECODE_KV_TILE> classes;
 
     DEVICE DecodeWalk(const Attention& a, Resolved* batch, int worker) : a(a), batch(batch), worker(worker) {
         begin_item();
@@ -90,7 +92,9 @@ template <int LANES> struct DecodeWalk {
         flags = r.flags, seg = r.seg, span = r.span;
         if (flags & STOP) return;
         page = r.page;
-        if (span.slot >= span.end) skip_empty(a, span, seg, r.seg_end, r.range), look_up();
+        const int entry = entry_of(taken - 1, worker, DECODE_WARPS * gridDim.x);
+        classes.begin(a.tile_capacity + entry / a.kv_heads, span);
+        if (Variant::HAS_MASK || span.slot >= span.end) classes.skip(a, span, seg, r.seg_end, r.range), look_up();
     }
 
     DEVICE void look_up() {
@@ -100,16 +104,16 @@ template <int LANES> struct DecodeWalk {
     // Passes to the KV tile at `slot` or behind; returns whether this item has none.
     DEVICE bool advance(int slot) {
         span.slot = slot;
-        skip_empty(a, span, seg, current().seg_end, current().range);
+        classes.skip(a, span, seg, current().seg_end, current().range);
         return span.slot >= span.end;
     }
 
     // Tells the consumer of the KV tile whose token 0 has this position.
-    DEVICE void describe(DecodeKVTile* kv_tile, int low, int high, int position, bool last) const {
+    DEVICE void describe(DecodeKVTile* kv_tile, int low, int high, int position, bool masked, bool last) const {
         const Resolved& item = current();
         int4* to = (int4*)kv_tile;
         to[0] = make_int4(item.q_begin, item.rows(), item.partial, item.head());
-        to[1] = make_int4((flags & (FIRST | CAUSAL)) | (last ? LAST : 0), low, high, position);
+        to[1] = make_int4((flags & (FIRST | CAUSAL)) | (masked ? MASKED : 0) | (last ? LAST : 0), low, high, position);
     }
 
     // Brings the current item's queries to L1, where they are read a few KV tiles later.
@@ -194,7 +198,7 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
         x[i] = exponent(
-            sum, a.scale, visible, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
+            sum, a.scale, visible, flags & MASKED, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {

@@ -8,7 +8,7 @@
 namespace prefixkit {
 struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false;
-    static constexpr bool READS_SEQUENCE = false;
+    static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
@@ -18,19 +18,22 @@ struct Variant {
 
 namespace prefixkit {
 constexpr bool MODIFIED = Variant::HAS_SCORE || Variant::HAS_MASK;
+// A flag of KV tiles: the mask is evaluated.
+constexpr int MASKED = 32;
 
 // Each row takes exponentials against a base that starts at LOWEST and rises when an exponent passes it by more than
 // HEADROOM; sums of exponentials up to ALLOWED are well inside float16.
 constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
 
-// From q . k to the exponent of 2, -inf where hidden.  `sequence` counts where the variant reads it.
-DEVICE float exponent(
-    float dot, float scale, bool visible, int sequence, int head, int q_position, int kv_position, const int* words) {
+// From q . k to the exponent of 2, -inf where hidden.  `sequence` counts where the variant reads it, the mask where the KV
+// tile is `masked`.
+DEVICE float exponent(float dot, float scale, bool visible, bool masked, int sequence, int head, int q_position,
+                      int kv_position, const int* words) {
     dot *= Variant::HAS_SCORE ? scale : scale * LOG2E;
     if constexpr (Variant::HAS_SCORE)
         dot = Variant::score(dot, sequence, head, q_position, kv_position, words) * LOG2E;
     if constexpr (Variant::HAS_MASK)
-        visible = visible && Variant::mask(sequence, head, q_position, kv_position, words);
+        visible = visible && (!masked || Variant::mask(sequence, head, q_position, kv_position, words));
     return visible ? dot : MINUS_INFINITY;
 }
 

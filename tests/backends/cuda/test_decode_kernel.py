@@ -130,7 +130,7 @@ def attend(
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
-        *(words.data_ptr(), 0, 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
+        *(words.data_ptr(), 0, 0, 0, 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)

@@ -108,7 +108,7 @@ DEVICE int stripe_row(int stripe, int half) {
 template <int S>
 DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int* positions, Scores& x) {
     const int column = 2 * (lane_anew() & 3), low = kv_tile.low(), high = kv_tile.high(), position = kv_tile.position;
-    const bool compare = kv_tile.flags() & CAUSAL;
+    const bool compare = kv_tile.flags() & CAUSAL, masked = kv_tile.flags() & MASKED;
 #pragma unroll
     for (int s = 0; s < S; ++s)
 #pragma unroll
@@ -123,7 +123,7 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int*
                     const int token = 8 * n + column + j;
                     const bool visible = token >= low && token < high && (!compare || position + token <= mine);
                     float& y = x[s][n][2 * half + j];
-                    y = exponent(y, a.scale, visible, sequence, of.head, mine, position + token, a.words);
+                    y = exponent(y, a.scale, visible, masked, sequence, of.head, mine, position + token, a.words);
                 }
         }
 }
@@ -157,7 +157,7 @@ template <int S>
 DEVICE void tile_keys(const Attention& a, const KVTile& kv_tile, const TileShared& s, TileState& w, u32 k) {
     Scores x = {};
     tile_scores<S>(x, s.q, k);
-    if (MODIFIED || (kv_tile.flags() & CAUSAL) || kv_tile.low() > 0 || kv_tile.high() < KV_TILE) {
+    if (Variant::HAS_SCORE || (kv_tile.flags() & (CAUSAL | MASKED)) || kv_tile.low() > 0 || kv_tile.high() < KV_TILE) {
         tile_exponents<S>(a, kv_tile, s.positions, x);
         tile_softmax<false, S>(a.scale, w, x);
     } else {

@@ -7,6 +7,7 @@
 // cost       one refill for several KV tiles of a long segment, and one for every short segment.
 // limits     GQA groups of at most 128 tiles, 65,536 KV heads.
 #pragma once
+#include "attention/block_classes.cuh"
 #include "attention/gather.cuh"
 #include "attention/sm80/merge_rows.cuh"
 #include "attention/sm80/decode_copy.cuh"
@@ -52,7 +53,7 @@ struct __align__(16) Walk {
     int q_begin, partial;
     u32 tile;
     Span span;                // what is left of its segment
-    int pad;
+    BlockClasses<KV_TILE> classes;
 };
 enum { CLIP = 16 };  // a causal item: its queries may see different tokens
 
@@ -83,14 +84,16 @@ struct Refill {
     DEVICE void next_item() {
         const int heads = a.counts[0] * a.kv_heads, entries = heads * slices_of(a);
         Item item = {};
-        int slice = 0, rows = 0;
+        int slice = 0, rows = 0, index = 0;
         do {
             if (w.round * int(gridDim.x) >= entries) { w.flags = STOP; return; }
             const int entry = min(entry_of(w.round++, blockIdx.x, gridDim.x), entries);
             slice = entry / heads;
             rows = 0;  // beyond the last entry
             if (entry == entries) continue;
-            item = load_item(a.tile_items, walk_entry(a, entry - slice * heads), a.kv_heads, a.tile_capacity);
+            const int walked = walk_entry(a, entry - slice * heads);
+            index = walked / a.kv_heads;
+            item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
             rows = min(TILE, (item.q_end - item.q_begin) * group_of(a) - slice * TILE);
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
@@ -100,25 +103,37 @@ struct Refill {
         w.flags = FIRST | (item.causal ? CLIP : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
-        skip_empty(a, w.span, w.seg, w.seg_end, w.range);
+        w.classes.begin(index, w.span);
+        w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
+    }
+
+    // How many KV tiles from `slot` on, of `most`, are read.
+    DEVICE int run_of(int slot, int most) {
+        int count = most;
+        if constexpr (Variant::HAS_MASK) {
+            const bool read = lane_anew() >= most || w.classes.of(a, slot + lane_anew() * KV_TILE) != HIDDEN;
+            count = max(1, min(most, __ffs(~__ballot_sync(~0u, read)) - 1 & 31));
+        }
+        return count;
     }
 
     // Adds at most `most` KV tiles of one segment.  An item without tokens gives one empty KV tile.
     DEVICE void add(int most) {
         const int lane = lane_anew(), mine = lane / PARTS, part = lane % PARTS;
         const int begin = w.span.slot & ~15, left = (w.span.end - begin + KV_TILE - 1) / KV_TILE;
-        const int count = min(min(most, 32 / PARTS), (w.flags & STOP) ? most : max(1, left));
+        int count = min(min(most, 32 / PARTS), (w.flags & STOP) ? most : max(1, left));
+        if (Variant::HAS_MASK && !(w.flags & STOP) && left > 0) count = run_of(begin, count);
         const int slot = begin + mine * KV_TILE, at = slot + part * GROUP;
         const int low = mine == 0 ? w.span.slot - begin : 0, high = max(0, min(KV_TILE, w.span.end - slot));
         const bool inside = part * GROUP >= low && (part + 1) * GROUP <= high;
         const bool whole = pages_are_aligned(a) && mine < count && !(w.flags & STOP) && inside;
         const int page = whole ? a.pages[w.span.pages + page_index(a, at)] : 0;
         KVTile* to = kv_tiles + (w.filled + mine) % QUEUE;
-        const Walk was = w;
+        Walk was = w;
         bool done = false;
         if (!(w.flags & STOP)) {
             w.span.slot = begin + count * KV_TILE;
-            skip_empty(a, w.span, w.seg, w.seg_end, w.range);
+            w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
             done = w.span.slot >= w.span.end;
             w.flags &= ~FIRST;
         }
@@ -128,7 +143,8 @@ struct Refill {
                 const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
                 const bool compare = (was.flags & CLIP) && position + KV_TILE - 1 > was.first;
-                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) |
+                const bool masked = (was.flags & STOP) || was.classes.of(a, slot) == COMPARED;
+                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) | (masked ? MASKED : 0) |
                            (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;
                 to->position = position, to->q_begin = was.q_begin, to->partial = was.partial, to->tile = was.tile;
                 to->pages = was.span.pages, to->slot = slot;

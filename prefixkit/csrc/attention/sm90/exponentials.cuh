@@ -13,20 +13,21 @@ namespace prefixkit {
 template <class State> DEVICE bool exponentials(
     const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, State& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3);
-    if (MODIFIED || (c.flags & COMPARE)) {
+    if (Variant::HAS_SCORE || (c.flags & COMPARE)) {
         int sequence[2], head[2], q_position[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
             head[i] = row.head, sequence[i] = sequence_of(a, item.q_begin + row.query);
-            q_position[i] = MODIFIED || (c.flags & CAUSAL) ? int(a.q_positions[item.q_begin + row.query]) : 0;
+            q_position[i] = Variant::HAS_SCORE || (c.flags & (CAUSAL | MASKED)) ? int(a.q_positions[item.q_begin + row.query]) : 0;
         }
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) {
             const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
             bool visible = token >= c.low && token < c.high;
             visible = visible && (!(c.flags & CAUSAL) || position <= q_position[row]);
-            w.s[i] = exponent(w.s[i], a.scale, visible, sequence[row], head[row], q_position[row], position, a.words);
+            w.s[i] = exponent(w.s[i], a.scale, visible, c.flags & MASKED, sequence[row], head[row], q_position[row],
+                              position, a.words);
         }
     } else {
 #pragma unroll

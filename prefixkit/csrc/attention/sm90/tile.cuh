@@ -143,7 +143,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = MODIFIED || (flags & COMPARE);
+        const bool compare = Variant::HAS_SCORE || (flags & COMPARE);
         if (!compare && exponentials_at_once(a, w)) {
             finish_values(s, w, at);
         } else {

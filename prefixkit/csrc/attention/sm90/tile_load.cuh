@@ -6,6 +6,7 @@
 //            for that: their groups are loaded whole, and the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
+#include "attention/block_classes.cuh"
 #include "attention/sm90/decode_load.cuh"
 
 namespace prefixkit {
@@ -146,28 +147,34 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         const VisibleRange range = visible_range(a, item, first_position(a, item));
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, range);
+        BlockClasses<KV_TILE> classes;
+        classes.begin(TILES_ONLY && entry >= tiled ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads,
+                      span);
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int seg_end = item.seg_end, head = LATENT ? 0 : uniform(item.head);
         int seg = item.seg_begin + 1;
-        skip_empty(a, span, seg, seg_end, range);
+        classes.skip(a, span, seg, seg_end, range);
         for (bool more = true; more;) {
             // Finds the next segment first, so that the flag LAST is right.
             Span following = {};
-            skip_empty(a, following, seg, seg_end, range);
+            BlockClasses<KV_TILE> later = classes;
+            later.skip(a, following, seg, seg_end, range);
             more = following.slot < following.end;
             Pages pages(a, span);
-            int slot = span.slot & ~15, low = span.slot & 15;
+            int slot = span.slot & ~15;
             do {
+                const int low = max(0, span.slot - slot), next = classes.next(a, slot + KV_TILE, span.end);
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
-                if (slot - pages.slot == 32 * GROUP) pages.advance(a);
+                while (slot - pages.slot >= 32 * GROUP) pages.advance(a);
                 const TileGroups groups(ring, pages, slot, columns, own);
-                const bool last = !more && slot + KV_TILE >= span.end;
+                const bool last = !more && next >= span.end;
                 const int position = span.position + slot;
-                const bool causal = position + high - 1 > all_see, compare = causal || !whole;
-                const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0);
+                const bool causal = position + high - 1 > all_see, masked = classes.of(a, slot) == COMPARED;
+                const bool compare = causal || masked || !whole;
+                const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0) | (masked ? MASKED : 0);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
                     if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low, high, position));
@@ -183,9 +190,9 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if (!a.tma_groups || (!LATENT && !whole))
                     groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
                 ring.next();
-                slot += KV_TILE, low = 0;
+                slot = next;
             } while (slot < span.end);
-            span = following;
+            span = following, classes = later;
         }
     }
     if (!is_v) publish_item(s, items, 0, 0, 0, 0);

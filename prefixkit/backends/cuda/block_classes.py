@@ -1,0 +1,100 @@
+"""``classify_blocks`` by our kernel: one launch for each step and variant, whatever the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.queries import UNNUMBERED, UnnumberedSequences
+from prefixkit.attention.variants import Variant, lookup
+from prefixkit.backends.cuda.device_planner import PLAN_TENSORS, WORK_TENSORS
+from prefixkit.backends.cuda.kernels import classify_unit, kernel_for
+from prefixkit.backends.cuda.kv import describe
+from prefixkit.backends.cuda.layouts import ATTENTION, Maps
+from prefixkit.backends.cuda.variant_header import words_on_device
+from prefixkit.cuda import jit
+from prefixkit.cuda.launch import launch
+from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.ops.arguments import BadShape
+from prefixkit.ops.attention_ops import classify_blocks as contract
+
+_THREADS, _BLOCKS_PER_SM = 256, 8
+_LAYOUT = ATTENTION[Maps.NONE]
+
+
+def classify_blocks(
+    q_positions: Tensor, plan: Sequence[Tensor], heads: Sequence[int], page_size: int, variant: str
+) -> Tensor:
+    """``classify_blocks``; its launch can be captured in a graph.
+
+    Raises:
+        BadShape, UnknownVariant, UnnumberedSequences: before anything is launched.
+        CudaError: the launch failed.
+    """
+    classes, of, device = contract(q_positions, plan, heads, page_size, variant), lookup(variant), q_positions.device
+    query_heads, kv_heads, head_dim, v_dim = heads
+    function = _function(of, head_dim, query_heads // kv_heads, v_dim, device.index) if classes.numel() else None
+    if function is None:
+        return classes.new_empty((0, 0))
+    words = words_on_device(of, device)
+    words.refresh()
+    work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:PLAN_TENSORS]
+    fields: dict[str, int] = dict.fromkeys((leaf.path for leaf in _LAYOUT.leaves), 0) | {
+        "q_positions": q_positions.data_ptr(),
+        "words": words.tensor.data_ptr(),
+        "q_sequences": sequence_numbers(plan, len(q_positions)) if of.reads("b") else 0,
+        "block_classes": classes.data_ptr(),
+        "class_words": classes.shape[1],
+        "heads": query_heads,
+        "kv_heads": kv_heads,
+        "window": of.window or 0,
+        "tile_capacity": work[1].shape[0],
+        "decode_capacity": work[2].shape[0],
+    }
+    names = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", *_NODES)
+    fields |= {name: tensor.data_ptr() for name, tensor in zip(names, (*work, *nodes), strict=True)}
+    blocks = min(classes.shape[0], _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
+    launch(function, _LAYOUT, tuple(fields.values()), (blocks, 1, 1), _THREADS, 0, describe("classify_blocks", classes))
+    return classes
+
+
+_NODES = ("node_start", "node_length", "page_indptr", "pages", "first_slot")
+
+
+_functions: WeakKeyDictionary[Variant, dict[tuple[int, ...], jit.Function | None]] = WeakKeyDictionary()
+
+
+def _function(variant: Variant, *signature: int) -> jit.Function | None:
+    """The kernel, for the one that attends to heads of a size in groups on a device; None where plain torch does."""
+    known = _functions.setdefault(variant, {})
+    if signature not in known:
+        head_dim, gqa_group, v_dim, device = signature
+        arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+        kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
+        unit = None if kernel is None else classify_unit(kernel, head_dim, variant)
+        known[signature] = None if unit is None else _LAYOUT.check(jit.load(unit, device)[unit.names[0]])
+    return known[signature]
+
+
+def classes_in(plan: Sequence[Tensor]) -> tuple[int, int]:
+    """Where a plan's classes of KV tiles lie, and how many words an item has; 0 where it has none."""
+    if len(plan) < PLAN_TENSORS + 2 or not plan[PLAN_TENSORS + 1].numel():
+        return 0, 0
+    classes, items = plan[PLAN_TENSORS + 1], plan[1].shape[0] + plan[2].shape[0]
+    if classes.dtype != torch.int32 or classes.ndim != 2 or classes.shape[0] != items or not classes.is_contiguous():
+        raise BadShape(
+            f"tree_attention: the plan's last tensor must be what classify_blocks returned for it, [{items}, words] "
+            f"int32, got {list(classes.shape)} {classes.dtype}"
+        )
+    return classes.data_ptr(), classes.shape[1]
+
+
+def sequence_numbers(plan: Sequence[Tensor], rows: int) -> int:
+    """Where the numbers of the queries' sequences lie, of a plan that has them."""
+    numbers = plan[PLAN_TENSORS] if len(plan) > PLAN_TENSORS else None
+    if numbers is None or numbers.dtype != torch.int64 or numbers.ndim != 1 or len(numbers) < rows:
+        raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
+    return numbers.data_ptr()

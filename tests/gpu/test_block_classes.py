@@ -1,0 +1,125 @@
+"""Classes of KV tiles under masks: with them attention is as exact as without, and reads less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants import Variant, compose, register, sliding_window, soft_cap, variant
+from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case
+from prefixkit.testing.gpu_forests import draw
+from tests.gpu.cases import GPU, on_gpu, planned, poison
+from tests.gpu.oracle import Errors, dense, torch_error
+from tests.gpu.test_tree_attention import make
+
+LONGEST = 40_000
+
+
+def masks(rng: np.random.Generator) -> dict[str, Variant]:
+    documents = torch.from_numpy(np.repeat(np.arange(900), rng.integers(1, 200, 900))[:LONGEST]).to(GPU)
+    size, period, table = int(rng.integers(1, 300)), int(rng.integers(2, 90)), torch.rand(64, 64, device=GPU) < 0.2
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (documents[q] == documents[kv]) & (kv <= q)
+
+    made: dict[str, tuple[Callable[..., Tensor] | None, Callable[..., Tensor]]] = {
+        "window": (None, lambda b, h, q, kv: (q - kv < size) & (kv <= q)),
+        "documents": (None, within),
+        "blocks": (None, lambda b, h, q, kv: table[q // 64 % 64, kv // 64 % 64] & (kv <= q)),
+        "dilated": (None, lambda b, h, q, kv: ((q - kv) // period % 2 == 0) & (kv <= q)),
+        "by head": (None, lambda b, h, q, kv: ((kv // 100 + h) % 3 == 0) & (kv <= q)),
+        "by sequence": (None, lambda b, h, q, kv: ((kv // 100 + b) % 3 == 0) & (kv <= q)),
+        "nothing": (None, lambda b, h, q, kv: (kv < 0) & (kv <= q)),
+        "everything": (None, lambda b, h, q, kv: (kv >= 0) & (kv <= q)),
+        "scored": (lambda s, b, h, q, kv: s * 0.5 + (kv - q) * 0.01, within),
+    }
+    found = {name: variant(*functions, name=name) for name, functions in made.items()}
+    return found | {"composed": compose(found["documents"], sliding_window(size), soft_cap(3.0))}
+
+
+NAMES = list(masks(np.random.default_rng(0))) if torch.cuda.is_available() else ["window"]
+
+
+def numbered(case: Case, rng: np.random.Generator) -> Case:
+    """With a number for the sequence of each run of queries."""
+    sequence = rng.integers(0, 5, len(case.queries.node)).astype(np.int32)
+    return replace(case, queries=replace(case.queries, sequence=sequence))
+
+
+def attend(case: Case, of: Variant, cost, options, classes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, log-sum-exp and the classes."""
+    key, call = register(of), on_gpu(case, planned(case, cost, **options))
+    given = list(call.arguments(key))
+    heads, head_dim = case.q.shape[1:]
+    numbers = torch.from_numpy(_sequences(case)).to(GPU)
+    plan = [*given[4], numbers]
+    found = torch.ops.prefixkit.classify_blocks(
+        given[3], plan, [heads, case.k_pages.shape[2], head_dim, head_dim], case.k_pages.shape[1], key
+    )
+    given[4] = [*plan, found] if classes else plan
+    poison(1 << 18)
+    return *torch.ops.prefixkit.tree_attention(*given), found
+
+
+def _sequences(case: Case) -> np.ndarray:
+    queries = case.queries
+    return np.repeat(queries.sequence.astype(np.int64), queries.end - queries.begin)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_forests_err_no_more_than_torch(name: str, dtype: torch.dtype) -> None:
+    errors, seed = Errors(), int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    for number in range(12):
+        rng = np.random.default_rng([seed, number])
+        case, options = make(int(rng.integers(2**31)), dtype)
+        case, of = numbered(case, rng), masks(rng)[name]
+        out, lse, _ = attend(case, of, SHARE_ALL if number % 2 else SHARE_NONE, options, True)
+        exact, exact_lse = dense(case, of)
+        errors.add(number, case, float((out.double() - exact).abs().max()), _allowed(case, of, exact, dtype))
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+    errors.check()
+
+
+def _allowed(case: Case, of: Variant, exact: Tensor, dtype: torch.dtype) -> float:
+    plain, _ = dense(case, of, dtype)
+    half_ulp = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[dtype]
+    return max(float((plain.double() - exact).abs().max()), half_ulp * float(exact.abs().max()), 1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_forests_err_no_more_than_torch(name: str) -> None:
+    errors, first = Errors(), int(np.random.SeedSequence().generate_state(1)[0]) % 2**30
+    print("seed", first)
+    for seed in range(first, first + 4):
+        forest = draw(seed, GPU)
+        rng = np.random.default_rng(seed)
+        case, of = numbered(forest.case, rng), masks(rng)[name]
+        out, lse, _ = attend(case, of, forest.cost, {"num_sms": 132}, True)
+        without, lse_without, _ = attend(case, of, forest.cost, {"num_sms": 132}, False)
+        torch.testing.assert_close(lse, lse_without, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, without, rtol=2e-2, atol=2e-2)
+        exact, exact_lse = dense(case, of)
+        errors.add(seed, case, float((out.double() - exact).abs().max()), torch_error(case, dense(case)[0]))
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
+    errors.check()
+
+
+def test_a_mask_that_shows_all_or_nothing_says_so_of_every_block() -> None:
+    """Shown blocks evaluate no mask; of an item of which nothing is visible one block is read."""
+    case, options = make(3, torch.bfloat16)
+    case, made = numbered(case, np.random.default_rng(3)), masks(np.random.default_rng(3))
+    for name, allowed in (("everything", {0, 2}), ("nothing", {0, 1})):
+        *_, classes = attend(case, made[name], SHARE_ALL, options, True)
+        call = on_gpu(case, planned(case, SHARE_ALL, **options))
+        tile, decode = call.work[0][:2].tolist()
+        capacity = call.work[1].shape[0]
+        rows = torch.cat((classes[:tile], classes[capacity : capacity + decode]))
+        first = {int(word) & 3 for word in rows[:, 0]}
+        assert first <= allowed and first != {0}
