@@ -2,6 +2,8 @@
 #pragma once
 #include <cmath>
 
+static inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+
 namespace prefixkit {
 struct Half { u16 bits; };
 struct BFloat { u16 bits; };

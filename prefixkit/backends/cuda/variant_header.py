@@ -6,9 +6,10 @@ in, so that other values, shapes and strides run in the kernel that there is.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -108,6 +109,7 @@ class _Value:
     text: str
     type: Type
     bits: int = 0
+    positive: bool = False  # or 0, as positions and heads are
 
     @property
     def declared(self) -> str:
@@ -126,7 +128,7 @@ def _function(name: str, result: str, mod: Mod, words: Iterator[int]) -> str:
     for number, node in enumerate(expression.nodes):
         value = _value(expression, node, [values[arg] for arg in node.args], at, tensors)
         lines.append(f"        const {value.declared} x{number} = {value.text};\n")
-        values.append(_Value(f"x{number}", value.type, value.bits))
+        values.append(replace(value, text=f"x{number}"))
     body = "".join(lines)
     return f"    static DEVICE {result} {name}({_ARGUMENTS}) {{\n{body}        return {values[-1].text};\n    }}\n"
 
@@ -135,20 +137,23 @@ def _value(
     expression: Expression, node: Node, args: list[_Value], scalars: list[list[int]], tensors: list[list[int]]
 ) -> _Value:
     if node.op == "argument":
-        return _Value(_NAMES[ARGUMENTS[node.slot]], node.type, _POSITION_BITS)
+        return _Value(_NAMES[ARGUMENTS[node.slot]], node.type, _POSITION_BITS, positive=node.type is Type.INT)
     if node.op == "scalar":
         return _scalar(expression.scalars[node.slot], node.type, scalars[node.slot])
     if node.op == "load":
         return _load(expression.tensors[node.slot].tensor, node.type, args, tensors[node.slot])
-    if node.op in ("floordiv", "mod") and node.type is Type.INT:
+    if node.op in ("floordiv", "mod", "div"):
         divisor = expression.nodes[node.args[1]]
-        known = scalars[divisor.slot] if divisor.op == "scalar" else None
-        return _division(node.op, args, known)
+        known = divisor.op == "scalar" and expression.scalars[divisor.slot] > 0
+        if node.type is Type.INT:
+            return _division(node.op, args, scalars[divisor.slot] if known else None)
+        if node.op == "div" and known:
+            return _Value(f"divide_by_number({args[0].text}, words + {scalars[divisor.slot][0]})", Type.FLOAT)
     return _operation(node, args)
 
 
-# A number's words: itself in two, and for integers the magic number by which they divide, and its shift.
-_NUMBER_WORDS, _MAGIC_WORDS = 2, 2
+# A number's words: itself in two, of floats the second is its reciprocal; of integers what they divide by follows.
+_NUMBER_WORDS, _MAGIC_WORDS = 2, 3
 
 
 def _scalar_words(scalar: bool | int | float) -> int:
@@ -176,7 +181,8 @@ def _load(tensor: Tensor, kind: Type, indices: list[_Value], at: list[int]) -> _
     if element is None:
         raise BadShape(f"tree_attention: a variant captures a tensor of {tensor.dtype}, which kernels do not read")
     terms = [
-        f"index_of({index.text}, words[{at[2 + 2 * i]}]) * (long long)words[{at[3 + 2 * i]}]"
+        f"{'index_from_start' if index.positive and index.bits <= 31 else 'index_of'}({index.text}, "
+        f"words[{at[2 + 2 * i]}]) * (long long)words[{at[3 + 2 * i]}]"
         for i, index in enumerate(indices)
     ]
     read = f"element((const {element}*)long_word(words + {at[0]}), {' + '.join(terms) or '0'})"
@@ -188,7 +194,9 @@ def _division(op: str, args: list[_Value], known: list[int] | None) -> _Value:
     x, y = args
     name = {"floordiv": "floor_divide", "mod": "floor_modulo"}[op]
     if known is not None and x.bits <= 31 and y.bits <= 31:
-        return _Value(f"{name}_by({x.text}, words + {known[0]})", Type.INT, 31)
+        by = name.removeprefix("floor_") if x.positive else name
+        bits = x.bits if op == "floordiv" else y.bits
+        return _Value(f"{by}_by({x.text}, words + {known[0]})", Type.INT, bits, positive=x.positive or op == "mod")
     bits = max(x.bits, y.bits)
     return _Value(f"{name}({_wide(x, bits)}, {_wide(y, bits)})", Type.INT, bits)
 
@@ -205,7 +213,8 @@ def _operation(node: Node, args: list[_Value]) -> _Value:
         if kind is Type.INT:
             bits = min(grown.get(op, bits), 63)
         operands = [_wide(arg, bits) if kind is Type.INT else arg.text for arg in args]
-        return _Value(f"{operands[0]} {_INFIX[op]} {operands[1]}", kind, bits)
+        positive = op in ("add", "mul", "and", "or") and all(arg.positive for arg in args)
+        return _Value(f"{operands[0]} {_INFIX[op]} {operands[1]}", kind, bits, positive)
     texts = [arg.text for arg in args]
     if op in ("bool", "int", "float"):
         return (
@@ -274,11 +283,12 @@ def _words(variant: Variant, held: list[Tensor]) -> list[int]:
 def _scalar_content(scalar: bool | int | float) -> list[int]:
     kind = Type.of(scalar)
     if kind is Type.FLOAT:
-        return [*struct.unpack("<i", struct.pack("<f", _float32(float(scalar)))), 0]
+        number = _float32(float(scalar))
+        return [_bits(number), _bits(_float32(1 / number if number else math.inf))]
     number = int(scalar)
     if kind is Type.BOOL:
         return [number, 0]
-    return [*_long(max(-(2**63), min(number, 2**63 - 1))), *_magic(abs(number))]
+    return [*_long(max(-(2**63), min(number, 2**63 - 1))), *_magic(number)]
 
 
 def _float32(number: float) -> float:
@@ -291,13 +301,23 @@ def _long(number: int) -> tuple[int, int]:
     return low, high
 
 
-def _magic(divisor: int) -> tuple[int, int]:
-    """``m`` and ``s`` of ``n // divisor == n * m >> s`` for all ``n`` of 31 bits (Granlund and Montgomery 1994)."""
+def _bits(number: float) -> int:
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
+    return int(bits)
+
+
+def _magic(divisor: int) -> tuple[int, int, int]:
+    """``m``, ``s`` and ``t`` of ``n // divisor == (n * m >> 32) + (n & t) >> s`` for all ``n`` of 31 bits.
+
+    After Granlund and Montgomery (1994): ``m = ceil(2**(32 + s) / divisor)``, which has 32 bits but for powers of two.
+    """
     if not 0 < divisor < 1 << 31:
-        return 0, 0
-    shift = 31 + (divisor - 1).bit_length()
-    (signed,) = struct.unpack("<i", struct.pack("<I", -(-(1 << shift) // divisor)))
-    return signed, shift
+        return 0, 0, 0
+    shift = divisor.bit_length() - 1
+    if divisor == 1 << shift:
+        return 0, shift, -1
+    (signed,) = struct.unpack("<i", struct.pack("<I", -(-(1 << 32 + shift) // divisor)))
+    return signed, shift, 0
 
 
 def _tensor_content(tensor: Tensor) -> list[int]:

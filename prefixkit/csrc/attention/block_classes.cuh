@@ -11,6 +11,7 @@ namespace prefixkit {
 
 enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2 };
 constexpr int CLASSES_PER_WORD = 16;
+constexpr u32 ALL_COMPARED = 0x55555555;
 
 DEVICE int first_slot_of(const Span& span) { return span.slot & ~15; }
 // KV tiles of `kv` tokens in a span.
@@ -18,57 +19,68 @@ DEVICE int tiles_of(const Span& span, int kv) {
     return span.slot < span.end ? (span.end - first_slot_of(span) + kv - 1) / kv : 0;
 }
 
-// An item's classes, as what walks over its KV tiles of KV tokens reads them.
+// An item's classes, as what walks over its KV tiles of KV tokens reads them: one KV tile after the other.
 template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
-    int index;   // of the item in both lists
-    int base;    // number of the segment's first KV tile
-    int origin;  // its first slot
-    int tiles;   // of the segment
-    int at;      // number of the word in `word`
-    u32 word;
+    const u32* words;  // of the item
+    int tile, behind;  // number of the next KV tile; of the first one behind the segment
+    u32 word;          // with the class of the next KV tile
 
-    // Begins an item whose first span this is.
-    DEVICE void begin(int item, const Span& span) {
-        index = item, base = 0, at = -1, origin = first_slot_of(span), tiles = tiles_of(span, KV);
+    // Begins item `index` of both lists, whose first span this is.
+    DEVICE void begin(const Attention& a, int index, const Span& span) {
+        words = a.block_classes + (long long)index * a.class_words, tile = 0, behind = tiles_of(span, KV);
+        look_up(a);
+    }
+    DEVICE void look_up(const Attention& a) {
+        const int at = tile / CLASSES_PER_WORD;
+        word = at < a.class_words ? words[at] : ALL_COMPARED;
+    }
+    DEVICE int current() const { return word >> 2 * (tile % CLASSES_PER_WORD) & 3; }
+    // Of the KV tile `ahead` of the next one, in the same word.
+    DEVICE int ahead(int count) const { return word >> 2 * ((tile + count) % CLASSES_PER_WORD) & 3; }
+    DEVICE void step(const Attention& a, int count = 1) {
+        tile += count;
+        if (tile % CLASSES_PER_WORD == 0) look_up(a);
+    }
+    // How many KV tiles from the next one on, of `most`, are read; those of one word.
+    DEVICE int run(int most) const {
+        const u32 left = word >> 2 * (tile % CLASSES_PER_WORD);
+        const u32 hidden = ~(left | left >> 1) & ALL_COMPARED;  // zeros that were shifted in count too
+        return max(1, min(most, hidden ? (__ffs(hidden) - 1) / 2 : CLASSES_PER_WORD));
+    }
+    // The slot of the next KV tile that is read, from the next one, at `slot`, on; `end` or behind if there is none.
+    DEVICE int next(const Attention& a, int slot, int end) {
+        while (slot < end && current() == HIDDEN) {
+            const u32 left = word >> 2 * (tile % CLASSES_PER_WORD);  // of this KV tile and those behind it in the word
+            const int count = left ? (__ffs(left) - 1) / 2 : CLASSES_PER_WORD - tile % CLASSES_PER_WORD;
+            tile += count, slot += count * KV;
+            if (!left) look_up(a);
+        }
+        return slot;
     }
     // Passes to the next segment.
-    DEVICE void enter(const Span& span) { base += tiles, origin = first_slot_of(span), tiles = tiles_of(span, KV); }
-    DEVICE int of_tile(const Attention& a, int tile) {
-        const int wanted = tile / CLASSES_PER_WORD;
-        if (wanted >= a.class_words) return COMPARED;
-        if (wanted != at) word = a.block_classes[(long long)index * a.class_words + wanted], at = wanted;
-        return word >> 2 * (tile % CLASSES_PER_WORD) & 3;
-    }
-    // Of the KV tile at `slot` of the segment.
-    DEVICE int of(const Attention& a, int slot) { return of_tile(a, base + (slot - origin) / KV); }
-    // The first slot from `slot` on, a KV tile's first, whose KV tile is read; `end` or behind if there is none.
-    DEVICE int next(const Attention& a, int slot, int end) {
-        int tile = base + (slot - origin) / KV;
-        const int behind = base + tiles;
-        while (tile < behind && of_tile(a, tile) == HIDDEN) {
-            const u32 read = word >> 2 * (tile % CLASSES_PER_WORD);  // of this KV tile and those behind it in the word
-            tile += read ? (__ffs(read) - 1) / 2 : CLASSES_PER_WORD - tile % CLASSES_PER_WORD;
-        }
-        return tile < behind ? origin + (tile - base) * KV : end;
+    DEVICE void enter(const Attention& a, const Span& span) {
+        const int before = tile / CLASSES_PER_WORD;
+        tile = behind, behind += tiles_of(span, KV);
+        if (tile / CLASSES_PER_WORD != before) look_up(a);
     }
     // Passes over a span's hidden KV tiles, and over empty spans and segments.
     DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) {
         while (true) {
-            if (span.slot < span.end) {
-                const int first = first_slot_of(span), slot = next(a, first, span.end);
-                if (slot != first) span.slot = slot;
-            }
+            if (span.slot < span.end && current() == HIDDEN) span.slot = next(a, first_slot_of(span), span.end);
             if (span.slot < span.end || seg >= seg_end) return;
             span = load_segment(a, seg++, range);
-            enter(span);
+            enter(a, span);
         }
     }
 };
 
 // Without a mask all KV tiles are read, and none is compared for its sake.
 template <int KV> struct BlockClasses<KV, false> {
-    DEVICE void begin(int, const Span&) {}
-    DEVICE int of(const Attention&, int) const { return SHOWN; }
+    DEVICE void begin(const Attention&, int, const Span&) {}
+    DEVICE int current() const { return SHOWN; }
+    DEVICE int ahead(int) const { return SHOWN; }
+    DEVICE void step(const Attention&, int = 1) {}
+    DEVICE int run(int most) const { return most; }
     DEVICE int next(const Attention&, int slot, int) const { return slot; }
     DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) const {
         skip_empty(a, span, seg, seg_end, range);

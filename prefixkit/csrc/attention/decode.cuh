@@ -93,8 +93,12 @@ template <int LANES> struct DecodeWalk {
         if (flags & STOP) return;
         page = r.page;
         const int entry = entry_of(taken - 1, worker, DECODE_WARPS * gridDim.x);
-        classes.begin(a.tile_capacity + entry / a.kv_heads, span);
-        if (Variant::HAS_MASK || span.slot >= span.end) classes.skip(a, span, seg, r.seg_end, r.range), look_up();
+        classes.begin(a, a.tile_capacity + entry / a.kv_heads, span);
+        const int first = span.slot;
+        if (Variant::HAS_MASK || span.slot >= span.end) {
+            classes.skip(a, span, seg, r.seg_end, r.range);
+            if (first != span.slot || first >= r.span.end) look_up();
+        }
     }
 
     DEVICE void look_up() {
@@ -104,6 +108,7 @@ template <int LANES> struct DecodeWalk {
     // Passes to the KV tile at `slot` or behind; returns whether this item has none.
     DEVICE bool advance(int slot) {
         span.slot = slot;
+        classes.step(a);
         classes.skip(a, span, seg, current().seg_end, current().range);
         return span.slot >= span.end;
     }
@@ -197,8 +202,11 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         bool visible = token >= low && token < high;
         if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
         const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
-        x[i] = exponent(
-            sum, a.scale, visible, flags & MASKED, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
+        x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position,
+                        a.words);
+        if (Variant::HAS_MASK && (flags & MASKED))
+            visible = visible && Variant::mask(s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
+        if (!visible) x[i] = MINUS_INFINITY;
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {

@@ -25,16 +25,11 @@ constexpr int MASKED = 32;
 // HEADROOM; sums of exponentials up to ALLOWED are well inside float16.
 constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
 
-// From q . k to the exponent of 2, -inf where hidden.  `sequence` counts where the variant reads it, the mask where the KV
-// tile is `masked`.
-DEVICE float exponent(float dot, float scale, bool visible, bool masked, int sequence, int head, int q_position,
-                      int kv_position, const int* words) {
-    dot *= Variant::HAS_SCORE ? scale : scale * LOG2E;
-    if constexpr (Variant::HAS_SCORE)
-        dot = Variant::score(dot, sequence, head, q_position, kv_position, words) * LOG2E;
-    if constexpr (Variant::HAS_MASK)
-        visible = visible && (!masked || Variant::mask(sequence, head, q_position, kv_position, words));
-    return visible ? dot : MINUS_INFINITY;
+// From q . k to the exponent of 2.  `sequence` counts where the variant reads it.
+DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, int head, int q_position, int kv_position,
+                      const int* words) {
+    if constexpr (!Variant::HAS_SCORE) return dot * scale_log2;
+    return Variant::score(dot * scale, sequence, head, q_position, kv_position, words) * LOG2E;
 }
 
 // Adds the head's sink to a finished log-sum-exp; returns the factor for the output.

@@ -13,20 +13,18 @@ template <class T> DEVICE int index_of(T index, int size) {
     const T from_start = index < 0 ? index + size : index;
     return from_start < 0 ? 0 : from_start < size ? int(from_start) : size - 1;
 }
+DEVICE int index_from_start(int index, int size) { return min(index, size - 1); }
 template <class T> DEVICE T element(const T* tensor, long long at) { return tensor[at]; }
 DEVICE float element(const double* tensor, long long at) { return float(tensor[at]); }
 DEVICE float element(const BFloat* tensor, long long at) { return widen(tensor[at]); }
 DEVICE float element(const Half* tensor, long long at) { return widen(tensor[at]); }
 
-// Integer division rounds down in Python.  By a number of the variant's words: the number in two words, then m and s by
-// which n m >> s is the quotient of any n of 31 bits; ~n is the mirror of a negative n.
-DEVICE int floor_divide_by(int n, const int* words) {
-    const long long divisor = long_word(words);
-    if (divisor < 0) n = -n;
-    const int mirrored = n < 0 ? ~n : n;
-    const int quotient = int((unsigned long long)mirrored * (u32)words[2] >> words[3]);
-    return n < 0 ? ~quotient : quotient;
-}
+// Integer division rounds down in Python.  By a positive number of the variant's words: the number in two words, then m,
+// s and t by which (n m >> 32) + (n & t) >> s is the quotient of any n of 31 bits that is not negative.
+DEVICE int divide_by(int n, const int* words) { return int(__umulhi(u32(n), u32(words[2])) + u32(n & words[4]) >> words[3]); }
+DEVICE int modulo_by(int n, const int* words) { return n - divide_by(n, words) * words[0]; }
+// Of any n; ~n is the mirror of a negative one.
+DEVICE int floor_divide_by(int n, const int* words) { return n < 0 ? ~divide_by(~n, words) : divide_by(n, words); }
 DEVICE int floor_modulo_by(int n, const int* words) { return n - floor_divide_by(n, words) * words[0]; }
 template <class T> DEVICE T floor_divide(T x, T y) {
     if (y == 0) return 0;
@@ -49,7 +47,26 @@ DEVICE float float_floordiv(float x, float y) {
 
 DEVICE float round_to_bfloat16(float x) { return widen(BFloat{u16(pack<BFloat>(x, 0.f))}); }
 DEVICE float round_to_float16(float x) { return widen(Half{u16(pack<Half>(x, 0.f))}); }
-DEVICE float variant_tanh(float x) { return tanhf(x); }
-DEVICE float variant_sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+// A number of the variant's words, and its reciprocal.
+DEVICE float divide_by_number(float x, const int* words) { return x * __int_as_float(words[1]); }
+
+// Within 1e-7 of its value: an odd polynomial near 0, elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|).
+DEVICE float variant_tanh(float x) {
+    const float square = x * x, e = exp2_fast(-2.f * LOG2E * fabsf(x));
+    float near = -0.00574201f;
+    near = near * square + 0.02067023f, near = near * square - 0.05374856f;
+    near = near * square + 0.13331538f, near = near * square - 0.33333285f;
+    near = near * square * x + x;
+    const float far = copysignf((1.f - e) * reciprocal(1.f + e), x);
+    return fabsf(x) < 0.6f ? near : far;
+}
+DEVICE float variant_sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2E * x)); }
+// By the hardware's own tanh, whose relative error is up to 2^-11.
+DEVICE float hardware_tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float hardware_sigmoid(float x) { return 0.5f * hardware_tanh(0.5f * x) + 0.5f; }
 
 }  // namespace prefixkit

@@ -29,7 +29,7 @@ struct Loader : DecodeWalk<32> {
         }
         copy_commit();
         if (flags & FIRST) prefetch_queries();
-        const bool masked = classes.of(a, slot) == COMPARED, last = advance(slot + DECODE_KV_TILE);
+        const bool masked = classes.current() == COMPARED, last = advance(slot + DECODE_KV_TILE);
         if (lane() == 0) describe(kv_tile, low, high, position, masked, last);
         flags &= ~FIRST;
         if (last) begin_item();

@@ -123,8 +123,16 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int*
                     const int token = 8 * n + column + j;
                     const bool visible = token >= low && token < high && (!compare || position + token <= mine);
                     float& y = x[s][n][2 * half + j];
-                    y = exponent(y, a.scale, visible, masked, sequence, of.head, mine, position + token, a.words);
+                    y = exponent(y, a.scale, a.scale_log2, sequence, of.head, mine, position + token, a.words);
+                    if (!visible) y = MINUS_INFINITY;
                 }
+            if (Variant::HAS_MASK && masked)
+#pragma unroll
+                for (int n = 0; n < KV_TILE / 8; ++n)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        if (!Variant::mask(sequence, of.head, mine, position + 8 * n + column + j, a.words))
+                            x[s][n][2 * half + j] = MINUS_INFINITY;
         }
 }
 

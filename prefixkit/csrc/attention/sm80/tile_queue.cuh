@@ -103,18 +103,8 @@ struct Refill {
         w.flags = FIRST | (item.causal ? CLIP : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
-        w.classes.begin(index, w.span);
+        w.classes.begin(a, index, w.span);
         w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
-    }
-
-    // How many KV tiles from `slot` on, of `most`, are read.
-    DEVICE int run_of(int slot, int most) {
-        int count = most;
-        if constexpr (Variant::HAS_MASK) {
-            const bool read = lane_anew() >= most || w.classes.of(a, slot + lane_anew() * KV_TILE) != HIDDEN;
-            count = max(1, min(most, __ffs(~__ballot_sync(~0u, read)) - 1 & 31));
-        }
-        return count;
     }
 
     // Adds at most `most` KV tiles of one segment.  An item without tokens gives one empty KV tile.
@@ -122,17 +112,18 @@ struct Refill {
         const int lane = lane_anew(), mine = lane / PARTS, part = lane % PARTS;
         const int begin = w.span.slot & ~15, left = (w.span.end - begin + KV_TILE - 1) / KV_TILE;
         int count = min(min(most, 32 / PARTS), (w.flags & STOP) ? most : max(1, left));
-        if (Variant::HAS_MASK && !(w.flags & STOP) && left > 0) count = run_of(begin, count);
+        if (!(w.flags & STOP) && left > 0) count = w.classes.run(count);
         const int slot = begin + mine * KV_TILE, at = slot + part * GROUP;
         const int low = mine == 0 ? w.span.slot - begin : 0, high = max(0, min(KV_TILE, w.span.end - slot));
         const bool inside = part * GROUP >= low && (part + 1) * GROUP <= high;
         const bool whole = pages_are_aligned(a) && mine < count && !(w.flags & STOP) && inside;
         const int page = whole ? a.pages[w.span.pages + page_index(a, at)] : 0;
         KVTile* to = kv_tiles + (w.filled + mine) % QUEUE;
-        Walk was = w;
+        const Walk was = w;
         bool done = false;
         if (!(w.flags & STOP)) {
             w.span.slot = begin + count * KV_TILE;
+            w.classes.step(a, count);
             w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
             done = w.span.slot >= w.span.end;
             w.flags &= ~FIRST;
@@ -143,7 +134,7 @@ struct Refill {
                 const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
                 const bool compare = (was.flags & CLIP) && position + KV_TILE - 1 > was.first;
-                const bool masked = (was.flags & STOP) || was.classes.of(a, slot) == COMPARED;
+                const bool masked = was.classes.ahead(mine) == COMPARED;
                 to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) | (masked ? MASKED : 0) |
                            (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;
                 to->position = position, to->q_begin = was.q_begin, to->partial = was.partial, to->tile = was.tile;

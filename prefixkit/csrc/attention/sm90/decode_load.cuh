@@ -68,7 +68,7 @@ struct TmaLoader : DecodeWalk<16> {
         }
         const int head = current().head(), pages = span.pages, low = span.slot & 15, slot = span.slot - low;
         const int high = max(0, min(DECODE_KV_TILE, span.end - slot)), position = span.position + slot;
-        const bool masked = classes.of(a, slot) == COMPARED, last = advance(slot + DECODE_KV_TILE);
+        const bool masked = classes.current() == COMPARED, last = advance(slot + DECODE_KV_TILE);
         barrier_wait(ring.empty + 8 * ring.stage, ring.phase);  // as late as possible: all look-ups are done
         if (lane() == 0) {
             describe(ring.kv_tiles + ring.stage, low, high, position, masked, last);

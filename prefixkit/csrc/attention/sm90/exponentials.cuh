@@ -8,6 +8,9 @@
 
 namespace prefixkit {
 
+// The token of a thread's score number i, counted from its first.
+DEVICE constexpr int token_of(int i) { return 8 * (i / 4) + (i & 1); }
+
 // Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
 // outputs.
 template <class State> DEVICE bool exponentials(
@@ -19,15 +22,29 @@ template <class State> DEVICE bool exponentials(
         for (int i = 0; i < 2; ++i) {
             const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
             head[i] = row.head, sequence[i] = sequence_of(a, item.q_begin + row.query);
-            q_position[i] = Variant::HAS_SCORE || (c.flags & (CAUSAL | MASKED)) ? int(a.q_positions[item.q_begin + row.query]) : 0;
+            q_position[i] =
+                Variant::HAS_SCORE || (c.flags & (CAUSAL | MASKED)) ? int(a.q_positions[item.q_begin + row.query]) : 0;
         }
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) {
-            const int row = i >> 1 & 1, token = 8 * (i / 4) + column + (i & 1), position = c.position + token;
-            bool visible = token >= c.low && token < c.high;
-            visible = visible && (!(c.flags & CAUSAL) || position <= q_position[row]);
-            w.s[i] = exponent(w.s[i], a.scale, visible, c.flags & MASKED, sequence[row], head[row], q_position[row],
-                              position, a.words);
+            const int row = i >> 1 & 1, position = c.position + column + token_of(i);
+            w.s[i] = exponent(w.s[i], a.scale, a.scale_log2, sequence[row], head[row], q_position[row], position, a.words);
+        }
+        if (c.flags & COMPARE) {
+            int end[2];  // of the tokens that each row sees, counted from this thread's first
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                end[i] = (c.flags & CAUSAL ? min(c.high, q_position[i] - c.position + 1) : c.high) - column;
+#pragma unroll
+            for (int i = 0; i < KV_TILE / 2; ++i)
+                if (token_of(i) < c.low - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
+        }
+        if (Variant::HAS_MASK && (c.flags & MASKED)) {
+#pragma unroll
+            for (int i = 0; i < KV_TILE / 2; ++i) {
+                const int row = i >> 1 & 1, position = c.position + column + token_of(i);
+                if (!Variant::mask(sequence[row], head[row], q_position[row], position, a.words)) w.s[i] = MINUS_INFINITY;
+            }
         }
     } else {
 #pragma unroll

@@ -148,8 +148,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
         Span span = load_span(a, item.node, item.begin, item.end, range);
         BlockClasses<KV_TILE> classes;
-        classes.begin(TILES_ONLY && entry >= tiled ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads,
-                      span);
+        const bool decodes = TILES_ONLY && entry >= tiled;
+        classes.begin(a, decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads, span);
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
@@ -165,6 +165,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
             Pages pages(a, span);
             int slot = span.slot & ~15;
             do {
+                const bool masked = classes.current() == COMPARED;
+                classes.step(a);
                 const int low = max(0, span.slot - slot), next = classes.next(a, slot + KV_TILE, span.end);
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
@@ -172,7 +174,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const TileGroups groups(ring, pages, slot, columns, own);
                 const bool last = !more && next >= span.end;
                 const int position = span.position + slot;
-                const bool causal = position + high - 1 > all_see, masked = classes.of(a, slot) == COMPARED;
+                const bool causal = position + high - 1 > all_see;
                 const bool compare = causal || masked || !whole;
                 const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0) | (masked ? MASKED : 0);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);

@@ -9,3 +9,9 @@ static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x)
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
 static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 #include "numbers.cuh"
+
+namespace prefixkit {
+constexpr float LOG2E = 1.4426950408889634f;
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float reciprocal(float x) { return 1.f / x; }
+}  // namespace prefixkit
