@@ -1,0 +1,385 @@
+"""Variants of attention on one GPU, beside causal attention, compiled FlexAttention and a float64 reference.
+
+    python -m benchmarks.variants [--parts plain,trees,errors] [--variants NAMES] [--seconds 230] [--out FILE]
+    python -m benchmarks.variants --tiny --device cpu       all of it in seconds, for its own sake; times mean nothing
+
+bfloat16, 32 query heads over 8 KV heads of size 128, pages of 16 tokens.  Microseconds of captured graphs over input
+sets that rotate past the L2, contenders in turns, medians.  Plans, block classes and FlexAttention's block masks are
+made before the clock starts.  A fresh folder takes the place of all caches of compiled kernels, so first uses compile.
+
+``plain``: a prompt of 16,384 tokens, all of them queries, and a decode step of 16 sequences of 1,024.  ``trees``: a
+decode step over 64 leaves of 128 tokens below 2,048 shared ones, over a binary tree (``beam d6``) and over a comb of
+512 leaves, and all tokens of 16 prompts of 1,024 below 4,096 shared ones.  Columns of a row:
+
+``us``              ours; ``base``, ours without the variant (causal; without a mask for natten); flex: FlexAttention's
+                    Triton backend; flex_flash: its FLASH backend; flashinfer; a text says why one did not run
+``over_base``       ours over base
+``over_flex``       ours over the faster one of FlexAttention's: below 1, ours is faster
+``difference``      of ours from FlexAttention, by the norm
+``blocks``          of prompts: shares of blocks of which a mask shows anything, as our tiles are (128 rows by 64
+                    keys) and as FlexAttention's are (128 by 128)
+``over_blocks``     over_base divided by ours and base's share: 1, time is proportional to visible blocks
+``kv_tokens``       tokens whose K and V are read as planned, ours over base, where a window is known
+``classify_us``     classifying the blocks of a plan under a mask, once for all layers and apart from ``us``; null where
+                    there is nothing to classify
+``plan_ms``, ``mask_ms``   our plan; FlexAttention's block mask
+``first_use_s``     the first call: ours compiles a variant in its first workload only, FlexAttention in each
+``compilations``    kernels or graphs made: ``ours`` and ``flex`` at first use; ``ours, new numbers``: other sizes,
+                    slopes, documents; of decode steps ``flex, new numbers`` and ``flex, new shape`` (one sequence less)
+
+``errors``: root mean square errors against float64 of the variants of the FlexAttention paper (Dong et al. 2024), of
+one prompt of 1,024 tokens: ``rmse`` of outputs, ``lse_rmse`` of log-sum-exps; ``over_best``: ours over the better of
+FlexAttention and torch's flash attention, which has no other variant than causal or none.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import OUT_OF_TIME, Replay, Row, Run, arguments, clocks, failure, free_memory, in_turns
+from benchmarks.tree_attention.rivals import Unfit
+from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Mods, Numbers, causal, mods_of, visible_blocks
+from benchmarks.tree_attention.variant_inputs import (
+    Attend,
+    Flex,
+    Heads,
+    Inputs,
+    Ours,
+    Plain,
+    compiled_kernels,
+    flash_backend,
+    flashinfer,
+    flex_graphs,
+    make,
+    wait,
+)
+from prefixkit.attention.reference import reference_attention
+from prefixkit.testing.named_trees import leaf_queries, prompts, tree_of
+
+PARTS = ["plain", "trees", "errors"]
+NAMES = list(mods_of(Numbers(), 1, 64, "cpu"))
+# For which FlexAttention's compilations of other numbers are counted: a number and a tensor.
+COUNTED = ("window", "document")
+TURNS = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    heads: Heads
+    numbers: Numbers
+    other: Numbers
+    plain: dict[str, Plain]
+    trees: tuple[str, ...]
+    tree_prompts: tuple[int, int, int]  # tokens of each, prompts, tokens that they share
+    errors: int  # a square
+
+
+FULL = Sizes(
+    Heads(),
+    Numbers(),
+    OTHER,
+    {"prompt of 16K": Plain(1, 16384, 16384), "decode 16 x 1K": Plain(16, 1024, 1)},
+    ("2L b64 p2048 s128", "beam d6", "comb d64 b8 t64 s128"),
+    (1024, 16, 4096),
+    1024,
+)
+TINY = Sizes(
+    Heads(4, 2, 32),
+    Numbers(window=40, prefix=30, documents=5, grid=16, natten=(3, 5), tile=4),
+    Numbers(window=30, prefix=20, cap=20.0, steepest=0.5, documents=3, grid=16, natten=(5, 3), tile=4),
+    {"prompt of 256": Plain(1, 256, 256), "decode 4 x 64": Plain(4, 64, 1)},
+    ("2L b4 p64 s16", "comb d4 b2 t16 s32"),
+    (32, 3, 64),
+    256,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where it runs, and at what sizes."""
+
+    sizes: Sizes
+    device: str
+    dtype: torch.dtype
+
+    def mods(self, positions: int, other: bool = False) -> dict[str, Mods]:
+        numbers = self.sizes.other if other else self.sizes.numbers
+        return mods_of(numbers, self.sizes.heads.query, positions, self.device)
+
+    def inputs(self, tree: Any, plain: Plain | None = None) -> Inputs:
+        return make(tree, self.sizes.heads, self.dtype, self.device, plain)
+
+    def clock(self, attend: Attend, sets: int) -> Callable[[], float]:
+        """Microseconds of a call, each time it is asked; a GPU's from a graph that is captured now."""
+        if self.device == "cuda":
+            return partial(Replay(attend, sets).us, 5)
+
+        def once() -> float:
+            began = time.perf_counter()
+            attend(0)
+            return (time.perf_counter() - began) * 1e6
+
+        return once
+
+    def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Of one call, the device's part included, and what it returned."""
+        wait(torch.device(self.device))
+        began = time.perf_counter()
+        found = call()
+        wait(torch.device(self.device))
+        return round(time.perf_counter() - began, 3), found
+
+
+class Bench:
+    """All variants over one step: clocks of the bases are set up once."""
+
+    def __init__(self, setting: Setting, inputs: Inputs) -> None:
+        self.setting, self.inputs = setting, inputs
+        positions = int(inputs.tree.positions.max()) + 1
+        self.mods, self.other = (setting.mods(positions, other) for other in (False, True))
+        self._bases: dict[str, tuple[Ours, Callable[[], float]]] = {}
+
+    def base(self, name: str) -> tuple[Ours, Callable[[], float]]:
+        """Ours without a variant: causal, or without a mask."""
+        if name not in self._bases:
+            ours = Ours(self.inputs, self.mods[name].variant(name))
+            ours.classify()
+            self._bases[name] = ours, self.setting.clock(ours.attend, len(self.inputs.q))
+        return self._bases[name]
+
+    def row(self, name: str) -> Row:
+        """A variant's, without its workload."""
+        mods, sets, counts = self.mods[name], len(self.inputs.q), dict[str, int | str]()
+        ours = Ours(self.inputs, mods.variant(name))
+        before = compiled_kernels()
+        first, (out, _) = self.setting.seconds(partial(_first, ours))
+        counts["ours"] = compiled_kernels() - before
+        row: Row = {"us": {}, "plan_ms": round(ours.plan_ms, 2), "first_use_s": {"ours": first}}
+        base, clock = self.base(mods.base)
+        contenders = {"base": clock, "ours": self.setting.clock(ours.attend, sets)}
+        if self.inputs.plain is not None:
+            self._rivals(name, out, row, contenders, counts)
+        times = in_turns(contenders, TURNS)
+        row["us"] = {who: round(statistics.median(each), 2) for who, each in times.items()} | row["us"]
+        row |= {"classify_us": self._classify_us(ours), **self._shares(mods, ours, base, row["us"])}
+        counts["ours, new numbers"] = self._new_numbers(name)
+        return row | {"compilations": counts, "sm_mhz": clocks().get("sm_mhz")}
+
+    def _rivals(
+        self, name: str, out: Tensor, row: Row, contenders: dict[str, Callable[[], float]], counts: dict[str, Any]
+    ) -> None:
+        """Add the others that run here to ``contenders``, and what is known of them to ``row`` and ``counts``."""
+        inputs, mods = self.inputs, self.mods[name]
+        expected = inputs.by_sequence(out).float()
+        for who, backend in (("flex", None), ("flex_flash", "FLASH")):
+            if backend and not flash_backend():
+                continue
+            try:
+                flex = Flex(inputs, backend)
+                flex.use(mods)
+                before = flex_graphs()
+                row["first_use_s"][who], found = self.setting.seconds(partial(flex.attend, 0))
+                counts[who] = flex_graphs() - before
+                if who == "flex":
+                    row["mask_ms"] = round(flex.mask_ms, 2)
+                    row["difference"] = round(float((found.float() - expected).norm() / found.float().norm()), 5)
+                contenders[who] = self.setting.clock(flex.attend, len(inputs.q))
+                if who == "flex" and name in COUNTED and inputs.plain and inputs.plain.queries == 1:
+                    counts |= self._flex_again(flex, name)
+            except Exception as error:
+                row["us"][who] = failure(error)
+        try:
+            run = flashinfer(inputs, name, self.setting.sizes.numbers)
+            run(0)
+            contenders["flashinfer"] = self.setting.clock(run, len(inputs.q))
+        except Unfit as error:
+            row["us"]["flashinfer"] = str(error)
+        except Exception as error:
+            row["us"]["flashinfer"] = failure(error)
+
+    def _flex_again(self, flex: Flex, name: str) -> dict[str, int]:
+        """Graphs that FlexAttention compiles for a shape and numbers that it has not seen."""
+        counts, before = dict[str, int](), flex_graphs()
+        assert self.inputs.plain is not None, "it is a plain batch"
+        flex.attend(0, self.inputs.plain.count - 1)
+        counts["flex, new shape"], before = flex_graphs() - before, flex_graphs()
+        flex.use(self.other[name])
+        flex.attend(0)
+        return counts | {"flex, new numbers": flex_graphs() - before}
+
+    def _new_numbers(self, name: str) -> int:
+        """Kernels of ours for other numbers in the same functions."""
+        ours, before = Ours(self.inputs, self.other[name].variant(name)), compiled_kernels()
+        _first(ours)
+        wait(self.inputs.device)
+        return compiled_kernels() - before
+
+    def _classify_us(self, ours: Ours) -> float | None:
+        if ours.classes() is None:
+            return None
+        return round(self.setting.clock(lambda _: ours.classes(), 1)(), 2)
+
+    def _shares(self, mods: Mods, ours: Ours, base: Ours, us: dict[str, Any]) -> Row:
+        """Ratios of times, of blocks and of tokens."""
+        row: Row = {"over_base": round(us["ours"] / us["base"], 3)}
+        flexes = [us[who] for who in ("flex", "flex_flash") if isinstance(us.get(who), float)]
+        if flexes:
+            row["over_flex"] = round(us["ours"] / min(flexes), 3)
+        plain = self.inputs.plain
+        if mods.mask is not None and plain is not None and plain.queries > 1:
+            heads = self.inputs.heads
+            tile = max(1, 128 * heads.kv // heads.query), 64
+            ask = plain.queries, plain.length - plain.queries, plain.length
+            shares = {"ours": visible_blocks(mods.mask, *ask, tile, self.setting.device)}
+            shares["flex"] = visible_blocks(mods.mask, *ask, (128, 128), self.setting.device)
+            shares["base"] = visible_blocks(self.mods[mods.base].mask or causal, *ask, tile, self.setting.device)
+            row["blocks"] = {who: round(share, 4) for who, share in shares.items()}
+            row["over_blocks"] = round(row["over_base"] * shares["base"] / shares["ours"], 3)
+        if ours.variant.visible.limits:
+            row["kv_tokens"] = round(ours.kv_tokens() / base.kv_tokens(), 4)
+        return row
+
+
+def _first(ours: Ours) -> tuple[Tensor, Tensor]:
+    """The first call of a variant over a step, with the classes that it needs."""
+    ours.classify()
+    return ours.attend(0)
+
+
+def measure(run: Run, bench: Bench, workload: str, names: list[str]) -> None:
+    """A row for each variant of a workload; an error of one is its row."""
+    for name in names:
+        row: Row = {"workload": workload, "variant": name}
+        try:
+            row |= {"skipped": OUT_OF_TIME} if run.left <= 0 else bench.row(name)
+        except Exception as error:
+            row["skipped"] = failure(error)
+        run.add("times", row, line(row))
+        free_memory()
+
+
+def line(row: Row) -> str:
+    """A row in a line of text."""
+    text = f"{row['workload']:22s} {row['variant']:18s} "
+    if "skipped" in row:
+        return text + row["skipped"]
+    shown = ("over_base", "over_flex", "over_blocks", "kv_tokens", "classify_us", "difference")
+    cells = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
+    return text + f"{row['us']} {', '.join(cells)}, first {row['first_use_s']} s, compiled {row['compilations']}"
+
+
+def plain(run: Run, setting: Setting, names: list[str]) -> None:
+    for workload, batch in setting.sizes.plain.items():
+        bench = Bench(setting, setting.inputs(batch.tree(), batch))
+        # Points of a grid are all the tokens of a prompt; a decode step has one query, which sees all.
+        whole = batch.queries == batch.length == setting.sizes.numbers.grid**2
+        measure(run, bench, workload, names if whole else _of_any_length(names))
+
+
+def trees(run: Run, setting: Setting, names: list[str]) -> None:
+    tokens, count, shared = setting.sizes.tree_prompts
+    workloads = {name: (snapshot := tree_of(name), leaf_queries(snapshot)) for name in setting.sizes.trees}
+    whole = prompts(tokens, tokens, count, shared, prefix_computed=False)
+    workloads[f"{count} x {tokens} after {shared}"] = whole
+    for workload, tree in workloads.items():
+        measure(run, Bench(setting, setting.inputs(tree)), workload, _of_any_length(names))
+
+
+def _of_any_length(names: list[str]) -> list[str]:
+    return [name for name in names if name != "noop" and not name.startswith("natten")]
+
+
+def errors(run: Run, setting: Setting, names: list[str]) -> None:
+    """A row for each of the paper's variants."""
+    tokens = setting.sizes.errors
+    batch = Plain(1, tokens, tokens)
+    inputs = setting.inputs(batch.tree(), batch)
+    grid = Numbers(**vars(setting.sizes.numbers) | {"grid": round(tokens**0.5), "window": tokens // 4})
+    grid = Numbers(**vars(grid) | {"prefix": tokens // 4, "documents": 5})
+    for name, mods in mods_of(grid, inputs.heads.query, tokens, setting.device).items():
+        if name in PAPER and name in names:
+            row: Row = {"variant": name, "tokens": tokens}
+            try:
+                row |= {"skipped": OUT_OF_TIME} if run.left <= 0 else error_row(name, mods, inputs)
+            except Exception as error:
+                row["skipped"] = failure(error)
+            run.add("errors", row)
+    free_memory()
+
+
+def error_row(name: str, mods: Mods, inputs: Inputs) -> Row:
+    """Root mean square errors of outputs and log-sum-exps: ours, FlexAttention's, flash's where it has the variant."""
+    ours, queries = Ours(inputs, mods.variant(name)), inputs.queries
+    where = inputs.snapshot, queries.row_node(), inputs.tree.positions
+    numbers = inputs.q[0], inputs.k[0], inputs.v[0], inputs.heads.scale
+    exact = reference_attention(*where, *numbers, ours.variant)
+    expected = inputs.by_sequence(exact.out), inputs.by_sequence(exact.lse)
+    out, lse = _first(ours)
+    found: dict[str, tuple[Tensor, Tensor]] = {"ours": (inputs.by_sequence(out), inputs.by_sequence(lse))}
+    failed: Row = {}
+    contenders: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"flex": partial(_flex, inputs, mods)}
+    if name in ("noop", "causal") and inputs.device.type == "cuda":
+        contenders["flash"] = partial(_flash, inputs, name == "causal")
+    for who, attend in contenders.items():
+        try:
+            found[who] = attend()
+        except Exception as error:
+            failed[who] = failure(error)
+    row: Row = {"failed": failed} if failed else {}
+    for part, (key, best) in enumerate((("rmse", "over_best"), ("lse_rmse", "lse_over_best"))):
+        each = {who: float((of[part].double() - expected[part]).square().mean().sqrt()) for who, of in found.items()}
+        row[key] = {who: float(f"{rmse:.4g}") for who, rmse in each.items()}
+        if others := [rmse for who, rmse in each.items() if who != "ours"]:
+            row[best] = round(each["ours"] / min(others), 4)
+    return row
+
+
+def _flex(inputs: Inputs, mods: Mods) -> tuple[Tensor, Tensor]:
+    flex = Flex(inputs)
+    flex.use(mods)
+    return flex.attend_with_lse()
+
+
+def _flash(inputs: Inputs, is_causal: bool) -> tuple[Tensor, Tensor]:
+    group, flash = inputs.heads.query // inputs.heads.kv, torch.ops.aten._scaled_dot_product_flash_attention
+    q = inputs.by_sequence(inputs.q[0])
+    k, v = (inputs.dense(pages[0]).repeat_interleave(group, 1) for pages in (inputs.k, inputs.v))
+    out, lse = flash(q, k, v, 0.0, is_causal, False, scale=inputs.heads.scale)[:2]
+    return out, lse
+
+
+def main(given: list[str] | None = None) -> None:
+    device: Row = {"choices": ["cuda", "cpu"], "default": "cuda"}
+    options = arguments(__doc__, given, parts=PARTS, variants=NAMES, seconds=230.0, seed=0, tiny=False, device=device)
+    on_gpu = options.device == "cuda"
+    setting = Setting(TINY if options.tiny else FULL, options.device, torch.bfloat16 if on_gpu else torch.float32)
+    with tempfile.TemporaryDirectory() as caches:
+        for name in ("PREFIXKIT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            os.environ[name] = os.path.join(caches, name.lower())
+        run = Run(options, options.device)
+        run.result["seed"] = options.seed
+        torch.manual_seed(options.seed)
+        if not flash_backend():
+            run.result["flex_flash"] = "flash_attn.cute, FlexAttention's FLASH backend, is not installed"
+            print(run.result["flex_flash"], flush=True)
+        parts = {"plain": plain, "trees": trees, "errors": errors}
+        with torch.no_grad():
+            for part in options.parts:
+                parts[part](run, setting, options.variants)
+        run.finish("machine", "seconds")
+
+
+if __name__ == "__main__":
+    main()
