@@ -12,7 +12,8 @@ decode step over 64 leaves of 128 tokens below 2,048 shared ones, over a binary 
 512 leaves, and all tokens of 16 prompts of 1,024 below 4,096 shared ones.  Columns of a row:
 
 ``us``              ours; ``base``, ours without the variant (causal; without a mask for natten); flex: FlexAttention's
-                    Triton backend; flex_flash: its FLASH backend; flashinfer; a text says why one did not run
+                    Triton backend; flex_flash: its FLASH backend; flashinfer; a text says why one did not run, and
+                    ``absent`` of the whole run what is not installed
 ``over_base``       ours over base
 ``over_flex``       ours over the faster one of FlexAttention's: below 1, ours is faster
 ``difference``      of ours from FlexAttention, by the norm
@@ -34,14 +35,16 @@ FlexAttention and torch's flash attention, which has no other variant than causa
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -49,6 +52,7 @@ from torch import Tensor
 from benchmarks.runner import OUT_OF_TIME, Replay, Row, Run, arguments, clocks, failure, free_memory, in_turns
 from benchmarks.tree_attention.rivals import Unfit
 from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Mods, Numbers, causal, mods_of, visible_blocks
+from benchmarks.tree_attention.variant_errors import error_row
 from benchmarks.tree_attention.variant_inputs import (
     Attend,
     Flex,
@@ -56,14 +60,13 @@ from benchmarks.tree_attention.variant_inputs import (
     Inputs,
     Ours,
     Plain,
+    absent,
     compiled_kernels,
-    flash_backend,
     flashinfer,
     flex_graphs,
     make,
     wait,
 )
-from prefixkit.attention.reference import reference_attention
 from prefixkit.testing.named_trees import leaf_queries, prompts, tree_of
 
 PARTS = ["plain", "trees", "errors"]
@@ -113,6 +116,7 @@ class Setting:
     sizes: Sizes
     device: str
     dtype: torch.dtype
+    absent: dict[str, str]
 
     def mods(self, positions: int, other: bool = False) -> dict[str, Mods]:
         numbers = self.sizes.other if other else self.sizes.numbers
@@ -124,7 +128,7 @@ class Setting:
     def clock(self, attend: Attend, sets: int) -> Callable[[], float]:
         """Microseconds of a call, each time it is asked; a GPU's from a graph that is captured now."""
         if self.device == "cuda":
-            return partial(Replay(attend, sets).us, 5)
+            return partial(Replay(attend, sets).us, 3)
 
         def once() -> float:
             began = time.perf_counter()
@@ -164,7 +168,7 @@ class Bench:
         mods, sets, counts = self.mods[name], len(self.inputs.q), dict[str, int | str]()
         ours = Ours(self.inputs, mods.variant(name))
         before = compiled_kernels()
-        first, (out, _) = self.setting.seconds(partial(_first, ours))
+        first, (out, _) = self.setting.seconds(ours.first)
         counts["ours"] = compiled_kernels() - before
         row: Row = {"us": {}, "plan_ms": round(ours.plan_ms, 2), "first_use_s": {"ours": first}}
         base, clock = self.base(mods.base)
@@ -184,7 +188,7 @@ class Bench:
         inputs, mods = self.inputs, self.mods[name]
         expected = inputs.by_sequence(out).float()
         for who, backend in (("flex", None), ("flex_flash", "FLASH")):
-            if backend and not flash_backend():
+            if who in self.setting.absent:
                 continue
             try:
                 flex = Flex(inputs, backend)
@@ -200,6 +204,8 @@ class Bench:
                     counts |= self._flex_again(flex, name)
             except Exception as error:
                 row["us"][who] = failure(error)
+        if "flashinfer" in self.setting.absent:
+            return
         try:
             run = flashinfer(inputs, name, self.setting.sizes.numbers)
             run(0)
@@ -222,12 +228,12 @@ class Bench:
     def _new_numbers(self, name: str) -> int:
         """Kernels of ours for other numbers in the same functions."""
         ours, before = Ours(self.inputs, self.other[name].variant(name)), compiled_kernels()
-        _first(ours)
+        ours.first()
         wait(self.inputs.device)
         return compiled_kernels() - before
 
     def _classify_us(self, ours: Ours) -> float | None:
-        if ours.classes() is None:
+        if not ours.classes().numel():
             return None
         return round(self.setting.clock(lambda _: ours.classes(), 1)(), 2)
 
@@ -250,12 +256,6 @@ class Bench:
         if ours.variant.visible.limits:
             row["kv_tokens"] = round(ours.kv_tokens() / base.kv_tokens(), 4)
         return row
-
-
-def _first(ours: Ours) -> tuple[Tensor, Tensor]:
-    """The first call of a variant over a step, with the classes that it needs."""
-    ours.classify()
-    return ours.attend(0)
 
 
 def measure(run: Run, bench: Bench, workload: str, names: list[str]) -> None:
@@ -306,9 +306,9 @@ def errors(run: Run, setting: Setting, names: list[str]) -> None:
     tokens = setting.sizes.errors
     batch = Plain(1, tokens, tokens)
     inputs = setting.inputs(batch.tree(), batch)
-    grid = Numbers(**vars(setting.sizes.numbers) | {"grid": round(tokens**0.5), "window": tokens // 4})
-    grid = Numbers(**vars(grid) | {"prefix": tokens // 4, "documents": 5})
-    for name, mods in mods_of(grid, inputs.heads.query, tokens, setting.device).items():
+    sizes: Row = {"window": tokens // 4, "prefix": tokens // 4, "documents": 5, "grid": round(tokens**0.5)}
+    numbers = replace(setting.sizes.numbers, **sizes)
+    for name, mods in mods_of(numbers, inputs.heads.query, tokens, setting.device).items():
         if name in PAPER and name in names:
             row: Row = {"variant": name, "tokens": tokens}
             try:
@@ -319,66 +319,28 @@ def errors(run: Run, setting: Setting, names: list[str]) -> None:
     free_memory()
 
 
-def error_row(name: str, mods: Mods, inputs: Inputs) -> Row:
-    """Root mean square errors of outputs and log-sum-exps: ours, FlexAttention's, flash's where it has the variant."""
-    ours, queries = Ours(inputs, mods.variant(name)), inputs.queries
-    where = inputs.snapshot, queries.row_node(), inputs.tree.positions
-    numbers = inputs.q[0], inputs.k[0], inputs.v[0], inputs.heads.scale
-    exact = reference_attention(*where, *numbers, ours.variant)
-    expected = inputs.by_sequence(exact.out), inputs.by_sequence(exact.lse)
-    out, lse = _first(ours)
-    found: dict[str, tuple[Tensor, Tensor]] = {"ours": (inputs.by_sequence(out), inputs.by_sequence(lse))}
-    failed: Row = {}
-    contenders: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"flex": partial(_flex, inputs, mods)}
-    if name in ("noop", "causal") and inputs.device.type == "cuda":
-        contenders["flash"] = partial(_flash, inputs, name == "causal")
-    for who, attend in contenders.items():
-        try:
-            found[who] = attend()
-        except Exception as error:
-            failed[who] = failure(error)
-    row: Row = {"failed": failed} if failed else {}
-    for part, (key, best) in enumerate((("rmse", "over_best"), ("lse_rmse", "lse_over_best"))):
-        each = {who: float((of[part].double() - expected[part]).square().mean().sqrt()) for who, of in found.items()}
-        row[key] = {who: float(f"{rmse:.4g}") for who, rmse in each.items()}
-        if others := [rmse for who, rmse in each.items() if who != "ours"]:
-            row[best] = round(each["ours"] / min(others), 4)
-    return row
-
-
-def _flex(inputs: Inputs, mods: Mods) -> tuple[Tensor, Tensor]:
-    flex = Flex(inputs)
-    flex.use(mods)
-    return flex.attend_with_lse()
-
-
-def _flash(inputs: Inputs, is_causal: bool) -> tuple[Tensor, Tensor]:
-    group, flash = inputs.heads.query // inputs.heads.kv, torch.ops.aten._scaled_dot_product_flash_attention
-    q = inputs.by_sequence(inputs.q[0])
-    k, v = (inputs.dense(pages[0]).repeat_interleave(group, 1) for pages in (inputs.k, inputs.v))
-    out, lse = flash(q, k, v, 0.0, is_causal, False, scale=inputs.heads.scale)[:2]
-    return out, lse
-
-
 def main(given: list[str] | None = None) -> None:
     device: Row = {"choices": ["cuda", "cpu"], "default": "cuda"}
     options = arguments(__doc__, given, parts=PARTS, variants=NAMES, seconds=230.0, seed=0, tiny=False, device=device)
     on_gpu = options.device == "cuda"
-    setting = Setting(TINY if options.tiny else FULL, options.device, torch.bfloat16 if on_gpu else torch.float32)
-    with tempfile.TemporaryDirectory() as caches:
-        for name in ("PREFIXKIT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            os.environ[name] = os.path.join(caches, name.lower())
-        run = Run(options, options.device)
-        run.result["seed"] = options.seed
-        torch.manual_seed(options.seed)
-        if not flash_backend():
-            run.result["flex_flash"] = "flash_attn.cute, FlexAttention's FLASH backend, is not installed"
-            print(run.result["flex_flash"], flush=True)
-        parts = {"plain": plain, "trees": trees, "errors": errors}
-        with torch.no_grad():
-            for part in options.parts:
-                parts[part](run, setting, options.variants)
-        run.finish("machine", "seconds")
+    sizes, dtype = TINY if options.tiny else FULL, torch.bfloat16 if on_gpu else torch.float32
+    setting = Setting(sizes, options.device, dtype, absent())
+    caches = ("PREFIXKIT_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as fresh:
+        folders = {name: os.path.join(fresh, name.lower()) for name in caches}
+        with patch.dict(os.environ, folders), torch.no_grad():
+            measure_all(options, setting)
+
+
+def measure_all(options: argparse.Namespace, setting: Setting) -> None:
+    """Every part that the options name."""
+    run = Run(options, options.device)
+    run.result |= {"seed": options.seed, "absent": setting.absent}
+    torch.manual_seed(options.seed)
+    parts = {"plain": plain, "trees": trees, "errors": errors}
+    for part in options.parts:
+        parts[part](run, setting, options.variants)
+    run.finish("machine", "absent", "seconds")
 
 
 if __name__ == "__main__":

@@ -172,7 +172,9 @@ def mods_of(numbers: Numbers, heads: int, positions: int, device: torch.device |
     }
 
 
-def visible_blocks(mask: MaskMod, queries: int, first_query: int, keys: int, block: tuple[int, int], device: str) -> float:
+def visible_blocks(
+    mask: MaskMod, queries: int, first_query: int, keys: int, block: tuple[int, int], device: str
+) -> float:
     """The share of blocks ``(queries, keys)`` of which a mask shows anything."""
     q = torch.arange(-(-queries // block[0]) * block[0], device=device).clamp(max=queries - 1) + first_query
     kv = torch.arange(-(-keys // block[1]) * block[1], device=device).clamp(max=keys - 1)

@@ -142,14 +142,17 @@ class Ours:
         """Make the plan what it is for this variant's mask."""
         self.plan = plan_tensors(self)
 
-    def classes(self) -> Tensor | None:
-        """Classes of the plan's blocks of KV; None where this version of prefixkit has none, or they say nothing."""
-        if not self.variant.mask_mods or not hasattr(torch.ops.prefixkit, "classify_blocks"):
-            return None
-        heads = self.inputs.heads
+    def first(self) -> tuple[Tensor, Tensor]:
+        """The first call of a variant over a step, with the classes that it needs."""
+        self.classify()
+        return self.attend(0)
+
+    def classes(self) -> Tensor:
+        """Classes of the plan's blocks of KV; without elements where there are none."""
+        heads, page_size = self.inputs.heads, self.inputs.snapshot.page_size
         sizes = [heads.query, heads.kv, heads.dim, heads.dim]
-        found = torch.ops.prefixkit.classify_blocks(self.step.positions, self.step.plan, sizes, self.key)
-        return found if found.numel() else None
+        classify: Callable[..., Tensor] = torch.ops.prefixkit.classify_blocks
+        return classify(self.step.positions, self.step.plan, sizes, page_size, self.key)
 
     def attend(self, index: int) -> tuple[Tensor, Tensor]:
         """``out [rows, heads, dim]`` and ``lse [rows, heads]`` of an input set."""
@@ -167,7 +170,7 @@ class Ours:
 def plan_tensors(ours: Ours) -> list[Tensor]:
     """What the op takes as ``plan``: the step's plan, numbers of sequences, and classes where there are any."""
     plan, classes = ours.step.plan, ours.classes()
-    if classes is None:
+    if not classes.numel():
         return plan
     sequences = plan[PLAN_TENSORS:] or [torch.empty(0, dtype=torch.int64, device=classes.device)]
     return [*plan[:PLAN_TENSORS], *sequences, classes]
@@ -235,20 +238,23 @@ class Flex:
         return out, found if isinstance(found, Tensor) else found.lse
 
 
-def flash_backend() -> bool:
-    """Whether FlexAttention's FLASH backend is installed."""
+def absent() -> dict[str, str]:
+    """Which contenders are not installed here, and what they need."""
+    needed = {"flex_flash": "flash_attn.cute", "flashinfer": "flashinfer"}
+    return {who: f"{module} is not installed" for who, module in needed.items() if not _installed(module)}
+
+
+def _installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package that it would be in
         return False
 
 
 def flashinfer(inputs: Inputs, name: str, numbers: Numbers) -> Attend:
     """FlashInfer's paged attention under the variants that it has as options; Unfit for others."""
-    try:
-        import flashinfer as library  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise Unfit("flashinfer is not installed") from error
+    import flashinfer as rival  # type: ignore[import-not-found]
+
     windowed, capped = {"window_left": numbers.window - 1}, {"logits_soft_cap": numbers.cap}
     known: dict[str, dict[str, Any]] = {"causal": {}, "window": windowed, "soft-cap": capped}
     known |= {"soft-cap + window": {**windowed, **capped}, "alibi": {"pos_encoding_mode": "ALIBI"}}
@@ -256,7 +262,7 @@ def flashinfer(inputs: Inputs, name: str, numbers: Numbers) -> Attend:
         raise Unfit("it has no option for this variant")
     plain, heads, device = inputs.plain, inputs.heads, inputs.device
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(torch.empty(512 << 20, dtype=torch.uint8, device=device), "HND")
+    wrapper = rival.BatchPrefillWithPagedKVCacheWrapper(torch.empty(512 << 20, dtype=torch.uint8, device=device), "HND")
     pages = plain.length // PAGE
     wrapper.plan(
         torch.arange(plain.count + 1, **ints) * plain.queries,
