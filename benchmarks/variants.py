@@ -1,6 +1,6 @@
 """Variants of attention on one GPU, beside causal attention, compiled FlexAttention and a float64 reference.
 
-    python -m benchmarks.variants [--parts plain,trees,errors] [--variants NAMES] [--seconds 230] [--out FILE]
+    python -m benchmarks.variants [--parts plain,trees,errors] [--variants NAMES] [--seconds 220] [--out FILE]
     python -m benchmarks.variants --tiny --device cpu       all of it in seconds, for its own sake; times mean nothing
 
 bfloat16, 32 query heads over 8 KV heads of size 128, pages of 16 tokens.  Microseconds of captured graphs over input
@@ -272,12 +272,15 @@ def measure(run: Run, bench: Bench, workload: str, names: list[str]) -> None:
 
 def line(row: Row) -> str:
     """A row in a line of text."""
-    text = f"{row['workload']:22s} {row['variant']:18s} "
+    text = f"{row['workload']}, {row['variant']}: "
     if "skipped" in row:
-        return text + row["skipped"]
-    shown = ("over_base", "over_flex", "over_blocks", "kv_tokens", "classify_us", "difference")
-    cells = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
-    return text + f"{row['us']} {', '.join(cells)}, first {row['first_use_s']} s, compiled {row['compilations']}"
+        return text + str(row["skipped"])
+    named = ("over_base", "over_flex", "over_blocks", "kv_tokens", "classify_us", "difference")
+    cells = [f"{name} {row[name]}" for name in named if row.get(name) is not None]
+    counts = ", ".join(f"{who} {count}" for who, count in row["compilations"].items() if count)
+    times = ", ".join(f"{who} {us}" for who, us in row["us"].items())
+    first = ", ".join(f"{who} {seconds}" for who, seconds in row["first_use_s"].items() if seconds > 0.1)
+    return text + f"{times} us; {', '.join(cells)}; first use s: {first or '0'}; compiled: {counts or '0'}"
 
 
 def plain(run: Run, setting: Setting, names: list[str]) -> None:
@@ -321,7 +324,7 @@ def errors(run: Run, setting: Setting, names: list[str]) -> None:
 
 def main(given: list[str] | None = None) -> None:
     device: Row = {"choices": ["cuda", "cpu"], "default": "cuda"}
-    options = arguments(__doc__, given, parts=PARTS, variants=NAMES, seconds=230.0, seed=0, tiny=False, device=device)
+    options = arguments(__doc__, given, parts=PARTS, variants=NAMES, seconds=220.0, seed=0, tiny=False, device=device)
     on_gpu = options.device == "cuda"
     sizes, dtype = TINY if options.tiny else FULL, torch.bfloat16 if on_gpu else torch.float32
     setting = Setting(sizes, options.device, dtype, absent())
