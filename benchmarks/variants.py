@@ -49,20 +49,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.runner import OUT_OF_TIME, Replay, Row, Run, arguments, clocks, failure, free_memory, in_turns
+from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, clocks, failure, free_memory, in_turns
 from benchmarks.tree_attention.rivals import Unfit
 from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Mods, Numbers, causal, mods_of, visible_blocks
 from benchmarks.tree_attention.variant_errors import error_row
 from benchmarks.tree_attention.variant_inputs import (
     Attend,
+    Clock,
     Flex,
     Heads,
+    HostClock,
     Inputs,
     Ours,
     Plain,
     absent,
     compiled_kernels,
     flashinfer,
+    flex_anew,
     flex_graphs,
     make,
     wait,
@@ -126,16 +129,7 @@ class Setting:
         return make(tree, self.sizes.heads, self.dtype, self.device, plain)
 
     def clock(self, attend: Attend, sets: int) -> Callable[[], float]:
-        """Microseconds of a call, each time it is asked; a GPU's from a graph that is captured now."""
-        if self.device == "cuda":
-            return partial(Replay(attend, sets).us, 3)
-
-        def once() -> float:
-            began = time.perf_counter()
-            attend(0)
-            return (time.perf_counter() - began) * 1e6
-
-        return once
+        return Clock(attend, sets) if self.device == "cuda" else HostClock(attend)
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Of one call, the device's part included, and what it returned."""
@@ -187,6 +181,7 @@ class Bench:
         """Add the others that run here to ``contenders``, and what is known of them to ``row`` and ``counts``."""
         inputs, mods = self.inputs, self.mods[name]
         expected = inputs.by_sequence(out).float()
+        flex_anew()
         for who, backend in (("flex", None), ("flex_flash", "FLASH")):
             if who in self.setting.absent:
                 continue
@@ -221,8 +216,10 @@ class Bench:
         assert self.inputs.plain is not None, "it is a plain batch"
         flex.attend(0, self.inputs.plain.count - 1)
         counts["flex, new shape"], before = flex_graphs() - before, flex_graphs()
+        kept = flex.score_mod, flex.block_mask  # a graph that was captured reads the mask
         flex.use(self.other[name])
         flex.attend(0)
+        flex.score_mod, flex.block_mask = kept
         return counts | {"flex, new numbers": flex_graphs() - before}
 
     def _new_numbers(self, name: str) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.runner import Row, failure
 from benchmarks.tree_attention.variant_cases import Mods
-from benchmarks.tree_attention.variant_inputs import Flex, Inputs, Ours
+from benchmarks.tree_attention.variant_inputs import Flex, Inputs, Ours, flex_anew
 from prefixkit.attention.reference import reference_attention
 
 
@@ -42,6 +42,7 @@ def error_row(name: str, mods: Mods, inputs: Inputs) -> Row:
 
 
 def _flex(inputs: Inputs, mods: Mods) -> tuple[Tensor, Tensor]:
+    flex_anew()
     flex = Flex(inputs)
     flex.use(mods)
     return flex.attend_with_lse()

@@ -6,7 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from benchmarks.runner import input_sets
+from benchmarks.runner import Replay, input_sets, wall_seconds
 from benchmarks.tree_attention.rivals import Unfit
 from benchmarks.tree_attention.variant_cases import Mods, Numbers
 from prefixkit.attention.queries import Queries, StepTree
@@ -188,13 +188,17 @@ def flex_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def flex_anew() -> None:
+    """Let FlexAttention compile as in a new process: it gives up on the ninth graph of a function."""
+    torch._dynamo.reset()
+
+
 class Flex:
     """FlexAttention over a plain batch; compiled on a GPU, each shape and each number that it captures by itself."""
 
     def __init__(self, inputs: Inputs, backend: str | None = None) -> None:
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch._dynamo.reset()  # it gives up on the ninth graph of a function
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         self._attend: Callable[..., Any] = compiled if inputs.device.type == "cuda" else flex_attention
         self._q = [inputs.by_sequence(q) for q in inputs.q]
@@ -280,3 +284,26 @@ def flashinfer(inputs: Inputs, name: str, numbers: Numbers) -> Attend:
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Clock:
+    """Microseconds of a call on a GPU, each time it is asked, from a graph that is captured when it is made.
+
+    It holds on to ``attend``, and so to all that the graph reads.
+    """
+
+    def __init__(self, attend: Attend, sets: int) -> None:
+        self.attend, self._replay = attend, Replay(attend, sets)
+
+    def __call__(self) -> float:
+        return self._replay.us(3)
+
+
+@dataclass(frozen=True)
+class HostClock:
+    """Microseconds of a call on a CPU."""
+
+    attend: Attend
+
+    def __call__(self) -> float:
+        return wall_seconds(partial(self.attend, 0))[0] * 1e6
