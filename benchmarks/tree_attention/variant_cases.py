@@ -34,22 +34,28 @@ class Numbers:
 # Other values of the same functions: kernels must not be compiled for them.
 OTHER = Numbers(window=1000, prefix=700, cap=20.0, steepest=0.5, documents=11, natten=(11, 31))
 # The eight of the paper: the seven that it evaluates (section 6.1), and neighborhood attention (appendix A.1).
-PAPER = ("noop", "causal", "alibi", "window", "prefix-lm", "soft-cap", "document", "natten 13")
+PAPER = (
+    *("noop", "causal", "alibi", "window", "prefix-lm", "soft-cap", "document", "natten 13"),
+    *("soft-cap, approximate", "sigmoid, approximate"),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """Functions of one variant; ``base`` names the variant whose time a variant's is held against."""
+    """Functions of one variant; ``base`` names the variant whose time a variant's is held against; ``approximate``: by
+    the hardware's tanh.
+    """
 
     score: ScoreMod | None = None
     mask: MaskMod | None = None
     base: str = "causal"
+    approximate: bool = False
 
     def variant(self, name: str) -> Variant:
         """As prefixkit takes it."""
         if self.score is None and self.mask is None:
             return CAUSAL
-        return variant(self.score, self.mask, name=name)
+        return variant(self.score, self.mask, name=name, approximate=self.approximate)
 
     def at(self, first_query: int) -> tuple[ScoreMod | None, MaskMod]:
         """As FlexAttention takes it, whose queries are numbered from 0 where theirs begin at ``first_query``."""
@@ -167,6 +173,8 @@ def mods_of(numbers: Numbers, heads: int, positions: int, device: torch.device |
         "alibi": Mods(alibi(slopes)),
         "soft-cap": Mods(capped),
         "sigmoid": Mods(sigmoid(numbers.cap)),
+        "soft-cap, approximate": Mods(capped, approximate=True),
+        "sigmoid, approximate": Mods(sigmoid(numbers.cap), approximate=True),
         "soft-cap + window": Mods(capped, windowed),
         **{name: Mods(mask=mask, base="noop") for name, mask in neighbors.items()},
     }

@@ -71,6 +71,7 @@ class Variant:
             :class:`Visible`), so that no KV outside is read; the masks hide the rest.  None where that is not known.
         has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
         looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, causality holds besides them.
+        approximate: Whether kernels take the hardware's tanh, also for sigmoid.
         serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
     """
 
@@ -81,6 +82,7 @@ class Variant:
     chunk: int | None = None
     has_sinks: bool = False
     looks_ahead: bool = False
+    approximate: bool = False
     serials: tuple[int, ...] = ()
 
     @property
@@ -135,7 +137,8 @@ class Variant:
     def content(self) -> str:
         """A digest of all that it does, the numbers in captured tensors included, equal in every process."""
         parts = [_content(mod) for mod in self.mods]
-        return fingerprint(parts, len(self.score_mods), self.window, self.chunk, self.has_sinks, self.looks_ahead)
+        flags = self.has_sinks, self.looks_ahead, self.approximate
+        return fingerprint(parts, len(self.score_mods), self.window, self.chunk, *flags)
 
 
 def _version(tensor: Tensor) -> int:
@@ -162,6 +165,7 @@ def variant(
     *,
     name: str | None = None,
     traced: bool = True,
+    approximate: bool = False,
 ) -> Variant:
     """A variant from functions as FlexAttention takes them.
 
@@ -172,6 +176,9 @@ def variant(
         name: For logs and errors; the functions' names if None.
         traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
             not know.  No KV is skipped because their masks hide it.
+
+        approximate: True lets our kernels take the hardware's tanh for tanh and sigmoid, which errs by up to 2^-11 of
+            its value and takes one instruction; a CPU, and plain torch, compute them as ever.
 
     Captured tensors are read where they lie and when attention runs; numbers that are captured are those of now.
 
@@ -197,6 +204,7 @@ def variant(
         window=None if bounds is None else bounds.window,
         chunk=None if bounds is None else bounds.chunk,
         looks_ahead=mask_mod is not None and (bounds is None or not bounds.causal),
+        approximate=approximate,
         serials=(next(_serials),) if made.captured or not traced else (),
     )
 
@@ -243,6 +251,7 @@ def compose(*variants: Variant) -> Variant:
         chunk=min((part.chunk for part in parts if part.chunk is not None), default=None),
         has_sinks=any(part.has_sinks for part in parts),
         looks_ahead=any(part.looks_ahead for part in parts),
+        approximate=any(part.approximate for part in parts),
         serials=tuple(serial for part in parts for serial in part.serials),
     )
 
@@ -261,8 +270,9 @@ def register(variant: Variant) -> str:
         (mod.expression.code, mod.expression.scalars) if mod.expression is not None else mod.function
         for mod in variant.mods
     ]
-    kind = len(variant.score_mods), variant.window, variant.chunk, variant.has_sinks, variant.looks_ahead
-    key = f"{variant.name}#{fingerprint(numbers, kind, variant.serials)}"
+    flags = variant.has_sinks, variant.looks_ahead, variant.approximate
+    kind = len(variant.score_mods), variant.window, variant.chunk
+    key = f"{variant.name}#{fingerprint(numbers, kind, flags, variant.serials)}"
     if variant.serials:
         _capturing[key] = variant
     else:

@@ -77,6 +77,9 @@ def header(variant: Variant) -> str | None:
     scores = [_function(f"score{i}", "float", mod, words) for i, mod in enumerate(variant.score_mods)]
     masks = [_function(f"mask{i}", "bool", mod, words) for i, mod in enumerate(variant.mask_mods)]
     given = ", ".join(("score", *ARGUMENTS[1:], "words"))
+    if variant.approximate:
+        scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
+        scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
     changed = "".join(f"        score = score{i}({given});\n" for i in range(len(scores)))
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
 

@@ -11,44 +11,55 @@ namespace prefixkit {
 // The token of a thread's score number i, counted from its first.
 DEVICE constexpr int token_of(int i) { return 8 * (i / 4) + (i & 1); }
 
-// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
-// outputs.
-template <class State> DEVICE bool exponentials(
-    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, State& w, float (&shrink)[2]) {
-    const int column = 2 * (threadIdx.x & 3);
-    if (Variant::HAS_SCORE || (c.flags & COMPARE)) {
-        int sequence[2], head[2], q_position[2];
+// What a variant knows of a thread's two rows.
+struct ScoredRows {
+    int sequence[2], head[2], position[2];
+
+    DEVICE ScoredRows(const Attention& a, const TileItem& item, int row0) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const TileRow row(a, item.head, min(row0 + 8 * i, item.rows - 1));
             head[i] = row.head, sequence[i] = sequence_of(a, item.q_begin + row.query);
-            q_position[i] =
-                Variant::HAS_SCORE || (c.flags & (CAUSAL | MASKED)) ? int(a.q_positions[item.q_begin + row.query]) : 0;
+            position[i] = int(a.q_positions[item.q_begin + row.query]);
         }
+    }
+    // The score of a row, natural, from q . k.
+    DEVICE float changed(const Attention& a, float dot, int row, int kv_position) const {
+        return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_position, a.words);
+    }
+    DEVICE bool shown(const Attention& a, int row, int kv_position) const {
+        return Variant::mask(sequence[row], head[row], position[row], kv_position, a.words);
+    }
+};
+
+// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
+// outputs.
+template <class State> DEVICE bool exponentials(
+    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, State& w, float (&shrink)[2]) {
+    const int column = 2 * (threadIdx.x & 3), position = c.position + column;
+    if constexpr (Variant::HAS_SCORE) {
+        const ScoredRows rows(a, item, row0);
 #pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i) {
-            const int row = i >> 1 & 1, position = c.position + column + token_of(i);
-            w.s[i] = exponent(w.s[i], a.scale, a.scale_log2, sequence[row], head[row], q_position[row], position, a.words);
-        }
-        if (c.flags & COMPARE) {
-            int end[2];  // of the tokens that each row sees, counted from this thread's first
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                end[i] = (c.flags & CAUSAL ? min(c.high, q_position[i] - c.position + 1) : c.high) - column;
-#pragma unroll
-            for (int i = 0; i < KV_TILE / 2; ++i)
-                if (token_of(i) < c.low - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
-        }
-        if (Variant::HAS_MASK && (c.flags & MASKED)) {
-#pragma unroll
-            for (int i = 0; i < KV_TILE / 2; ++i) {
-                const int row = i >> 1 & 1, position = c.position + column + token_of(i);
-                if (!Variant::mask(sequence[row], head[row], q_position[row], position, a.words)) w.s[i] = MINUS_INFINITY;
-            }
-        }
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            w.s[i] = rows.changed(a, w.s[i], i >> 1 & 1, position + token_of(i)) * LOG2E;
     } else {
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;
+    }
+    if (c.flags & COMPARE) {
+        const ScoredRows rows(a, item, row0);
+        int end[2];  // of the tokens that each row sees, counted from this thread's first
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            end[i] = (c.flags & CAUSAL ? min(c.high, rows.position[i] - c.position + 1) : c.high) - column;
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            if (token_of(i) < c.low - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
+        if (Variant::HAS_MASK && (c.flags & MASKED)) {
+#pragma unroll
+            for (int i = 0; i < KV_TILE / 2; ++i)
+                if (!rows.shown(a, i >> 1 & 1, position + token_of(i))) w.s[i] = MINUS_INFINITY;
+        }
     }
     float top[2] = {w.s[0], w.s[2]};
 #pragma unroll

@@ -44,11 +44,21 @@ DEVICE void write_ones(u32 at) {
 
 // The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an
 // exponential was too large: then the scores are lost, and nothing else has changed.
-DEVICE bool exponentials_at_once(const Attention& a, TileState& w) {
+DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
+                                 TileState& w) {
     float sum[2] = {};
+    if constexpr (Variant::HAS_SCORE) {
+        const ScoredRows rows(a, read_item(s, place), first_row(half));
+        const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
 #pragma unroll
-    for (int i = 0; i < KV_TILE / 2; ++i)
-        w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]), sum[i >> 1 & 1] += w.s[i];
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            w.s[i] = exp2_fast(rows.changed(a, w.s[i], i >> 1 & 1, position + token_of(i)) * LOG2E - w.base[i >> 1 & 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i) sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
@@ -143,8 +153,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = Variant::HAS_SCORE || (flags & COMPARE);
-        if (!compare && exponentials_at_once(a, w)) {
+        const bool compare = flags & COMPARE;
+        if (!compare && exponentials_at_once(a, s, at, place, half, w)) {
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
