@@ -115,13 +115,14 @@ class KVStore:
         self.cache.record_hit(sequence)
         return sequence
 
-    def check_spans(self, texts: Iterable[tuple[str, int]], chunk: int) -> None:
+    def check_spans(self, texts: Ordered[tuple[str, int]], chunk: int) -> None:
         """Raise SpanTooLong where a step of ``chunk`` tokens cannot compute a span of a text as a whole.
 
         ``texts``: the name and the length of each.
         """
         if (spelling := self.tree.spelling) is None:
             return
+        spelling.longest(max((length for _, length in texts), default=0))  # what it sees is known of all shorter ones
         for what, length in texts:
             if (longest := spelling.longest(length)) > chunk:
                 raise SpanTooLong(

@@ -69,6 +69,11 @@ def patch(
     the layer would have given to the softmax.  The layers' own positions (rotary embedding) stay.  Without a tree, as
     in training or in a plain call, such a layer refuses to run, for that would leave its variant out.
 
+    Under a variant whose mask shows later tokens, prompts see them as far as it says, and what a model generates, or
+    what is scored, is seen by no token before it.  Tokens that see one another are computed in one step, which is an
+    error where ``prefill_chunk`` is less, and their KV is shared by texts that are equal to the last of them.  A
+    layer's own window or chunk then hides what is before a token.
+
     KV of other variants is never used: patching with another one invalidates what sessions, ``generate`` and pins hold,
     and files of prefixes name theirs.  Tensors and numbers that the variant's functions capture count as weights do: a
     call notices that they have changed in place (``compare_weights``), and computes KV anew.

@@ -65,6 +65,33 @@ def test_long_texts_are_looked_at_block_by_block():
     assert spans_of(mask, length=2600) == want
 
 
+def test_shorter_and_longer_texts_are_what_they_would_be_alone():
+    """In any order: of masks with gaps too."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    seen = torch.from_numpy(rng.random((60, 60)) < 0.02)
+
+    def mask(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) | seen[q_idx, kv_idx]
+
+    spans = Spans([looks_ahead(mask), looks_ahead(prefix(7))])
+    for length in rng.permutation(np.arange(2, 61)).tolist():
+        reach = [max([q, *(kv for kv in range(q + 1, length) if seen[q, kv] or kv < 7)]) for q in range(length)]
+        assert spans(length).tolist() == closed(reach)
+
+
+def closed(reach):
+    """The spans of what each token sees last, one after another."""
+    found, begin, last = [], 0, -1
+    for q, furthest in enumerate(reach):
+        last = max(last, furthest)
+        if last == q:
+            found += [[begin, q + 1]] * (q > begin)
+            begin = q + 1
+    return found
+
+
 def test_what_was_found_is_forgotten_once_the_mask_has_changed():
     end = torch.tensor(4)
     spans = Spans([looks_ahead(lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx < end))])
