@@ -6,8 +6,9 @@ import torch
 
 from prefixkit.attention.variants import Variant, lookup, register
 from prefixkit.attention.visible import Visible
-from prefixkit.models.layer import Layer, TracedStep, register_variant
+from prefixkit.models.layer import Layer, TracedStep
 from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.layer_scores import register_variant
 from prefixkit.torch_private import mark_dynamic
 
 
