@@ -104,6 +104,11 @@ class StepTree:
         node = self.queries.row_node()
         return self.snapshot.start[node].astype(np.int64) + self.length[node] - 1
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether some row may see tokens after its own without a bound that says how many."""
+        return self.later is None and bool((self.reach > self.positions).any())
+
     @cached_property
     def sequences(self) -> NDArray[np.int64]:
         """``[rows]`` the number of the sequence that each query row belongs to; 0 where sequences have none."""

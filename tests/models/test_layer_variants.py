@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 import prefixkit
 from prefixkit import TreeCache, UnsupportedVariant, patch, patched, unpatch
 from prefixkit.attention.variants import alibi, attention_sinks, compose, sliding_window, soft_cap
-from prefixkit.models import facts_of
+from prefixkit.models import IncompleteStep, facts_of
 from prefixkit.models.layer_variants import LAYER_VARIANT
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.states.hybrids import make_hybrid
@@ -236,6 +236,12 @@ def test_layers_that_cannot_apply_a_variant_are_refused_at_once(tiny):
     if "deepseek_v4" in CONFIG_MAPPING:
         refused(tiny_model(tiny_config("deepseek_v4"), ""), CAP, "an indexer selects|attends to compressed tokens too")
     refused(tiny(), attention_sinks(), "sinks are logits that a layer brings itself")
+
+
+def test_a_step_that_does_not_say_how_far_tokens_see_is_refused(tiny, drive, rng):
+    ahead = prefixkit.variant(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 1)
+    with pytest.raises(IncompleteStep, match="tokens see later ones, and the step does not say how far"):
+        run_on_tree(drive, tiny(), texts_of(rng), ahead)
 
 
 def test_a_model_that_is_split_is_refused(tiny):

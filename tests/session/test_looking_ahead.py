@@ -280,9 +280,14 @@ def test_a_span_longer_than_a_step_is_refused_by_both_numbers(plain: Any, prompt
         prefixkit.generate(model, None, prompts, prefill_chunk=29, **GREEDY)
     with pytest.raises(SpanTooLong, match=message):
         prefixkit.score(model, None, prompts, [[5]], prefill_chunk=29)
-    long = [int(token) for token in np.resize(prompts[0], 1100)]
-    with pytest.raises(SpanTooLong, match="row 0 has a span of 1100 tokens"):
-        patched(plain, NONE).generate(torch.tensor([long]), max_new_tokens=2)
+
+
+def test_the_models_own_generate_has_no_longest_step(plain: Any, rng: np.random.Generator) -> None:
+    long = rng.integers(5, 250, 1100).tolist()
+    how: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    out = patched(plain, NONE).generate(torch.tensor([long]), output_logits=True, return_dict_in_generate=True, **how)
+    want = whole_pass(plain, out.sequences[0].tolist(), NONE, 1100)[1099:-1]
+    assert torch.allclose(torch.cat(out.logits), want, atol=5e-3)
 
 
 def test_a_text_in_a_cache_is_not_extended_where_it_would_be_seen(plain: Any, prompts: list[list[int]]) -> None:

@@ -57,7 +57,6 @@ class RowSteps:
 
     Raises:
         DoesNotFit: the rows take more than their share of the memory that is free; nothing has changed.
-        SpanTooLong: more tokens of a row see one another than a step computes; nothing has changed.
     """
 
     def __init__(
@@ -101,8 +100,9 @@ class RowSteps:
                 self.store.have_slots(states, states)
             except KVBudgetTooSmall as error:  # there is no such budget here
                 raise DoesNotFit(str(error)) from error
-            lengths = [(f"row {row}", len(prompt)) for row, prompt in enumerate(prompts)]
-            self.store.check_spans(lengths if text is None else [], self._chunk)
+            # What sees one another is computed in one step, whatever its length: nobody has set another.
+            if (spelling := self.store.tree.spelling) is not None:
+                self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
         except BaseException:
             self._stores.return_(self.store, self._rests)
