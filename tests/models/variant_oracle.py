@@ -22,7 +22,7 @@ _VARIANT, _TEXT = "_test_variant", "_test_text"
 def whole_pass(
     model: nn.Module, tokens: Sequence[int], variant: Variant | Mapping[int, Variant], text: int | None = None
 ) -> Tensor:
-    """``[len(tokens), vocab]`` float32 logits; the variant of all layers, or of each by its number.
+    """``[len(tokens), vocab]`` logits, float32 at least; the variant of all layers, or of each by its number.
 
     Where it looks ahead, the first ``text`` tokens see one another as its mask says, those after them none later.
     """
@@ -36,8 +36,8 @@ def whole_pass(
             module.__dict__[_VARIANT] = own
             module.__dict__[_TEXT] = len(tokens) if text is None else text
     with torch.no_grad():
-        logits: Tensor = other(torch.tensor([list(tokens)])).logits[0]
-    return logits.float()
+        logits: Tensor = other(torch.tensor([list(tokens)], device=other.device)).logits[0]
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def with_additive_mask(model: nn.Module, tokens: Sequence[int], bias: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -67,8 +67,8 @@ def _attention(
     """As transformers' eager functions: the layer's own cap and mask, the variant, the sinks."""
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-    at, heads = torch.arange(key.shape[2]), torch.arange(query.shape[1])[:, None, None]
-    places = torch.tensor(0), heads, at[:, None], at[None]
+    at, heads = (torch.arange(of.shape[2 - dim], device=key.device) for of, dim in ((key, 0), (query, 1)))
+    places = torch.zeros_like(at[0]), heads[:, None, None], at[:, None], at[None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     variant: Variant | None = module.__dict__.get(_VARIANT)
@@ -78,7 +78,7 @@ def _attention(
     if variant is not None and variant.looks_ahead:
         visible = visible | (~earlier & (at[None] < module.__dict__[_TEXT]) & (at[:, None] < module.__dict__[_TEXT]))
     for mod in () if variant is None else variant.score_mods:
-        scores = mod.function(scores, *places).float()
+        scores = mod.function(scores, *places).to(scores.dtype)
     for mod in () if variant is None else variant.mask_mods:
         visible = visible & mod.function(*places)
     scores = scores.masked_fill(~visible, -torch.inf)

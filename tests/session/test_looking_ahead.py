@@ -270,6 +270,33 @@ def test_a_mask_that_changes_in_place_has_other_spans(plain: Any, prompts: list[
             check(plain, prompts, session.generate(prompts, **GREEDY), variant)
 
 
+@pytest.mark.parametrize("attempt", range(6))
+def test_random_calls_of_a_session(attempt: int, plain: Any, rng: np.random.Generator) -> None:
+    """Prompts that share heads, and go on from samples, in a small pool: sampled and scored in any order."""
+    bounds = sorted(rng.choice(70, 4, replace=False).tolist())
+    variant = [prefix_lm(int(rng.integers(2, 60))), images(tuple(bounds[:2]), tuple(bounds[2:])), NONE][attempt % 3]
+    heads = [rng.integers(5, 250, 70).tolist() for _ in range(2)]
+    prompts = [
+        [
+            *heads[int(rng.integers(2))][: int(rng.integers(1, 70))],
+            *rng.integers(5, 250, int(rng.integers(1, 12))).tolist(),
+        ]
+        for _ in range(5)
+    ]
+    policy = MemoryPolicy(headroom=int(rng.integers(1, 8)), preemption=["swap", "recompute"][attempt % 2])
+    sizes: dict[str, Any] = {"page_size": int(rng.choice([1, 3, 16])), "prefill_chunk": int(rng.integers(82, 120))}
+    with Session(patched(plain, variant), kv_budget=f"{rng.integers(80, 200)}KiB", memory=policy, **sizes) as session:
+        for _ in range(3):
+            chosen = [prompts[i] for i in rng.integers(0, len(prompts), 3)]
+            samples = session.generate(chosen, n=3, seed=attempt, max_new_tokens=12, stop_token_ids=())
+            check(plain, chosen, samples, variant)
+            prompts.append([*chosen[0], *samples[0].tokens][:80])
+            tokens = rng.integers(5, 250, 4).tolist()
+            for prompt, (score,) in zip(chosen, session.score(chosen, [tokens]), strict=True):
+                want = logprobs(plain, prompt, tokens, variant)
+                assert torch.allclose(torch.tensor(score.logprobs), want, atol=2e-4)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

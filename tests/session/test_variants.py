@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,26 @@ def test_a_number_that_an_untraced_function_captures_may_change(plain: Any, prom
         check(plain, prompts, session.generate(prompts, **GREEDY), variant)
         factor = 2.0
         check(plain, prompts, session.generate(prompts, **GREEDY), variant)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_a_variant_captures_is_freed_with_the_patch(
+    ahead: bool, traced: bool, plain: Any, prompts: list[list[int]]
+) -> None:
+    model, bias = copy.deepcopy(plain), torch.randn(4, 8)
+    variant = biased(bias, traced)
+    if ahead:
+        variant = compose(variant, prefixkit.variant(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + 1))
+    known = weakref.ref(bias)
+    with Session(prefixkit.patch(model, variant=variant)) as session:
+        session.generate(prompts, **GREEDY)
+    prefixkit.generate(model, None, prompts, **GREEDY)
+    model.generate(torch.tensor(prompts[:1]), max_new_tokens=2)
+    prefixkit.unpatch(model)
+    del variant, bias, session
+    gc.collect()
+    assert known() is None
 
 
 def test_a_cache_goes_on_with_its_own_variant_only(model: Any, prompts: list[list[int]]) -> None:
