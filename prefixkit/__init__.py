@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
     from prefixkit.kv.kv_pool import KVPool as KVPool
     from prefixkit.kv.prefixes.file import PrefixFileError as PrefixFileError
+    from prefixkit.kv.store import SpanTooLong as SpanTooLong
     from prefixkit.models.generate.tree_cache import TreeCache as TreeCache
     from prefixkit.models.model_errors import UnsupportedModel as UnsupportedModel
+    from prefixkit.models.model_errors import UnsupportedVariant as UnsupportedVariant
     from prefixkit.models.patch import patch as patch
     from prefixkit.models.patch import patched as patched
     from prefixkit.models.patch import unpatch as unpatch
@@ -66,6 +68,7 @@ _NAMES = {
     "prefixkit.attention.variants": ("CAUSAL", "Variant", "compose", "variant"),
     "prefixkit.engine.policy": ("MemoryPolicy",),
     "prefixkit.kv.prefixes.file": ("PrefixFileError",),
+    "prefixkit.kv.store": ("SpanTooLong",),
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
     "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge"),
@@ -77,7 +80,7 @@ _NAMES = {
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
     "prefixkit.kv.kv_pool": ("KVPool",),
     "prefixkit.engine.scoring.score": ("Score",),
-    "prefixkit.models": ("TreeCache", "UnsupportedModel", "patch", "patched", "unpatch"),
+    "prefixkit.models": ("TreeCache", "UnsupportedModel", "UnsupportedVariant", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
     "prefixkit.session.search": ("ForeignNode", "NodeFinished", "NodeReleased", "SearchNode"),
     "prefixkit.session.session": ("Session",),

@@ -27,7 +27,9 @@ class MaskKind(IntEnum):
     """What the queries of a BSR row see of its KV list, its segments laid end to end."""
 
     ALL = 0  # every token
-    OWN = 1  # tokens at the query's own position or before: the list ends with the queries' node
+    # Tokens at the query's own position or before, or up to its reach where a variant looks ahead: the list ends with
+    # the queries' node.
+    OWN = 1
     LIMIT = 2  # as many of the first tokens as the row's limit for the query says
 
 

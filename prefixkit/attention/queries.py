@@ -49,10 +49,17 @@ class Queries:
 
 @dataclass(frozen=True, eq=False)
 class StepTree:
-    """A tree and the query rows of one step over it: what a plan is made for."""
+    """A tree and the query rows of one step over it: what a plan is made for.
+
+    Attributes:
+        snapshot, queries: These.
+        later: ``[rows]`` how many tokens of its node after its own each row may see, under variants that look ahead;
+            None: all that have KV.
+    """
 
     snapshot: TreeSnapshot
     queries: Queries
+    later: Ints | None = None
 
     @cached_property
     def own_rows(self) -> Ints:
@@ -88,6 +95,19 @@ class StepTree:
     def positions(self) -> NDArray[np.int64]:
         """``[rows]`` the position of each query row in its sequence."""
         return self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
+
+    @cached_property
+    def reach(self) -> NDArray[np.int64]:
+        """``[rows]`` the last position that each query row may see under a variant that looks ahead."""
+        if self.later is not None:
+            return self.positions + self.later
+        node = self.queries.row_node()
+        return self.snapshot.start[node].astype(np.int64) + self.length[node] - 1
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether some row may see tokens after its own without a bound that says how many."""
+        return self.later is None and bool((self.reach > self.positions).any())
 
     @cached_property
     def sequences(self) -> NDArray[np.int64]:

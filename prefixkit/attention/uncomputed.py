@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import lowest_positions
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
 from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.tree.spelling import Spelling
 
 # Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
@@ -22,8 +24,13 @@ def prefill_chunk_for(device: torch.device) -> int:
     return _GPU_CHUNK if device.type == "cuda" else _CPU_CHUNK
 
 
-def tokens_of(queries: Queries, nodes: Sequence[Node]) -> NDArray[np.int32]:
-    """``[rows]`` token ids of query rows, given the tree's nodes in the snapshot's order."""
+def tokens_of(queries: Queries, nodes: Sequence[Node], spelling: Spelling | None = None) -> NDArray[np.int32]:
+    """``[rows]`` token ids of query rows, given the tree's nodes in the snapshot's order, and how it holds texts."""
+    keys = _keys_of(queries, nodes)
+    return keys if spelling is None else spelling.tokens(keys)
+
+
+def _keys_of(queries: Queries, nodes: Sequence[Node]) -> NDArray[np.int32]:
     runs = zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True)
     return np.concatenate([nodes[node].tokens[begin:end] for node, begin, end in runs])
 
@@ -35,6 +42,7 @@ def choose_queries(
     prefill_budget: int,
     wanted_from: Collection[int] | None = None,
     states: Sequence[Node] | None = None,
+    texts: tuple[Spelling, Sequence[Node]] | None = None,
 ) -> StepTree | None:
     """Pick the uncomputed tokens of one step.
 
@@ -48,6 +56,8 @@ def choose_queries(
         wanted_from: Of each of these, the first such token; None: the last token of the node.
         states: The tree's nodes, where layers keep a state: tokens between the last state and the first token run once
             more, outside the budget.
+        texts: Where tokens see later ones, how the tree holds texts, and its nodes: what is uncomputed of a span runs
+            as a whole, also where it alone is more than the budget.
 
     Returns:
         The tree with these queries, or None where nothing needs to run.
@@ -66,8 +76,14 @@ def choose_queries(
     # uncomputed ancestors: prompts are computed before their samples start.
     spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
     take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
+    if texts is not None:
+        cut = (first + take > snapshot.computed[nodes]) & (take < want)
+        take = _whole_spans(*texts, nodes, first, take, cut)
     runs = np.flatnonzero(take)
     queries = Queries(nodes[runs], first[runs], (first + take)[runs].astype(np.int32))
+    if texts is not None:
+        spelling, every = texts
+        return StepTree(snapshot, queries, spelling.left(_keys_of(queries, every)))
     return StepTree(snapshot, queries if states is None else _from_states(snapshot, queries, states))
 
 
@@ -86,6 +102,23 @@ def path_queries(snapshot: TreeSnapshot, ends: NDArray[np.int64], positions: NDA
     first, length = np.clip(lowest, 0, snapshot.computed[node]), snapshot.length[node]
     runs = first < length
     return Queries(node[runs].astype(np.int32), first[runs].astype(np.int32), length[runs])
+
+
+def _whole_spans(
+    spelling: Spelling, every: Sequence[Node], nodes: Ints, first: Ints, take: Longs, cut: NDArray[np.bool_]
+) -> Longs:
+    """``take``, so that no run that is ``cut`` ends inside of a span that it computes: before it, or where nothing else
+    would run, behind it.
+    """
+    take = take.copy()
+    for run in np.flatnonzero(cut & (take > 0)).tolist():
+        begin, end = int(first[run]), int(first[run] + take[run])
+        key = every[nodes[run]].tokens[end : end + 1]
+        if place := int(spelling.place(key)[0]):
+            take[run] = max(end - place - begin, 0)
+            if not take.any():
+                take[run] = end + int(spelling.left(key)[0]) + 1 - begin
+    return take
 
 
 def _from_states(snapshot: TreeSnapshot, queries: Queries, nodes: Sequence[Node]) -> Queries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,11 @@ class Visible:
         if self.chunk is not None:
             first = np.maximum(first, positions // self.chunk * self.chunk)
         return first
+
+    def within(self, other: Visible) -> Visible:
+        """What is read where another limits it too: never less than both show."""
+        sizes = ([size for size in pair if size] for pair in zip(astuple(self), astuple(other), strict=True))
+        return Visible(*(min(each, default=None) for each in sizes))
 
     def __str__(self) -> str:
         parts = [f"{name} {size}" for name, size in (("window", self.window), ("chunk", self.chunk)) if size]

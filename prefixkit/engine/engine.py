@@ -52,6 +52,8 @@ class Engine:
         """The same, but gives each sample as it finishes."""
         requests = list(requests)
         check_fits(requests, self.store.budget())
+        prompts = [(f"prompt {request.prompt_index}", len(request.tokens)) for request in requests]
+        self.store.check_spans(prompts, self.settings.chunk_for(self.store.pool.spec.device))
         have_states(self.store, requests, min(self.settings.most_running, MOST_RUNNING))
         loop = self.loop(call)
         try:

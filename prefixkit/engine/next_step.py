@@ -93,14 +93,15 @@ def next_step(
         batch = Batch(decode_tree(snapshot, leaves), tokens, Outputs(np.arange(len(rows)), sampling), steps)
         return Scheduled(rows, sampling, batch, nodes=own, pipelined=pipelined, most_steps=most_steps)
     asking = np.array([state.sequence.node.index for state in prompts], dtype=np.int64)
-    step = choose_queries(snapshot, leaves, asking, prefill_chunk, states=None if tree.states is None else nodes)
+    states, texts = None if tree.states is None else nodes, None if tree.spelling is None else (tree.spelling, nodes)
+    step = choose_queries(snapshot, leaves, asking, prefill_chunk, states=states, texts=texts)
     if step is None:
         return None
     queries, row_of = step.queries, step.last_rows()
     running = [nodes[node] for node in queries.node.tolist()]
     computed = np.flatnonzero(row_of[asking] >= 0)
     outputs = Outputs(row_of[leaves], sampling, logits=row_of[asking[computed]])
-    batch = Batch(step, tokens_of(queries, nodes), outputs, steps)
+    batch = Batch(step, tokens_of(queries, nodes, tree.spelling), outputs, steps)
     asked = [prompts[i] for i in computed.tolist()]
     return Scheduled(rows, sampling, batch, nodes=running, prompts=asked, pipelined=pipelined, most_steps=most_steps)
 

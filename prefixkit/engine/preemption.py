@@ -137,7 +137,8 @@ class Preemption:
         """
         store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens
-        own = [np.concatenate((prompt, np.array(tokens[:-1], np.int32))) for tokens in run.token_lists]
+        chosen = [np.array(tokens[:-1], np.int32) for tokens in run.token_lists]
+        own = [tree.keys_of(np.concatenate((prompt, tokens)), len(prompt)) for tokens in chosen]
         if not store.fits(own, lookahead + own_pages):
             return False
         run.resume([tree.insert(tokens) for tokens in own])

@@ -40,11 +40,12 @@ class Budget:
         held = [pin.slots() // self.tree.page_size for pin in self.pins]
         self.pinned_pages = len(np.unique(np.concatenate(held))) if held else 0
         self.pages = self.tree.allocator.num_pages - self.pinned_pages
-        self._tokens = [pin.tokens() for pin in self.pins]
+        self._keys = [pin.keys() for pin in self.pins]
 
     def tokens_pinned(self, tokens: Ints) -> int:
-        """How many of these tokens, from the first, a pinned prefix holds."""
-        return max((common_prefix(pin, tokens) for pin in self._tokens), default=0)
+        """How many of these tokens, or keys, from the first, a pinned prefix holds."""
+        keys = self.tree.keys_of(tokens)
+        return max((common_prefix(pin, keys) for pin in self._keys), default=0)
 
     def pages_lacking(self, tokens: Ints, more: int = 0) -> int:
         """0 where the pages of a sequence, and ``more``, are within the budget; else how many pages it takes."""

@@ -8,6 +8,7 @@ import torch
 
 from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL, Visible
 
 
@@ -55,7 +56,7 @@ class Compressed:
 class PlanKind:
     """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
     each query sees tokens that are selected for it, whether the layer adds to the scores, or attends to compressed
-    tokens too, and which part of attention over latents it is, if not all.
+    tokens too, which part of attention over latents it is, if not all, and whether queries may see later tokens.
     """
 
     shape: HeadShape
@@ -65,6 +66,7 @@ class PlanKind:
     biased: bool = False
     compresses: bool = False
     part: LatentPart | None = None
+    looks_ahead: bool = False
 
     @property
     def plain(self) -> bool:
@@ -74,7 +76,7 @@ class PlanKind:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one attention layer caches and attends over, as measured.
+    """What one attention layer caches and attends over, as measured, and what its user adds.
 
     Attributes:
         heads: Query heads; those of this process under tensor parallelism, as all heads here.
@@ -96,6 +98,7 @@ class LayerKind:
         index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
+        variant: What the user of the model adds to the layer's own attention (``patch``); None for nothing.
     """
 
     heads: int
@@ -115,6 +118,12 @@ class LayerKind:
     selection_is_mask: bool = False
     biased: bool = False
     compressed: tuple[Compressed, ...] = ()
+    variant: Variant | None = None
+
+    @property
+    def read_range(self) -> Visible:
+        """Outside of which nothing is read: what the layer shows, as far as the user's variant does too."""
+        return self.visible if self.variant is None else self.visible.within(self.variant.visible)
 
     @property
     def attended(self) -> int:
@@ -137,7 +146,8 @@ class LayerKind:
         """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
         if not self.absorbs:
             others = self.selects is not None, self.biased, bool(self.compressed)
-            return (PlanKind(self.shape, self.visible, self.expands, *others),)
+            looks_ahead = self.variant is not None and self.variant.looks_ahead
+            return (PlanKind(self.shape, self.read_range, self.expands, *others, looks_ahead=looks_ahead),)
         sizes = [tensor.head_dim for tensor in self.cached]
         parts = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
         return tuple(PlanKind(part.shape, self.visible, expands=True, part=part) for part in parts)
@@ -156,4 +166,6 @@ class LayerKind:
             text += ", with a bias for each head, query and position"
         if self.reads is not None:
             text += f", reading layer {self.reads}"
+        if self.variant is not None:
+            text += f", with the variant {self.variant.name}"
         return text + (f", {self.visible}" if self.visible != ALL else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Ordered
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from prefixkit.attention.spans import LooksAhead, Spans
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, free_memory
 from prefixkit.kv.limits import STATE_SHARE
@@ -19,6 +21,7 @@ from prefixkit.tree.eviction import POLICIES, PrefixCache
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
+from prefixkit.tree.spelling import Spelling
 from prefixkit.tree.state_slots import StateSlots, name
 
 log = logging.getLogger("prefixkit")
@@ -27,10 +30,15 @@ log = logging.getLogger("prefixkit")
 _FEWEST_A_CHECKPOINT = 256
 
 
+class SpanTooLong(ValueError):
+    """A mask lets more tokens see one another than a step computes."""
+
+
 class KVStore:
     """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
 
-    One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`.
+    One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`; ``looks_ahead`` has
+    the variants under which tokens see later ones.
 
     Attributes:
         pool: The pages.
@@ -46,8 +54,9 @@ class KVStore:
     tree: PrefixTree
     cache: PrefixCache
 
-    def __init__(self, pool: KVPool, eviction: str = "lru") -> None:
+    def __init__(self, pool: KVPool, eviction: str = "lru", looks_ahead: Ordered[LooksAhead] = ()) -> None:
         self.pool, self.eviction = pool, eviction
+        self._spans = Spans(looks_ahead) if looks_ahead else None
         self.version: Hashable = None
         self.runners: dict[Hashable, Any] = {}
         self.notes: dict[Hashable, Any] = {}
@@ -61,6 +70,8 @@ class KVStore:
         if self.pool.spec.states:
             tree, slots = self.tree, self.pool.states.slots
             tree.states = StateSlots(tree.root, tree.included, slots, self.tokens_per_checkpoint)
+        if self._spans is not None:
+            self.tree.spelling = Spelling(self._spans)
         self.cache = PrefixCache(self.tree, POLICIES[self.eviction])
         self._pinned: list[Sequence] = []
 
@@ -104,6 +115,21 @@ class KVStore:
         self.cache.record_hit(sequence)
         return sequence
 
+    def check_spans(self, texts: Ordered[tuple[str, int]], chunk: int) -> None:
+        """Raise SpanTooLong where a step of ``chunk`` tokens cannot compute a span of a text as a whole.
+
+        ``texts``: the name and the length of each.
+        """
+        if (spelling := self.tree.spelling) is None:
+            return
+        spelling.longest(max((length for _, length in texts), default=0))  # what it sees is known of all shorter ones
+        for what, length in texts:
+            if (longest := spelling.longest(length)) > chunk:
+                raise SpanTooLong(
+                    f"{what} has a span of {longest} tokens that see one another, which one step has to compute, and a "
+                    f"step takes {chunk} prompt tokens at most; raise prefill_chunk to {longest}, or shorten it"
+                )
+
     def budget(self) -> Budget:
         """What a call that starts now may take."""
         return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins, bool(self.pool.spec.states))
@@ -131,8 +157,13 @@ class KVStore:
         """Note which weights the next KV is of, and invalidate KV of others; whether there may have been some."""
         changed = self.version != version
         if changed:
+            if self._spans is not None:
+                self._spans.forget()
             self.invalidate()
             self.version = version  # last: an interrupt before leaves it to the next call
+        spelling = self.tree.spelling
+        if spelling is not None and spelling.held > self.tree.allocator.num_pages * self.tree.page_size:
+            spelling.keep(node.tokens for node in self.tree.every_node())
         return changed
 
     def invalidate(self) -> None:

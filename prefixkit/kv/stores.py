@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from prefixkit.attention.spans import LooksAhead
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
 from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
@@ -29,6 +30,7 @@ class StoreKind:
         eviction: What the prefix cache evicts first.
         compiled: Whether layers run through torch.compile, which rounds otherwise.
         outer: What runs around the model, such as the hooks of a wrapper.
+        looks_ahead: The variants of layers under which tokens see later ones.
     """
 
     spec: KVSpec
@@ -37,6 +39,7 @@ class StoreKind:
     eviction: str = "lru"
     compiled: bool = False
     outer: Hashable = ()
+    looks_ahead: tuple[LooksAhead, ...] = ()
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class ModelStores:
                     f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
                     f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
                 )
-            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction)
+            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction, kind.looks_ahead)
             store.free = partial(self.free, kind.spec.device)
             self._all.add(store)
             return store

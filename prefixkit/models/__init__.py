@@ -12,7 +12,7 @@ from prefixkit.models.attention_class import is_patched
 from prefixkit.models.facts import ModelFacts, facts_of, kv_spec, patched_facts
 from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_errors import IncompleteStep, NotPatched, UnsupportedModel
+from prefixkit.models.model_errors import IncompleteStep, NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.patch import patch, patched, unpatch
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.step_cache import StepCache
@@ -26,6 +26,7 @@ __all__ = [
     "TreeCache",
     "UnsupportedModel",
     "UnsupportedTransformers",
+    "UnsupportedVariant",
     "facts_of",
     "is_patched",
     "kv_spec",

@@ -23,6 +23,7 @@ from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layer import LayerCache, LayeredCache
+from prefixkit.models.layer_variants import LAYER_VARIANT, refuse_without_tree
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
 
@@ -64,6 +65,8 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None:
+            if LAYER_VARIANT in self.__dict__:
+                refuse_without_tree(self)
             return original.forward(self, *args, **kwargs)
         return (not_traced if torch.compiler.is_compiling() else on_tree)(self, cache, args, kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,14 +20,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.spans import LooksAhead
+from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
-from prefixkit.models.attention_class import is_tree_class, original_class
+from prefixkit.models.attention_class import is_tree_class, layer_number, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.model_errors import NotPatched, UnsupportedModel
+from prefixkit.models.layer_variants import LAYER_VARIANT, with_variants
+from prefixkit.models.model_errors import NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
@@ -115,10 +118,53 @@ class ModelFacts:
             known[key] = found
         return known[key]
 
-    @property
+    @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each attention layer; raises as :attr:`probed`."""
-        return self.probed.layers
+        """The kind of each attention layer, with the variant that it applies; raises as :attr:`probed` and
+        :meth:`with_variants`.
+        """
+        return self.with_variants(self.variants)
+
+    @cached_property
+    def variants(self) -> dict[int, Variant]:
+        """The variants that users have given to attention layers, by layer number."""
+        found = [module for module in self.state.modules if LAYER_VARIANT in module.__dict__]
+        return {layer_number(module): module.__dict__[LAYER_VARIANT] for module in found}
+
+    @property
+    def looks_ahead(self) -> tuple[LooksAhead, ...]:
+        """The variants of layers under which tokens see later ones."""
+        found = [
+            LooksAhead(kind.variant, kind.heads, kind.device)
+            for kind in self.layers
+            if kind.variant is not None and kind.variant.looks_ahead
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def with_variants(self, variants: Mapping[int, Variant]) -> tuple[LayerKind, ...]:
+        """The kinds of the attention layers if they had these variants, by layer number.
+
+        Raises:
+            UnsupportedVariant: a layer cannot apply its variant.
+            UnsupportedModel: as :attr:`probed`.
+        """
+        kinds = self.probed.layers
+        if not variants:
+            return kinds
+        processes = getattr(self.inner, "_tp_size", None) or 1
+        if processes > 1 and any(variant.reads("h") for variant in variants.values()):
+            raise UnsupportedVariant(
+                f"{type(self.inner).__name__} is split over {processes} processes, each of which numbers its own heads "
+                "from 0, and the variant reads h; load the model without tensor parallelism"
+            )
+        if self.probed.states and any(variant.looks_ahead for variant in variants.values()):
+            raise UnsupportedVariant(
+                f"under the variant tokens see later ones, and layers of {type(self.inner).__name__} keep states, "
+                "which go from token to token; take one that is causal"
+            )
+        classes = {attention_index(module): original_class(module) for module in self.state.modules}
+        by_number = {number: cls for number, cls in classes.items() if number is not None}
+        return with_variants(kinds, self.probed.numbers or range(len(kinds)), by_number, variants)
 
     @cached_property
     def spec(self) -> KVSpec:

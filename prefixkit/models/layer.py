@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn, Protocol
@@ -13,18 +12,10 @@ from transformers import Cache
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.step import Step
-from prefixkit.attention.variants import (
-    Variant,
-    attention_sinks,
-    chunked,
-    compose,
-    register,
-    sliding_window,
-    soft_cap,
-)
-from prefixkit.attention.visible import Visible
+from prefixkit.attention.variants import Variant
 from prefixkit.models.indexing.text_positions import ShownLayers
 from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.layer_scores import register_variant
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.torch_private import mark_dynamic
 
@@ -128,23 +119,6 @@ class LayeredCache(Cache):
     is_linear = is_dummy = is_sliding
 
 
-@functools.cache
-def register_variant(visible: Visible, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
-    """The key of causal attention with what a layer asks for: what is visible, a cap, None for none, sinks, and a
-    variant besides, which is first.
-    """
-    parts: list[Variant] = [] if bias is None else [bias]
-    if cap is not None:
-        parts.append(soft_cap(cap))
-    if visible.window is not None:
-        parts.append(sliding_window(visible.window))
-    if visible.chunk is not None:
-        parts.append(chunked(visible.chunk))
-    if sinks:
-        parts.append(attention_sinks())
-    return register(compose(*parts))
-
-
 class TracedStep:
     """The tensors of the step in progress, one object for all layers: inputs of graphs, read again at every call."""
 
@@ -220,8 +194,11 @@ class Layer:
         return (query * factor[:, None]).to(query.dtype)
 
     def variant(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
-        """The key of :func:`register_variant`, with what the layer sees."""
-        return register_variant(self.own.kind.visible, cap, sinks, bias)
+        """The key of :func:`register_variant`, with what the layer sees, and what its user adds; made once."""
+        kind, known, asked = self.own.kind, self.own.keys, (cap, sinks, bias)
+        if asked not in known:
+            known[asked] = register_variant(kind.visible, cap, sinks, bias, kind.variant)
+        return known[asked]
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
         """Raise ValueError unless the mask is that of a step; the model's probe has seen what keys and values are."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class LayerPages:
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
         index_pages: That of its indexer's keys; None where it has no indexer.
         compressed_pages: Those of what its compressors make of tokens.
+        keys: Of the variants that it applies, by what it has asked for.
     """
 
     index: int
@@ -32,6 +33,7 @@ class LayerPages:
     index_pages: Tensor | None = None
     compressed_pages: tuple[Tensor, ...] = ()
     absorbed: int | None = None
+    keys: dict[Hashable, str] = field(default_factory=dict, kw_only=True)
 
 
 def layer_pages(

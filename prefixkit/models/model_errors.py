@@ -13,3 +13,7 @@ class NotPatched(TypeError):
 
 class IncompleteStep(ValueError):
     """Some attention layers were not called with the :class:`StepCache` exactly once during a step."""
+
+
+class UnsupportedVariant(ValueError):
+    """A layer cannot apply a variant of attention, or a call would run without it; nothing was changed."""

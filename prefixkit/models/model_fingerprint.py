@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from prefixkit.kv.prefixes.write import Origin
+from prefixkit.models.facts import ModelFacts
 from prefixkit.models.families import text_config
+from prefixkit.models.layer_variants import variants_text
 from prefixkit.models.weights.state import adapter_states
 
 ELEMENTS = 256  # of each tensor
@@ -54,3 +57,8 @@ def kv_fingerprint(model: Any) -> str:
     }
     facts = [model_fingerprint(model, ()), config, adapter_states(model)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def kv_origin(facts: ModelFacts) -> Origin:
+    """What the KV of a model is of: :func:`kv_fingerprint`, and the variants of attention that its layers apply."""
+    return Origin(kv_fingerprint(facts.model), variants_text(facts.variants))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
 from transformers import GenerationMixin
 
-from prefixkit.models.attention_class import become, is_tree_class, original_class, patched_modules, tree_class
+from prefixkit.attention.variants import Variant
+from prefixkit.kv.layer_kinds import LayerKind
+from prefixkit.models.attention_class import (
+    become,
+    is_tree_class,
+    layer_number,
+    original_class,
+    patched_modules,
+    tree_class,
+)
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.experts import expert_modules, experts_class
+from prefixkit.models.facts import facts_of
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generate.generating_class import (
     MODES,
@@ -22,19 +33,50 @@ from prefixkit.models.generate.generating_class import (
     set_mode,
     wrap_forward,
 )
+from prefixkit.models.layer_variants import (
+    LAYER_VARIANT,
+    LayerVariants,
+    chosen_variants,
+    set_variants,
+    variants_text,
+)
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.weights.content import COMPARE, SETTING, Compare
 
+log = logging.getLogger("prefixkit")
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare = "auto") -> Model:
+def patch(
+    model: Model,
+    *,
+    tree_cache: Mode = "auto",
+    compare_weights: Compare = "auto",
+    variant: LayerVariants | None = None,
+) -> Model:
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
     Only the classes of the model, its attention modules and its experts change, to subclasses of themselves.
     Parameters, state dict, config, hooks and adapters stay, and with caches that are no trees the model computes
     exactly what it did before.
+
+    A layer with a ``variant`` computes ``score = scale * q . k``, then what it adds itself (its bias, as ALiBi, and
+    then its cap), then the variant's ``score_mod``; a key is visible where the layer's own mask, window and chunk and
+    the variant's ``mask_mod`` all show it; and the layer's own sinks join the softmax at the end.  So the variant
+    stands where a mask of the caller's stands in transformers, whose eager and FlexAttention functions add it to what
+    the layer would have given to the softmax.  The layers' own positions (rotary embedding) stay.  Without a tree, as
+    in training or in a plain call, such a layer refuses to run, for that would leave its variant out.
+
+    Under a variant whose mask shows later tokens, prompts see them as far as it says, and what a model generates, or
+    what is scored, is seen by no token before it.  Tokens that see one another are computed in one step, which is an
+    error where ``prefill_chunk`` is less, and their KV is shared by texts that are equal to the last of them.  A
+    layer's own window or chunk then hides what is before a token.
+
+    KV of other variants is never used: patching with another one invalidates what sessions, ``generate`` and pins hold,
+    and files of prefixes name theirs.  Tensors and numbers that the variant's functions capture count as weights do: a
+    call notices that they have changed in place (``compare_weights``), and computes KV anew.
 
     Args:
         model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
@@ -47,20 +89,30 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
             does not count writes through ``tensor.data`` or a raw pointer: ``"auto"`` a sample of every tensor, and
             all weights where that costs little beside what the KV saves; ``"always"`` all weights, so that a write to
             a single element is seen too.
+        variant: What attention layers apply besides: one :class:`prefixkit.Variant` for all attention layers, a mapping
+            from layer numbers, those of the model's list of layers, to variants, or a function from layer numbers to a
+            variant or None.  None: nothing, also in place of an earlier one.
 
     Returns:
         The same model.
 
     Raises:
         UnsupportedModel: its layers do not follow that interface; nothing was changed.  What else must hold is
-            measured at the first call, see :func:`kv_spec`.
+            measured at the first call, see :func:`kv_spec`; with a ``variant``, now.
+        UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
+            attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
+            the layer number is that of no attention layer; nothing was changed.
         ValueError: ``tree_cache`` or ``compare_weights`` is none of these.
+        TypeError: ``variant`` is none of these, or its functions capture what has no content to go by.
     """
     if tree_cache not in MODES:
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     if compare_weights not in COMPARE:
         raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
     layers = [*attention_layers(model).values()]
+    by_number = {layer_number(module): module for module in layers}
+    if variants := chosen_variants(variant, [*by_number]):
+        kinds = facts_of(model).with_variants(variants)  # or raise
     modules = [module for module in layers if not is_tree_class(type(module))]
     whole = pretrained_model(model)
     try:
@@ -83,9 +135,12 @@ def patch(model: Model, *, tree_cache: Mode = "auto", compare_weights: Compare =
                 modules.append(whole)
                 become(whole, generating_class(type(whole)))  # type: ignore[arg-type]
             wrap_forward(whole)
-            set_mode(whole, tree_cache)
+            set_mode(whole, tree_cache, bool(variants))
         for module in (*layers, *mixers(whole).values()):
             module.__dict__[SETTING] = compare_weights
+        if set_variants(by_number, variants):
+            drop(patched_modules(whole))  # what was compiled applies those of before
+            _log_variants(variants, kinds if variants else ())
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])
         raise
@@ -115,11 +170,18 @@ def unpatch(model: Model) -> Model:
 def patched(model: Model) -> Iterator[Model]:
     """The model, patched for the length of a ``with`` block; layers that were patched before stay so."""
     before = set(patched_modules(model)) if isinstance(model, nn.Module) else set()
-    patch(model)
+    patch(model, variant=facts_of(model).variants if before else None)
     try:
         yield model
     finally:
         _restore([module for module in patched_modules(model) if module not in before])
+
+
+def _log_variants(variants: Mapping[int, Variant], kinds: Sequence[LayerKind]) -> None:
+    """Say what layers apply from now on, and where plain torch has to."""
+    log.info("attention applies %s", variants_text(variants) or "no variant")
+    if any(kind.variant is not None and kind.expands for kind in kinds):
+        log.info("K and V are made of all latents that a step reads, in plain torch: variants change scores of these")
 
 
 def _restore(modules: list[nn.Module]) -> None:
@@ -128,6 +190,7 @@ def _restore(modules: list[nn.Module]) -> None:
     for module in modules:
         become(module, original_class(module))
         module.__dict__.pop(SETTING, None)
+        module.__dict__.pop(LAYER_VARIANT, None)
         drop_mode(module)
     for module in modules:
         unpack(module.parameters())

@@ -17,7 +17,7 @@ from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rot
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.layer_pages import layer_pages
 from prefixkit.models.model_calls import logits_of, random_part
-from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.step_cache import StepCache
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ModelRunner:
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
-        self.vocab_size = facts.vocab_size
+        self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
         warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
@@ -101,7 +101,7 @@ class ModelRunner:
 
         Raises:
             ValueError: the model is in training mode, and drops something at random.
-            IncompleteStep: a layer was not reached exactly once.
+            IncompleteStep: a layer was not reached exactly once; or tokens see later ones, and it is not known which.
         """
         with torch.inference_mode():
             return self.compute(step).float()
@@ -139,6 +139,11 @@ class ModelRunner:
         if (dropout := random_part(self.model)) is not None:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"
+            )
+        if self._looks_ahead and any(plan.tree.is_unbounded for plan in step.plans):
+            raise IncompleteStep(
+                "ModelRunner: under the model's variant tokens see later ones, and the step does not say how far: give "
+                "the tree a spelling (prefixkit.tree.spelling), and choose_queries both"
             )
         experts = experts_by_ops() if step.num_rows <= self._most_rows else nullcontext()
         with self._turn, experts, torch.inference_mode():

@@ -40,13 +40,13 @@ def compute_wanted(
         if len(rows) > most_wanted:
             step = _next_step(tree, node[done:], offset[done:], int(rows[most_wanted]))
             assert step is not None, "of the first rows of the other"
-            rows = rows[:most_wanted]
+            rows = _rows(step, node[done:], offset[done:])[:most_wanted]  # those of whole spans may be more, or fewer
         part = slice(*np.searchsorted(token, (done, done + len(rows))).tolist())
         which, given = numbers[part], Outputs()
         if len(which):
             given = outputs(rows[token[part] - done], which)
         nodes = tree.nodes()
-        batch = Batch(step, tokens_of(step.queries, nodes), given)
+        batch = Batch(step, tokens_of(step.queries, nodes, tree.spelling), given)
         launch_step(runner, tree, batch, [nodes[index] for index in step.queries.node.tolist()])
         done += len(rows)
         yield batch, which
@@ -56,7 +56,8 @@ def _next_step(tree: PrefixTree, node: Longs, offset: Longs, chunk: int) -> Step
     """The next ``chunk`` tokens, where something is wanted after these, ascending."""
     wanted, first = np.unique(node, return_index=True)
     states = None if tree.states is None else tree.nodes()
-    return choose_queries(tree.snapshot(), (), wanted, chunk, offset[first], states)
+    texts = None if tree.spelling is None else (tree.spelling, tree.nodes())
+    return choose_queries(tree.snapshot(), (), wanted, chunk, offset[first], states, texts)
 
 
 def _rows(step: StepTree, node: Longs, offset: Longs) -> Longs:

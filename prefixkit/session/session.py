@@ -12,8 +12,8 @@ from prefixkit.engine.scoring.score import Head
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.kv.prefixes.write import check_place
-from prefixkit.models import patched_facts
-from prefixkit.models.model_fingerprint import kv_fingerprint
+from prefixkit.models import ModelFacts, UnsupportedVariant, patched_facts
+from prefixkit.models.model_fingerprint import kv_origin
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream
 from prefixkit.session.prompts import Prompt
@@ -269,11 +269,13 @@ class Session(SessionMemory):
 
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
+            UnsupportedVariant: the model applies a variant under which tokens see later ones.
             KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
             OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
                 computed.
         """
         with self._called() as facts:
+            _check_causal(facts)
             check_place(path)
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:
@@ -284,7 +286,7 @@ class Session(SessionMemory):
                 try:
                     for request in requests:
                         pins.append(self._compute(facts, engine, request))
-                    return save_prefixes(store, path, pins, kv_fingerprint(self.model))
+                    return save_prefixes(store, path, pins, kv_origin(facts))
                 finally:
                     for pin in pins:
                         if pin.tree is store.tree:  # after an interrupt the store has another
@@ -301,10 +303,23 @@ class Session(SessionMemory):
 
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
+            UnsupportedVariant: as :meth:`save`.
             PrefixFileError: it is no prefix file, it is torn, or its model, dtype or layout is another; the message
                 says which.
             KVBudgetTooSmall: the pool does not hold it.
             OSError: it cannot be read.
         """
-        with self._called() as facts, self._engine(facts, elsewhere=False) as engine:
-            return load_prefixes(engine.store, path, kv_fingerprint(self.model), facts.vocab_size)
+        with self._called() as facts:
+            _check_causal(facts)
+            with self._engine(facts, elsewhere=False) as engine:
+                return load_prefixes(engine.store, path, kv_origin(facts), facts.vocab_size)
+
+
+def _check_causal(facts: ModelFacts) -> None:
+    """Raise UnsupportedVariant where a prefix's KV may depend on what comes after it."""
+    if facts.looks_ahead:
+        names = ", ".join(mask.variant.name for mask in facts.looks_ahead)
+        raise UnsupportedVariant(
+            f"prefixes cannot be saved or loaded under {names}: tokens see later ones, so that a text's KV is that of "
+            "no other"
+        )

@@ -10,6 +10,7 @@ from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
+from prefixkit.tree.spelling import Spelling
 from prefixkit.tree.splits import absorb_parent, split
 from prefixkit.tree.state_slots import StateSlots
 
@@ -39,6 +40,7 @@ class TreeEdits:
         self.touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
         self.included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
         self.states: StateSlots | None = None  # of models whose layers keep a state
+        self.spelling: Spelling | None = None  # of models whose tokens may see later ones
         self._excluded = 0  # how many sequences snapshots leave out
 
     @property

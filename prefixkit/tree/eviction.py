@@ -158,6 +158,8 @@ def evict(tree: TreeEdits, node: Node, pages: int) -> int:
         raise ValueError(f"{node} cannot be evicted: it is pinned, or not cached, or sequences need it")
     tree.version += node.index >= 0
     length = (node.num_pages - pages) * tree.page_size - node.first_slot
+    if length > 0 and tree.spelling is not None:  # a span goes as a whole
+        length -= int(tree.spelling.place(node.tokens[length : length + 1])[0])
     if length > 0:
         tree.allocator.release(node.shorten(length))
         return tree.allocator.free - free

@@ -19,6 +19,7 @@ from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.sequence import Sequence, check_live, next_tokens
 from prefixkit.tree.snapshot import TreeSnapshot
+from prefixkit.tree.spelling import Keys
 from prefixkit.tree.tokens import as_tokens
 
 __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
@@ -58,8 +59,15 @@ class PrefixTree(TreeEdits):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, tokens: ArrayLike) -> Match:
-        """The longest prefix of ``tokens`` that the tree holds.  Changes nothing.  O(tokens)."""
-        return follow(self.root, as_tokens(tokens))
+        """The longest prefix of ``tokens``, or keys, that the tree holds.  Changes nothing.  O(tokens)."""
+        return follow(self.root, self.keys_of(tokens))
+
+    def keys_of(self, tokens: ArrayLike, text: int | None = None) -> Ints:
+        """How the tree holds ``tokens``: see :meth:`Spelling.keys`; as they are where no token sees later ones."""
+        if isinstance(tokens, Keys):
+            return tokens
+        values = as_tokens(tokens)
+        return values if self.spelling is None else self.spelling.keys(values, text)
 
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
         """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever other sequences do.
@@ -81,6 +89,13 @@ class PrefixTree(TreeEdits):
         """How many states there are of what sequences hold, for models with layers that keep one in place of KV."""
         return 0 if self.states is None else sum(len(node.states) for node in self._freeze().nodes)
 
+    def every_node(self) -> list[Node]:
+        """All nodes, the root among them, parents before children."""
+        nodes = [self.root]
+        for node in nodes:  # the list grows while it is read
+            nodes.extend(node.children)
+        return nodes
+
     def snapshot(self) -> TreeSnapshot:
         """The tree as flat arrays, in depth-first order; the same object while nothing has changed."""
         return self._freeze().snapshot
@@ -92,12 +107,12 @@ class PrefixTree(TreeEdits):
     # -- changing --------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: ArrayLike) -> Sequence:
-        """Add a sequence, sharing whatever the tree holds of it.
+        """Add a sequence of ``tokens``, or keys, sharing whatever the tree holds of it.
 
         Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
         split, and no KV is copied.
         """
-        values = as_tokens(tokens)
+        values = np.asarray(self.keys_of(tokens))
         match = follow(self.root, values)
         new = values[match.length :]
         node, splits = match.node, match.offset < match.node.length
@@ -309,9 +324,7 @@ class PrefixTree(TreeEdits):
 
     def invalidate_kv(self) -> None:
         """Declare that no token has KV any more: nothing is cached, and what sequences need is computed again."""
-        nodes = [self.root]
-        for node in nodes:  # the list grows while it is read
-            nodes.extend(node.children)
+        nodes = self.every_node()
         for node in nodes:
             node.computed, node.cached = 0, False
             node.state, node.checkpoints = -1, {}

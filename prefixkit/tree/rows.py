@@ -27,26 +27,31 @@ class Rows:
         pad: ``[rows]`` how many of them, from the left, are padding.
         fork: Whether rows part as beams do, of which most end soon.  Else each row continues, and a sequence is held at
             its prompt, so that rows of one prompt begin pages of their own.
+        text: How many tokens, padding included, are a text whose tokens may see later ones (:meth:`Spelling.keys`);
+            None: all.
 
     Attributes:
         sequences: Of each row.
         pad: ``[rows]`` padding before each.
         length: Tokens of each row, padding included.
+        text: As above, while they are rows of this length.
 
     Raises:
         OutOfPages: the tree has too few, and is as before; see :func:`pages_of_rows`.
     """
 
-    def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool) -> None:
+    def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool, text: int | None = None) -> None:
         self.tree, self.pad = tree, pad
         self.length: int = tokens.shape[1]
+        self.text = self.length if text is None else text
         self.sequences: list[Sequence] = []
         by_tokens: dict[bytes, Sequence] = {}
         try:
             for row, skipped in zip(tokens, pad.tolist(), strict=True):
                 unpadded = row[skipped:]
                 equal = by_tokens.get(unpadded.tobytes())
-                sequence = tree.insert(unpadded) if equal is None else tree.fork(equal)[0]
+                keys = tree.keys_of(unpadded, max(0, self.text - skipped))
+                sequence = tree.insert(keys) if equal is None else tree.fork(equal)[0]
                 by_tokens.setdefault(unpadded.tobytes(), sequence)
                 self.sequences.append(sequence)
         except OutOfPages:
@@ -104,7 +109,7 @@ class Rows:
 
     def trim(self, length: int) -> None:
         """Shorten each row to ``length`` tokens, padding included."""
-        self.pad = np.minimum(self.pad, length)
+        self.pad, self.text = np.minimum(self.pad, length), min(self.text, length)
         for sequence, pad in zip(self.sequences, self.pad.tolist(), strict=True):
             self.tree.trim(sequence, length - pad)
         self.length = length
@@ -158,9 +163,13 @@ def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
     return total, total - sum(shared for _, shared in in_front_coding(rows))
 
 
-def pages_of_rows(tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool) -> int:
-    """Pages for the rows and ``new`` more tokens of each; rows that fork take what beams do, mostly."""
-    _, distinct = distinct_tokens(tokens, pad)
+def pages_of_rows(tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool, shared: bool = True) -> int:
+    """Pages for the rows and ``new`` more tokens of each; rows that fork take what beams do, mostly.
+
+    ``shared``: rows share what they begin with; else all may be their own, where tokens see later ones.
+    """
+    total, distinct = distinct_tokens(tokens, pad)
+    distinct = distinct if shared else total
     own = pages_for(new, page_size) + 1
     # Of the slots that beams hold, 0.6 and more are filled; the rest is for searches that fork more than most.
     return pages_for(distinct, page_size) + len(tokens) * (2 * own if fork else own) + len(tokens)

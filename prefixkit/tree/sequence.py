@@ -46,12 +46,17 @@ class Sequence:
 
     def tokens(self) -> NDArray[np.int32]:
         """``[length]`` token ids, a new array; ValueError if the sequence has been released."""
+        keys, spelling = self.keys(), getattr(self.tree, "spelling", None)
+        return keys if spelling is None else spelling.tokens(keys)
+
+    def keys(self) -> NDArray[np.int32]:
+        """``[length]`` how its tree holds the tokens, a new array; raises as :meth:`tokens`."""
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
-        tokens = np.empty(self.length, np.int32)
+        keys = np.empty(self.length, np.int32)
         for node in self.path():
-            tokens[node.start : node.start + node.length] = node.tokens
-        return tokens
+            keys[node.start : node.start + node.length] = node.tokens
+        return keys
 
     def slots(self) -> NDArray[np.int64]:
         """``[length]`` pool slots of the tokens."""

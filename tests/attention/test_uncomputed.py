@@ -4,6 +4,7 @@ import numpy as np
 
 from prefixkit.attention.uncomputed import choose_queries
 from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.spelling import Spelling
 
 
 def tree_of_three():
@@ -74,3 +75,43 @@ def test_sampled_tokens_run_below_a_prompt_whose_last_token_must_wait_to_run_aga
     step = choose_queries(snapshot, [2], [0, 1], prefill_budget=4)
     assert runs(step) == [(0, 0, 4), (2, 0, 1)]
     assert step.last_rows().tolist() == [3, -1, 4]
+
+
+def tree_with_spans():
+    """Tokens 2 to 6 and 7 to 9 of a text of twelve see one another, and are of two spans."""
+    tree = PrefixTree(64, page_size=4)
+    tree.spelling = Spelling(lambda length: np.array([[2, 7], [7, 10]]))
+    return tree, tree.insert(range(12))
+
+
+def test_a_budget_ends_where_spans_do():
+    tree, sequence = tree_with_spans()
+    for budget, ends in ((12, [12]), (9, [7, 12]), (5, [2, 7, 12]), (3, [2, 7, 10, 12]), (1, [1, 2, 7, 10, 11, 12])):
+        found = []
+        tree.mark_computed([sequence.node], [0])
+        while (
+            step := choose_queries(tree.snapshot(), [], [], budget, texts=(tree.spelling, tree.nodes()))
+        ) is not None:
+            ((_, begin, end),) = runs(step)
+            assert begin == (found[-1] if found else 0)
+            found.append(end)
+            tree.mark_computed([sequence.node], [end])
+        assert found == ends, "spans that are longer than the budget run alone"
+
+
+def test_a_span_that_does_not_fit_beside_others_waits():
+    tree, _ = tree_with_spans()
+    tree.insert([99, *range(11)])
+    step = choose_queries(tree.snapshot(), [], [], 16, texts=(tree.spelling, tree.nodes()))
+    assert runs(step) == [(0, 0, 12), (1, 0, 2)]
+
+
+def test_rows_may_see_to_the_end_of_their_span():
+    tree, sequence = tree_with_spans()
+    texts = tree.spelling, tree.nodes()
+    step = choose_queries(tree.snapshot(), [], [], 100, texts=texts)
+    assert step.reach.tolist() == [0, 1, 6, 6, 6, 6, 6, 9, 9, 9, 10, 11]
+    tree.mark_computed([sequence.node], [12])
+    step = choose_queries(tree.snapshot(), [], [0], 3, [4], texts=texts)
+    assert runs(step) == [(0, 4, 7)], "what is computed may run in part"
+    assert step.reach.tolist() == [6, 6, 6]

@@ -34,6 +34,7 @@ from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.prefixes.file import PrefixFileError
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
+from prefixkit.kv.prefixes.write import Origin
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, beams_alone
@@ -358,7 +359,7 @@ class EngineMachine(RuleBasedStateMachine):
         def saved() -> None:
             for prefix in prefixes:
                 pins.append(self.pinned(prefix))
-            save_prefixes(self.engine.store, self.path, pins, f"weights {self.model.weights}")
+            save_prefixes(self.engine.store, self.path, pins, Origin(f"weights {self.model.weights}"))
             self.saved_with = self.model.weights
             self.done["saves"] += 1
 
@@ -373,7 +374,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.store.cache.clear()
         before = fingerprint(self.engine.store.tree)
         try:
-            self.attempt(lambda: load_prefixes(self.engine.store, self.path, f"weights {self.model.weights}", VOCAB))
+            self.attempt(
+                lambda: load_prefixes(self.engine.store, self.path, Origin(f"weights {self.model.weights}"), VOCAB)
+            )
             self.done["loads"] += 1
         except PrefixFileError:
             assert self.saved_with != self.model.weights

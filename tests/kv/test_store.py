@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from prefixkit.attention.spans import LooksAhead
+from prefixkit.attention.variants import variant
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, spec_of_alike
-from prefixkit.kv.store import KVStore
+from prefixkit.kv.store import KVStore, SpanTooLong
 from prefixkit.testing.integrity import check_tree
 
 
@@ -114,3 +117,53 @@ def test_after_a_restart_nothing_is_known_and_pins_have_ended() -> None:
     pin = store.pin(tokens((0, 8)))
     store.restart()
     assert store.tree.allocator.free == 4 and not store.pins and pin.tree is not store.tree
+
+
+def looking_ahead(num_pages: int, end: torch.Tensor) -> KVStore:
+    """Where the tokens before a position, which may change, see one another."""
+    mask = variant(mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx < end))
+    return KVStore(KVPool(spec_of_alike(1, 1, 1), num_pages, 4), looks_ahead=[LooksAhead(mask, 1, torch.device("cpu"))])
+
+
+def test_a_span_is_named_that_no_step_computes() -> None:
+    store = looking_ahead(16, torch.tensor(9))
+    store.check_spans([("a text", 8), ("another", 20)], 9)
+    with pytest.raises(SpanTooLong, match=r"another has a span of 9 tokens .* a step takes 8 prompt tokens at most"):
+        store.check_spans([("a text", 8), ("another", 20)], 8)
+
+
+def test_a_pinned_text_is_found_as_the_tree_holds_it() -> None:
+    store = looking_ahead(16, torch.tensor(9))
+    store.pin(tokens((0, 20)))
+    budget = store.budget()
+    assert budget.tokens_pinned(tokens((0, 14), (40, 50))) == 14
+    assert budget.tokens_pinned(tokens((0, 8), (40, 50))) == 0
+
+
+def test_a_mask_that_has_changed_has_other_spans_from_the_next_version_on() -> None:
+    end = torch.tensor(9)
+    store = looking_ahead(16, end)
+    store.use_version(1)
+    before = store.tree.keys_of(tokens((0, 12)))
+    end.fill_(5)
+    assert store.tree.keys_of(tokens((0, 12))).tolist() == before.tolist()
+    store.use_version(2)
+    assert (store.tree.keys_of(tokens((0, 12))) < 1 << 30).tolist() == [False] * 5 + [True] * 7
+
+
+def test_keys_of_spans_that_have_gone_are_given_again() -> None:
+    store = looking_ahead(8, torch.tensor(9))
+    store.use_version(1)
+    held = store.pin(tokens((0, 12)))
+    keys = held.keys().tolist()
+    for first in range(100, 160, 10):
+        store.tree.release(store.tree.insert(tokens((first, first + 10))))
+    spelling = store.tree.spelling
+    assert spelling is not None
+    assert spelling.held == 7 * 9
+    store.use_version(1)
+    assert spelling.held == 9
+    store.tree.insert(tokens((200, 210)))
+    assert spelling.size == 7 * 9
+    assert held.keys().tolist() == keys
+    assert held.tokens().tolist() == [*range(12)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,10 @@ class TreeDriver:
     The model is patched in a copy, so that the one given stays a reference, unless it shall be the one that runs.
     """
 
-    def __init__(self, model: nn.Module, num_pages: int = 64, page_size: int = 4, copied: bool = True) -> None:
-        self.model = patch(copy.deepcopy(model) if copied else model)
+    def __init__(
+        self, model: nn.Module, num_pages: int = 64, page_size: int = 4, copied: bool = True, variant: Any = None
+    ) -> None:
+        self.model = patch(copy.deepcopy(model) if copied else model, variant=variant)
         self.tree = PrefixTree(num_pages, page_size)
         self.pool = KVPool(kv_spec(self.model), num_pages, page_size)
         self.runner = ModelRunner(self.model, self.pool)

@@ -14,5 +14,6 @@ from prefixkit.attention.variants.variant import UnknownVariant as UnknownVarian
 from prefixkit.attention.variants.variant import Variant as Variant
 from prefixkit.attention.variants.variant import compose as compose
 from prefixkit.attention.variants.variant import lookup as lookup
+from prefixkit.attention.variants.variant import parts_of as parts_of
 from prefixkit.attention.variants.variant import register as register
 from prefixkit.attention.variants.variant import variant as variant

@@ -1,10 +1,12 @@
-"""A digest of what Python functions do: their code and everything they capture."""
+"""What Python functions do: their code, everything that they capture, and a digest of both."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ def fingerprint(*values: object) -> str:
     """64 bits, in hexadecimal, of the content of functions, tensors, numbers, strings and sequences of them.
 
     Equal content gives equal digests in every process; tensors count by dtype, shape and numbers, functions by code,
-    defaults and closure.  Module-level names that a function uses count by name only.
+    defaults, closure and the module-level names that they read; functions of torch by name.
 
     Raises:
         TypeError: a value has no content to go by.
@@ -26,7 +28,62 @@ def fingerprint(*values: object) -> str:
     return content.hexdigest()[:16]
 
 
-def _feed(content: Any, value: object) -> None:
+def captured(*functions: object) -> list[object]:
+    """What functions consist of at this moment, in a fixed order: their code, and the tensors, numbers and other values
+    that they read besides their arguments, in closures, defaults, partials and module-level names, through other
+    functions too.
+
+    Two functions whose lists have the same tensors and equal values do the same, and go on doing so when such a tensor
+    changes in place.
+    """
+    return [*_parts(functions, set())]
+
+
+def _parts(value: object, seen: set[int]) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _parts(item, seen)
+    elif isinstance(value, dict):
+        yield from _parts(tuple(value.items()), seen)
+    elif isinstance(value, functools.partial):
+        yield from _parts((value.func, value.args, value.keywords), seen)
+    elif isinstance(value, types.FunctionType) and not _is_of_torch(value):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value.__code__
+            yield from _parts(_read_by(value), seen)
+    else:
+        yield value
+
+
+def _read_by(function: types.FunctionType) -> tuple[object, ...]:
+    """What a function reads besides its arguments; of names that have no value yet, nothing."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # a name that is bound later
+            cells.append(None)
+    names = [name for name in _global_names(function.__code__) if name in function.__globals__]
+    read = tuple((name, function.__globals__[name]) for name in names)
+    return function.__defaults__, function.__kwdefaults__, tuple(cells), read
+
+
+@functools.cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The module-level names that a function reads, in functions inside it too."""
+    found = [str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found += _global_names(inner)
+    return tuple(dict.fromkeys(found))
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
+def _feed(content: Any, value: object, seen: frozenset[int] = frozenset()) -> None:
     def raw(kind: str, data: bytes) -> None:
         # Kind and length go first, so that no two sequences of values read the same.
         content.update(f"{kind}:{len(data)}:".encode())
@@ -35,7 +92,7 @@ def _feed(content: Any, value: object) -> None:
     def sequence(items: Any) -> None:
         raw("sequence", str(len(items)).encode())
         for item in items:
-            _feed(content, item)
+            _feed(content, item, seen)
 
     if value is None or value is Ellipsis or isinstance(value, bool | int | float | complex | str | bytes):
         raw(type(value).__name__, repr(value).encode())
@@ -57,8 +114,9 @@ def _feed(content: Any, value: object) -> None:
         sequence((value.co_consts, value.co_names, value.co_varnames))
     elif isinstance(value, types.FunctionType):
         raw("function", f"{value.__module__}.{value.__qualname__}".encode())
-        captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        sequence((value.__code__, value.__defaults__, value.__kwdefaults__, captured))
+        if not _is_of_torch(value) and id(value) not in seen:  # of one that calls itself, once
+            seen |= {id(value)}
+            sequence((value.__code__, *_read_by(value)))
     elif isinstance(value, types.BuiltinFunctionType | type | types.ModuleType):
         raw("named", f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}".encode())
     else:

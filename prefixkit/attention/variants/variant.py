@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants.evaluate import evaluate, pointwise
 from prefixkit.attention.variants.expression import Captured, Expression, Type
-from prefixkit.attention.variants.function_digest import fingerprint
+from prefixkit.attention.variants.function_digest import captured, fingerprint
 from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
 from prefixkit.attention.variants.visibility import mask_bounds, without_causality
 from prefixkit.attention.visible import Visible
@@ -150,6 +150,22 @@ def _content(mod: Mod) -> tuple[object, ...]:
         return ("function", mod.function)
     expression = mod.expression
     return (expression.code, expression.scalars, *(captured.tensor for captured in expression.tensors))
+
+
+def parts_of(variant: Variant) -> list[object]:
+    """What a variant does, at this moment, in a fixed order: code, numbers, and the tensors that its functions capture.
+
+    Two variants whose parts are equal numbers and the same tensors do the same, and go on doing so when such a tensor
+    changes in place.
+    """
+    parts: list[object] = [len(variant.score_mods), variant.visible, variant.has_sinks, variant.looks_ahead]
+    for mod in variant.mods:
+        if mod.expression is None:
+            parts += captured(mod.function)
+        else:
+            expression = mod.expression
+            parts += [expression.code, *expression.scalars, *(each.tensor for each in expression.tensors)]
+    return parts
 
 
 CAUSAL = Variant("causal")

@@ -157,7 +157,8 @@ def make_call(
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
         places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
-    by_tile = visible = _visible(mask, tokens, most, places)
+    last = torch.from_numpy(tree.reach[row])[:, None, :, None] if variant.looks_ahead else None
+    by_tile = visible = _visible(mask, tokens, most, places, last)
     if mask == LIMITED:
         (tile,) = batch.tolist()
         seen = limits[tiles.limit_begin[tile] :][:most] - tiles.before[tile]
@@ -199,14 +200,17 @@ def _padded(values: Array, tokens: Array) -> Array:
     return grid
 
 
-def _visible(mask: int, tokens: Array, rows: int, places: Places | None) -> Tensor | None:
-    """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself."""
+def _visible(mask: int, tokens: Array, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
+    """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself.
+
+    ``last``: the last positions that queries may see, shaped as their own; None: these.
+    """
     longest = int(tokens.max())
     if mask == TRIANGLE:
         return None if places is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
     if mask == MASKED:
         assert places is not None, "such a mask is made of them"
-        return places.kv <= places.q
+        return places.kv <= (places.q if last is None else last)
     if bool(np.all(tokens == longest)):
         return None
     return torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None]

@@ -94,7 +94,8 @@ def compile_program(
     one_size = expanded or heads.value_dim == heads.head_dim
     flash = on_cpu and not scored and not variant.score_mods and one_size
     scored = not flash or bool(variant.mask_mods)
-    tiles = make_tiles(plan, tree, variant.visible, heads.tuning.scored_rows if scored else None)
+    reach = tree.reach if variant.looks_ahead else None
+    tiles = make_tiles(plan, tree, variant.visible, heads.tuning.scored_rows if scored else None, reach)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
     tiles = split_keys(
         tiles,

@@ -31,7 +31,7 @@ LIMITED_ROWS = 128
 # A tile's mask.
 FULL = 0  # every row sees every key
 TRIANGLE = 1  # row i sees keys 0..i
-MASKED = 2  # a row sees the keys whose position is not beyond its own
+MASKED = 2  # a row sees the keys whose position is not beyond its own, or its reach
 LIMITED = 3  # a row sees as many keys as its limit exceeds the keys before the tile's in its item's KV list
 
 
@@ -70,7 +70,9 @@ class Tiles:
         return tokens
 
 
-def make_tiles(plan: Plan, tree: StepTree, visible: Visible, most_rows: int | None) -> Tiles:
+def make_tiles(
+    plan: Plan, tree: StepTree, visible: Visible, most_rows: int | None, reach: Array | None = None
+) -> Tiles:
     """Split a plan's items into tiles.
 
     Args:
@@ -78,11 +80,12 @@ def make_tiles(plan: Plan, tree: StepTree, visible: Visible, most_rows: int | No
         tree: The tree that they are for.
         visible: What lies before it is in no tile.
         most_rows: Rows of a tile at most, so that each sees few keys it must mask; None leaves them together.
+        reach: ``[rows]`` the last position that each query row may see; None: its own.
     """
     items = plan.items.astype(np.int64)
     item, row, rows = _split_rows(items, most_rows, plan.limit_begin)
     limits = _limits(plan, items, item, row, rows) if len(plan.limit_begin) else None
-    slices = _slices(plan, tree, items[item], row, rows, visible, limits)
+    slices = _slices(plan, tree, items[item], row, rows, visible, limits, reach)
     block, mask, node, low, high, skipped = slices[:, np.argsort(slices[0] * 4 + slices[1], kind="stable")]
     opens = _changes(block, mask, np.where(mask == TRIANGLE, np.arange(len(mask)), -1))
     first = np.flatnonzero(opens)
@@ -155,7 +158,14 @@ def _split_rows(items: Array, most: int | None, limit_begin: Ints) -> tuple[Arra
 
 
 def _slices(
-    plan: Plan, tree: StepTree, items: Array, row: Array, rows: Array, visible: Visible, limits: _Limits | None
+    plan: Plan,
+    tree: StepTree,
+    items: Array,
+    row: Array,
+    rows: Array,
+    visible: Visible,
+    limits: _Limits | None,
+    reach: Array | None,
 ) -> Array:
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
     node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
@@ -172,6 +182,9 @@ def _slices(
         # Limits count from the beginning of the list, so theirs stays whole.
         low = trimmed if limits is None else np.where(limits.limited[block], low, trimmed)
     causal = (items[:, 4] & 1).astype(bool)[block]
+    if reach is not None:
+        (_, furthest, _), adjacent = _spans(reach, row, rows), np.zeros_like(adjacent)
+        q_high = furthest[block]
     high = np.where(causal, np.minimum(high, q_high + 1), high)
     # The triangle starts at q_low; but where that leaves it a single key, every query sees the key.
     split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))

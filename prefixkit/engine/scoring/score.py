@@ -70,6 +70,10 @@ def score(
     """
     texts, budget = continued(prompts, continuations), run.store.budget()
     pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
+    run.store.check_spans([(f"prompt {index}", len(prompt)) for index, prompt in enumerate(prompts)], run.chunk)
+    # A prompt's tokens see nothing of what continues it, as they do not of what a model samples.
+    keys = [run.store.tree.keys_of(text.tokens, len(prompts[of])) for (of, _), text in zip(pairs, texts, strict=True)]
+    texts = [text._replace(tokens=own) for text, own in zip(texts, keys, strict=True)]
     for (index, number), text in zip(pairs, texts, strict=True):
         if pages := budget.pages_lacking(text.tokens):
             own = f"its continuation {number} of {len(text.wanted)} tokens"
@@ -117,6 +121,8 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
         TypeError, ValueError: the head gave no tensor, or none with a row for each token.
     """
     budget = run.store.budget()
+    run.store.check_spans([(f"prompt {index}", len(text.tokens)) for index, text in enumerate(texts)], run.chunk)
+    texts = [text._replace(tokens=run.store.tree.keys_of(text.tokens)) for text in texts]
     for index, text in enumerate(texts):
         if pages := budget.pages_lacking(text.tokens):
             raise budget.error(f"prompt {index} of {len(text.tokens)} tokens", pages, "shorten it")

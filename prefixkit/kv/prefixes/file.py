@@ -21,6 +21,7 @@ from prefixkit.kv.prefixes.write import (
     NO_STATES,
     VERSION,
     VERSION_OF_STATES,
+    Origin,
     StatePlaces,
     arrays_of,
     bytes_of,
@@ -100,12 +101,12 @@ class PrefixFile:
         return self._last[1]
 
 
-def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: int) -> PrefixFile:
+def open_prefixes(path: str | Path, spec: KVSpec, origin: Origin, vocab_size: int) -> PrefixFile:
     """Open a prefix file and check all of it but its KV, which is checked as it is read.
 
     Args:
         path: A file that :func:`write_prefixes` wrote.
-        spec, fingerprint, vocab_size: Of the model that is to use it; the device is no part of it.
+        spec, origin, vocab_size: Of the model that is to use it; the device is no part of it.
 
     Raises:
         PrefixFileError: it cannot be used; the message says why.
@@ -137,7 +138,7 @@ def open_prefixes(path: str | Path, spec: KVSpec, fingerprint: str, vocab_size: 
         raise _torn(path, str(error)) from error
     if checksum_of(metadata, [*arrays.values()]) != metadata.get("checksum"):
         raise _torn(path, "its header has another checksum")
-    _check_model(path, metadata, spec, fingerprint)
+    _check_model(path, metadata, spec, origin)
     lengths, shared, tokens = (arrays[name] for name in ("lengths", "shared", "tokens"))
     places = NO_STATES
     if "state_prefix" in arrays:
@@ -177,8 +178,8 @@ def _torn(path: Path, why: str) -> PrefixFileError:
     )
 
 
-def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, fingerprint: str) -> None:
-    names, ours = ("dtype", "layers"), metadata_of(spec, fingerprint)
+def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, origin: Origin) -> None:
+    names, ours = ("dtype", "layers"), metadata_of(spec, origin)
     held, asked = ({name: facts.get(name) for name in names} for facts in (metadata, ours))
     if held["dtype"] != asked["dtype"]:
         raise PrefixFileError(
@@ -197,9 +198,15 @@ def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, fingerprint
             f"format version {metadata['format_version']}), and layers of the model keep {kept or 'none'}; load the "
             "model it was saved from, or save its prefixes again"
         )
-    if (theirs := metadata.get("fingerprint", "")) != fingerprint:
+    if (applied := metadata.get("variants", "")) != origin.variants:
+        raise PrefixFileError(
+            f"{path} holds KV under {applied or 'no variant of attention'}, and the model applies "
+            f"{origin.variants or 'none'}: give patch(model, variant=...) what the file was saved with, or save its "
+            "prefixes again"
+        )
+    if (theirs := metadata.get("fingerprint", "")) != origin.fingerprint:
         raise PrefixFileError(
             f"{path} was saved from another model, or from other weights or adapters of it: its fingerprint is "
-            f"{theirs[:16]}, and the model's is {fingerprint[:16]}; KV of other weights cannot be "
+            f"{theirs[:16]}, and the model's is {origin.fingerprint[:16]}; KV of other weights cannot be "
             "used: load that model, or save its prefixes again"
         )

@@ -12,13 +12,13 @@ from torch import Tensor
 from prefixkit.kv.prefixes.file import PrefixFile, open_prefixes
 from prefixkit.kv.prefixes.front_coding import front_coded
 from prefixkit.kv.prefixes.saved_states import held_states, restore_states
-from prefixkit.kv.prefixes.write import write_prefixes
+from prefixkit.kv.prefixes.write import Origin, write_prefixes
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 
-def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequence], fingerprint: str) -> int:
+def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequence], origin: Origin) -> int:
     """Write the KV of sequences whose tokens are all computed, and states that the tree holds of them.
 
     Returns:
@@ -36,11 +36,11 @@ def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequ
     def states(number: int, begin: int, end: int) -> Tensor:
         return store.pool.states.read_one(number, state_slots[begin:end])
 
-    write_prefixes(path, prefixes, kv, store.pool.spec, fingerprint, places, states)
+    write_prefixes(path, prefixes, kv, store.pool.spec, origin, places, states)
     return len(slots)
 
 
-def load_prefixes(store: KVStore, path: str | Path, fingerprint: str, vocab: int) -> int:
+def load_prefixes(store: KVStore, path: str | Path, origin: Origin, vocab: int) -> int:
     """Read prefixes into the prefix cache; returns how many tokens were read that it did not have.
 
     Raises:
@@ -48,7 +48,7 @@ def load_prefixes(store: KVStore, path: str | Path, fingerprint: str, vocab: int
             nothing has changed.
         KVBudgetTooSmall: the store does not hold them all; nothing was read.
     """
-    file = open_prefixes(path, store.pool.spec, fingerprint, vocab)
+    file = open_prefixes(path, store.pool.spec, origin, vocab)
     _check_fits(store, file)
     for number in range(len(file.places.prefix)):  # before anything changes
         file.read_state(number)

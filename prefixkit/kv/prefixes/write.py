@@ -56,10 +56,25 @@ def prefixkit_version() -> str:
         return "unknown"
 
 
-def metadata_of(spec: KVSpec, fingerprint: str) -> dict[str, str]:
+@dataclass(frozen=True)
+class Origin:
+    """What KV is of.
+
+    Attributes:
+        fingerprint: Of the model (:func:`kv_fingerprint`).
+        variants: What its layers apply besides, in words, with digests of what they capture; empty for nothing.
+    """
+
+    fingerprint: str
+    variants: str = ""
+
+
+def metadata_of(spec: KVSpec, origin: Origin) -> dict[str, str]:
     """What a file says of its KV, but for the checksum."""
     number = VERSION_OF_STATES if spec.states else VERSION
-    facts = {"format": FORMAT, "format_version": number, "prefixkit": prefixkit_version(), "fingerprint": fingerprint}
+    facts = {"format": FORMAT, "format_version": number, "prefixkit": prefixkit_version()}
+    facts |= {"fingerprint": origin.fingerprint}
+    facts |= {"variants": origin.variants} if origin.variants else {}
     facts |= {"dtype": str(spec.dtype).removeprefix("torch."), "layers": spec.kinds}
     facts |= {"states": spec.state_kinds} if spec.states else {}
     return {name: str(value) for name, value in facts.items()}
@@ -136,7 +151,7 @@ def write_prefixes(
     prefixes: FrontCoded,
     kv: ReadKV,
     spec: KVSpec,
-    fingerprint: str,
+    origin: Origin,
     places: StatePlaces | None = None,
     states: ReadStates | None = None,
 ) -> None:
@@ -145,7 +160,7 @@ def write_prefixes(
     Args:
         path: In a folder that exists.
         prefixes, kv: The prefixes, and what gives their KV: called for ranges of at most ``BLOCK`` tokens, in order.
-        spec, fingerprint: What the KV is of, but for the device, and of which model (:func:`kv_fingerprint`).
+        spec, origin: What the KV is of, but for the device.
         places, states: Of layers that keep states, where these are, and what gives them.
 
     Raises:
@@ -159,7 +174,7 @@ def write_prefixes(
         "state_prefix": places.prefix.astype("<i8"),
         "state_position": places.position.astype("<i8"),
     }
-    metadata = metadata_of(spec, fingerprint)
+    metadata = metadata_of(spec, origin)
     tensors = tensors_of(spec, len(prefixes.lengths), len(prefixes.tokens), len(places.prefix))
     numbers = {name: number for number, name in enumerate(state_tensors(spec))}
     digests = [hashlib.sha256() for _ in places.prefix]

@@ -94,6 +94,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
     Raises:
         NotOnTree, DoesNotFit: nothing has changed.
         ValueError: the attention mask would bring padding back, which was never computed.
+        UnsupportedVariant: the KV in the cache is of another variant than the model applies now.
     """
     if cache.model is not model:
         raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
@@ -123,6 +124,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         except BaseException:
             cache.reset()
             raise
+    cache.steps.check_variants()
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), until):

@@ -23,6 +23,7 @@ log = logging.getLogger("prefixkit")
 
 Mode = Literal["auto", "always", "never"]
 MODES = ("auto", "always", "never")
+ONLY = "only"  # for layers that apply variants, which they would not do in another cache: what is no tree is an error
 _MODE = "_prefixkit_tree_cache"
 
 
@@ -60,7 +61,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         done = inherited(self, *arguments, *args, **kwargs)
         made, mode = model_kwargs.get(keyword), self.__dict__.get(_MODE, "auto")
         rows = max(beams, generation_config.num_return_sequences or 1) * batch_size
-        wanted = mode == "always" or (
+        wanted = mode in ("always", ONLY) or (
             mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
         )
         if made is None and before is None and generation_config.use_cache and generation_mode is not None:
@@ -71,7 +72,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):
                 tree = TreeCache(self)
-                tree.fallback, tree.always = made, mode == "always"
+                tree.fallback, tree.always = None if mode == ONLY else made, mode != "auto"
                 made = model_kwargs[keyword] = tree
             else:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
@@ -100,9 +101,11 @@ def _blank(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def set_mode(model: nn.Module, mode: Mode) -> None:
-    """Say when ``generate`` is to make a tree cache, from now on with no KV of before."""
-    model.__dict__[_MODE] = mode
+def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:
+    """Say when ``generate`` is to make a tree cache, from now on with no KV of before; ``applies``: whether layers
+    apply variants of attention.
+    """
+    model.__dict__[_MODE] = ONLY if applies and mode != "never" else mode
     drop_stores(model)
 
 

@@ -14,11 +14,13 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.store import KVStore
-from prefixkit.models.attention_class import forward_below, takes_trees
+from prefixkit.models.attention_class import forward_below, is_tree_class, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import known_positions
+from prefixkit.models.generate.row_texts import check_cut, check_followed
 from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out
 from prefixkit.models.indexing.index_copies import index_dtypes
+from prefixkit.models.layer_variants import LAYER_VARIANT, refuse_changed, variants_text
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.step_runner import runner_of
@@ -42,7 +44,7 @@ class RowSteps:
     Args:
         facts, page_size: Of a patched model; tokens per KV page.
         borrower: The cache that has the rows; its ``vacate`` moves them, for a session that asks for the store.
-        tokens, pad, fork: See :class:`Rows`.
+        tokens, pad, fork, text: See :class:`Rows`.
         new: Tokens that each row will grow by, as far as is known.
 
     Attributes:
@@ -58,11 +60,23 @@ class RowSteps:
     """
 
     def __init__(
-        self, facts: ModelFacts, borrower: object, tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool
+        self,
+        facts: ModelFacts,
+        borrower: object,
+        tokens: Ints,
+        pad: Longs,
+        new: int,
+        page_size: int,
+        *,
+        fork: bool,
+        text: int | None = None,
     ) -> None:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
         self.dtype = facts.inner.dtype
+        self._variants = facts.variants
+        patched = [module for module in facts.state.modules if is_tree_class(type(module))]
+        self._patched = [(module, module.__dict__.get(LAYER_VARIANT)) for module in patched]
         self.index_dtypes = index_dtypes(facts.layers)
         self.compresses = any(kind.compressed for kind in facts.layers)
         self.keeps_more = self.compresses or facts.probed.asks_positions or bool(facts.spec.states)
@@ -70,7 +84,7 @@ class RowSteps:
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
         self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
-        pages = pages_of_rows(tokens, pad, new, page_size, fork=fork)
+        pages = pages_of_rows(tokens, pad, new, page_size, fork=fork, shared=not facts.looks_ahead)
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
         self.store: KVStore = self._stores.borrow(kind_of(facts, page_size), borrower, pages, prompts)
         try:
@@ -86,19 +100,24 @@ class RowSteps:
                 self.store.have_slots(states, states)
             except KVBudgetTooSmall as error:  # there is no such budget here
                 raise DoesNotFit(str(error)) from error
-            self.rows = self._insert(tokens, pad, prompts[:1], pages, fork)
+            # What sees one another is computed in one step, whatever its length: nobody has set another.
+            if (spelling := self.store.tree.spelling) is not None:
+                self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
+            self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
         except BaseException:
             self._stores.return_(self.store, self._rests)
             raise
 
-    def _insert(self, tokens: Ints, pad: Longs, first: Sequence[Ints], pages: int, fork: bool) -> Rows:
+    def _insert(
+        self, tokens: Ints, pad: Longs, first: Sequence[Ints], pages: int, fork: bool, text: int | None
+    ) -> Rows:
         store, first = self.store, [tokens for tokens in first if len(tokens)]
         store.fits(first, pages - sum(pages_for(len(tokens), store.tree.page_size) for tokens in first))
         try:
-            return Rows(store.tree, tokens, pad, fork=fork)
+            return Rows(store.tree, tokens, pad, fork=fork, text=text)
         except OutOfPages:  # what was found lies on more pages than it needs
             store.cache.clear()
-            return Rows(store.tree, tokens, pad, fork=fork)
+            return Rows(store.tree, tokens, pad, fork=fork, text=text)
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -145,6 +164,11 @@ class RowSteps:
     def is_current(self) -> bool:
         """Whether the model computes what it computed when these rows came."""
         return kv_version(self.model) == self._version
+
+    def check_variants(self) -> None:
+        """Raise UnsupportedVariant where layers apply other variants now than when these rows came."""
+        if any(module.__dict__.get(LAYER_VARIANT) is not variant for module, variant in self._patched):
+            refuse_changed(variants_text(self._variants), variants_text(facts_of(self.model).variants))
 
     def mark_stale(self) -> None:
         """Some KV is of other weights from now on: none of it is retained for other rows."""
@@ -209,8 +233,11 @@ class RowSteps:
 
         Raises:
             DoesNotFit: the pool has to grow, and there is no memory for it; nothing has changed.
+            UnsupportedVariant: they are several, and see later ones, or are seen by tokens before them.
         """
         rows, own = self.flushed(), tokens.cpu().numpy().astype(np.int32)
+        if own.shape[1] > 1:
+            check_followed(rows, own)
         while True:
             try:
                 return rows.extend(own)
@@ -219,6 +246,11 @@ class RowSteps:
                     continue
                 self._stores.grow(self.store, error.asked - error.free + self.store.pool.num_pages // 4)
                 self._attach_runner(facts_of(self.model))  # to the larger pool
+
+    def trim(self, length: int) -> None:
+        """See :meth:`Rows.trim`; raises as :func:`check_cut`."""
+        check_cut(rows := self.flushed(), length)
+        rows.trim(length)
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
         """Append ``[rows]`` tokens, on the model's device, and compute them; ``[rows, vocab]`` the logits after them.

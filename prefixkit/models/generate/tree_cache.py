@@ -157,7 +157,7 @@ class TreeCache(DynamicCache):
         if tokens_to_remove and self._steps is not None:
             with self.in_use:
                 length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
-                self._steps.flushed().trim(max(0, length))
+                self._steps.trim(max(0, length))
 
     def reset(self) -> None:
         """Drop all tokens and give the KV store back."""
@@ -206,7 +206,7 @@ class TreeCache(DynamicCache):
 
     def _start_copy_of(self, steps: RowSteps) -> None:
         rows = steps.flushed()
-        steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad))
+        steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad, rows.text))
 
     def fall_back(self) -> Cache:
         """Become a cache of transformers, with the KV that there is."""
@@ -243,14 +243,15 @@ class TreeCache(DynamicCache):
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
-    def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64]) -> RowSteps:
-        """Take the rows of a batch, ``tokens [rows, length]`` of which the first ``pad [rows]`` are padding.
+    def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64], text: int | None = None) -> RowSteps:
+        """Take the rows of a batch, ``tokens [rows, length]`` of which the first ``pad [rows]`` are padding, and the
+        first ``text`` a text whose tokens may see later ones (None: all).
 
         Nothing is computed yet.  DoesNotFit: there is no memory for their KV; the cache is empty then.
         """
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
-        self._steps = RowSteps(facts, self, tokens, pad, new, self.page_size, fork=self.fork)
+        self._steps = RowSteps(facts, self, tokens, pad, new, self.page_size, fork=self.fork, text=text)
         return self._steps
 
     def go_on(self, tokens: Tensor, count: int) -> Tensor:

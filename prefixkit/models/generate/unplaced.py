@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import known_positions
+from prefixkit.models.layer_variants import measuring
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.tree.arrays import Ints, Longs
@@ -49,7 +50,7 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
         return False
     before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if "position_ids" not in inspect.signature(original_class(model).forward).parameters:
                 return _unmoved(model, example, pad)
             own, counted = _states(model, example, pad, None), _states(model, example, 0, 0)
@@ -73,7 +74,7 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
     """
     if cache_keyword(model) != "past_key_values":
         return _unmoved(model, example, _PADDING)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
 
 

@@ -17,7 +17,8 @@ from prefixkit.attention.variants import lookup
 from prefixkit.attention.visible import Visible
 from prefixkit.models.attention_class import become, original_class, run_on, subclass
 from prefixkit.models.families import text_config
-from prefixkit.models.layer import Bias, register_variant
+from prefixkit.models.layer import Bias
+from prefixkit.models.layer_scores import register_variant
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below
+from prefixkit.models.layer_variants import measuring
 
 _TOKENS = 4
 
@@ -23,7 +24,7 @@ def idle_modules(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[nn
 
     hooks = [module.register_forward_pre_hook(note) for module in modules]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             forward_below(model)(input_ids=torch.arange(_TOKENS, device=model.device)[None], use_cache=False)
     except Exception:
         return set()

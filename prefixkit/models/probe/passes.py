@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
+from prefixkit.models.layer_variants import measuring
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
@@ -50,7 +51,7 @@ def probe(model: nn.Module) -> Probed:
     inner, layers = pretrained_model(model), attention_layers(model)
     states = mixers(inner)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
-    with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
+    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
             cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
             _run(inner, cache, [1] * ROWS)

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from prefixkit.attention.variants import Variant
+from prefixkit.attention.variants import parts_of as variant_parts
+
 # Types of plain attributes that a module may compute with.
 _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
 _CONTAINERS = frozenset({list, tuple, dict})
@@ -29,8 +32,9 @@ class ModelState:
     """What a model computes with, in a fixed order.
 
     Attributes:
-        tensors: Parameters and buffers.
-        modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config; autocast.
+        tensors: Parameters and buffers, and what variants of attention capture.
+        modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config, the code
+            of its variant of attention; autocast.
         forwards: Functions that run in the place of modules' own ``forward``.
         plain: Tensors that modules keep as plain attributes.
         modules: The modules; one that is in two places twice.
@@ -67,6 +71,7 @@ def state_of(model: nn.Module) -> ModelState:
     plain: list[Tensor] = []
     modules: list[nn.Module] = []
     configs: dict[int, Any] = {}
+    variants: dict[int, Variant] = {}
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
@@ -88,6 +93,9 @@ def state_of(model: nn.Module) -> ModelState:
                     plain.append(value)
                 elif kind in _CONTAINERS:
                     modes += _numbers_in(value)
+                elif kind is Variant:
+                    variants.setdefault(id(value), value)
+                    modes.append([*variants].index(id(value)))
                 elif isinstance(value, PretrainedConfig):
                     configs[id(value)] = value
             if (forward := module.__dict__.get("forward")) is not None:
@@ -96,6 +104,10 @@ def state_of(model: nn.Module) -> ModelState:
                 modes += _adapter_state(module)
     for config in configs.values():
         modes += plain_numbers(config)
+    for variant in variants.values():
+        parts = variant_parts(variant)
+        found += [part for part in parts if isinstance(part, Tensor)]
+        modes += [part for part in parts if not isinstance(part, Tensor) and isinstance(part, Hashable)]
     modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain, modules)
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.kv.prefixes.file import PrefixFileError, open_prefixes
 from prefixkit.kv.prefixes.front_coding import front_coded
-from prefixkit.kv.prefixes.write import ARRAYS, BLOCK, arrays_of, checksum_of, write_prefixes
+from prefixkit.kv.prefixes.write import ARRAYS, BLOCK, Origin, arrays_of, checksum_of, write_prefixes
 
 SPEC = spec_of_alike(num_layers=3, kv_heads=2, head_dim=4)
-VOCAB, MODEL = 1000, "fingerprint of a model"
+VOCAB, MODEL = 1000, Origin("fingerprint of a model")
 
 
 class Saved:
@@ -42,11 +42,11 @@ class Saved:
         return self.all[begin:end]
 
     def write(self, **changes):
-        given = {"prefixes": self.prefixes, "kv": self.kv, "spec": self.spec, "fingerprint": MODEL, **changes}
+        given = {"prefixes": self.prefixes, "kv": self.kv, "spec": self.spec, "origin": MODEL, **changes}
         write_prefixes(self.path, **given)
 
     def open(self, **changes):
-        given = {"spec": self.spec, "fingerprint": MODEL, "vocab_size": VOCAB, **changes}
+        given = {"spec": self.spec, "origin": MODEL, "vocab_size": VOCAB, **changes}
         return open_prefixes(self.path, **given)
 
     def read_all(self):
@@ -157,7 +157,11 @@ def test_a_file_that_is_replaced_while_it_is_open(saved):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fingerprint": "f" * 64}, "saved from another model.*fingerprint is fingerprint of a, .*model's is ffff"),
+        (
+            {"origin": replace(MODEL, variants="alibi(4 heads)#01 in layers 0 to 2")},
+            "KV under no variant of attention, and the model applies alibi.4 heads.#01 in layers 0 to 2: give patch",
+        ),
+        ({"origin": Origin("f" * 64)}, "saved from another model.*fingerprint is fingerprint of a, .*model's is ffff"),
         (
             {"spec": replace(SPEC, dtype=torch.float16)},
             "KV in float32, and the model's is float16; load the model in float32",
@@ -167,7 +171,7 @@ def test_a_file_that_is_replaced_while_it_is_open(saved):
         ({"spec": spec_of_alike(3, 2, 8)}, "3 layers of 2 x 4 .*the model has 3 layers of 2 x 8 and 2 x 8"),
         ({"vocab_size": VOCAB - 1}, "holds token 999, outside of the model's vocabulary of 999"),
     ],
-    ids=["fingerprint", "dtype", "layers", "heads", "head_dim", "vocabulary"],
+    ids=["variant", "fingerprint", "dtype", "layers", "heads", "head_dim", "vocabulary"],
 )
 def test_a_file_of_another_model(changes, message, saved):
     with pytest.raises(PrefixFileError, match=message):

@@ -1,0 +1,199 @@
+"""Variants of attention that users give to the layers of a patched model.
+
+A variant is an attribute of the attention module that it is for, beside what :func:`prefixkit.patch` keeps there.  What
+a layer caches depends on the variants of the layers before it, so they are part of a layer's kind, by which calls share
+KV; and what their functions capture counts as weights do, so that a change in place is noticed at the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from prefixkit.attention.variants import Variant, parts_of, register
+from prefixkit.kv.layer_kinds import LayerKind
+from prefixkit.models.model_errors import UnsupportedVariant
+from prefixkit.models.own_attention.known import own_code
+
+log = logging.getLogger("prefixkit")
+
+LAYER_VARIANT = "_prefixkit_variant"  # the attribute of patched attention modules that have one
+
+# What users say: one variant for all attention layers, or for each layer number its own or none.
+LayerVariants = Variant | Mapping[int, Variant | None] | Callable[[int], Variant | None]
+
+_measuring: ContextVar[bool] = ContextVar("prefixkit_measuring", default=False)
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """In this block layers may run without a tree, and then without their variants: what the model itself does is
+    measured.
+    """
+    token = _measuring.set(True)
+    try:
+        yield
+    finally:
+        _measuring.reset(token)
+
+
+def refuse_without_tree(module: nn.Module) -> None:
+    """Raise UnsupportedVariant where an attention module with a variant is called without a tree, which would leave its
+    variant out.
+    """
+    if not _measuring.get():
+        raise UnsupportedVariant(
+            f"{type(module).__name__} was called without a prefix tree, and its variant "
+            f"{module.__dict__[LAYER_VARIANT].name!r} would be left out: call prefixkit.generate, a Session, "
+            "model.generate() with patch(..., tree_cache='auto'), or the model with "
+            "past_key_values=prefixkit.TreeCache(model); or take the variant away with prefixkit.patch(model)"
+        )
+
+
+def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict[int, Variant]:
+    """The variant of each layer that is to have one, by layer number.
+
+    Args:
+        given: See :func:`prefixkit.patch`.
+        numbers: Those of the attention layers.
+
+    Raises:
+        TypeError: it is none of these, or what it gives for a layer is no variant; or a function of a variant captures
+            something that has no content to go by.
+        UnsupportedVariant: it names a layer that is no attention layer.
+    """
+    if given is None or isinstance(given, Variant):
+        found: dict[int, object] = dict.fromkeys(numbers, given)
+    elif isinstance(given, Mapping):
+        found = dict(given)
+    elif callable(given):
+        found = {number: given(number) for number in numbers}
+    else:
+        raise TypeError(
+            f"variant must be a prefixkit variant, a mapping or a function from layer numbers to variants, or None, "
+            f"got {type(given).__name__} {given!r}"
+        )
+    if unknown := [number for number in found if number not in numbers]:
+        raise UnsupportedVariant(
+            f"variant names layer {unknown[0]!r}, and the model's attention layers are {_ranges(numbers)}; others keep "
+            "states, which have no scores"
+        )
+    chosen = dict[int, Variant]()
+    for number, one in found.items():
+        if one is None:
+            continue
+        if not isinstance(one, Variant):
+            raise TypeError(
+                f"variant gives layer {number} a {type(one).__name__} {one!r}; a score_mod or mask_mod becomes a "
+                "variant by prefixkit.variant(score_mod=..., mask_mod=...)"
+            )
+        register(one)  # or TypeError
+        chosen[number] = one
+    return chosen
+
+
+def with_variants(
+    kinds: Sequence[LayerKind], numbers: Sequence[int], classes: Mapping[int, type], variants: Mapping[int, Variant]
+) -> tuple[LayerKind, ...]:
+    """The kinds of attention layers that apply variants.
+
+    Args:
+        kinds: As measured.
+        numbers: Of the layers.
+        classes: Those of their attention modules without the patch, by layer number.
+        variants: By layer number.
+
+    Raises:
+        UnsupportedVariant: a layer cannot apply its variant.
+    """
+    found = list[LayerKind]()
+    for number, kind in zip(numbers, kinds, strict=True):
+        if (variant := variants.get(number)) is None:
+            found.append(kind)
+            continue
+        if (why := _obstacle(kind, classes[number], variant)) is not None:
+            raise UnsupportedVariant(
+                f"layer {number} ({classes[number].__name__}) cannot apply the variant {variant.name!r}: {why}; leave "
+                "the layer out, with patch(model, variant={layer number: variant, ...})"
+            )
+        # Queries that attend over latents as they are have no kernel that changes scores.
+        found.append(replace(kind, variant=variant, absorbs=False))
+    return tuple(found)
+
+
+def _obstacle(kind: LayerKind, cls: type, variant: Variant) -> str | None:
+    """Why a layer cannot apply a variant; None if it can."""
+    own = own_code(cls)
+    if variant.traced and variant.reads("b"):
+        return "it reads b, and a model's sequences have no numbers"
+    if own is not None and own.adapt is not None and variant.reads("h"):
+        return "it reads h, and the layer's heads are attended with in another order than the model's"
+    if kind.selects is not None:
+        return "an indexer selects the tokens that its queries see, by scores of its own"
+    if kind.compressed:
+        return "it attends to compressed tokens too, which have no position"
+    if variant.has_sinks:
+        return "sinks are logits that a layer brings itself, and the variant has none to give"
+    return None
+
+
+def same_variant(one: Variant | None, other: Variant | None) -> bool:
+    """Whether two variants do the same, also when a tensor that one captures changes in place."""
+    if one is None or other is None or one is other:
+        return one is other
+    ours, theirs = parts_of(one), parts_of(other)
+    if len(ours) != len(theirs):
+        return False
+    for mine, yours in zip(ours, theirs, strict=True):
+        if mine is not yours and (isinstance(mine, Tensor) or isinstance(yours, Tensor) or mine != yours):
+            return False
+    return True
+
+
+def set_variants(modules: Mapping[int, nn.Module], variants: Mapping[int, Variant]) -> bool:
+    """Give attention modules, by layer number, the variants of these layers, and the others none; whether any layer now
+    computes something else.
+    """
+    changed = False
+    for number, module in modules.items():
+        before, now = module.__dict__.get(LAYER_VARIANT), variants.get(number)
+        if same_variant(before, now):
+            continue
+        changed = True
+        module.__dict__.pop(LAYER_VARIANT, None)
+        if now is not None:
+            module.__dict__[LAYER_VARIANT] = now
+    return changed
+
+
+def variants_text(variants: Mapping[int, Variant]) -> str:
+    """Which layers apply which variants, in words, with digests of all that their functions capture."""
+    by_key = dict[str, list[int]]()
+    for number in sorted(variants):
+        by_key.setdefault(f"{variants[number].name}#{variants[number].content()}", []).append(number)
+    return ", ".join(f"{key} in layers {_ranges(numbers)}" for key, numbers in by_key.items())
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers in ascending order, runs of them as "0 to 3"."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def refuse_changed(before: str, now: str) -> NoReturn:
+    """UnsupportedVariant: a cache goes on whose KV is of other variants than the model applies now."""
+    raise UnsupportedVariant(
+        f"TreeCache: its KV was computed with {before or 'no variant'}, and the model now applies "
+        f"{now or 'no variant'}; reset() the cache, or patch the model as it was"
+    )

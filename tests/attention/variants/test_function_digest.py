@@ -1,0 +1,78 @@
+"""What functions consist of: their code, and all that they read besides their arguments."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from prefixkit.attention.variants.function_digest import captured, fingerprint
+
+TABLE = torch.arange(4.0)
+FACTOR = 3
+
+
+def scaled(score):
+    return helper(score) * FACTOR
+
+
+def helper(score):
+    return score + TABLE[0]
+
+
+def endless(count):
+    return endless(count - 1) if count else softplus(TABLE)
+
+
+def shifted(by):
+    def mod(score):
+        return score + by
+
+    return mod
+
+
+def values_in(*functions):
+    return [part for part in captured(*functions) if isinstance(part, int)]
+
+
+def tensors_in(*functions):
+    return [part for part in captured(*functions) if isinstance(part, torch.Tensor)]
+
+
+def test_closures_defaults_partials_and_module_level_names_are_found():
+    bias = torch.zeros(2)
+    assert tensors_in(shifted(bias)) == [bias]
+    assert 7 in values_in(lambda score, by=7: score + by)
+    assert 9 in values_in(functools.partial(shifted, by=9))
+    assert [part is TABLE for part in tensors_in(scaled)] == [True], "through another function"
+    assert FACTOR in values_in(scaled)
+    assert tensors_in([scaled, (shifted(bias),)])[1] is bias, "in sequences"
+
+
+def test_a_function_that_calls_itself_is_read_once_and_those_of_torch_are_not_opened():
+    assert [part is TABLE for part in tensors_in(endless)] == [True]
+    assert softplus in captured(endless)
+    assert fingerprint(endless) == fingerprint(endless)
+
+
+def test_what_changes_in_place_is_the_same_part_with_another_digest():
+    bias = torch.zeros(2)
+    before, digest = captured(shifted(bias)), fingerprint(shifted(bias))
+    bias += 1
+    assert all(one is other for one, other in zip(captured(shifted(bias)), before, strict=True))
+    assert fingerprint(shifted(bias)) != digest
+    assert fingerprint(shifted(bias.clone())) == fingerprint(shifted(bias))
+
+
+def test_module_level_values_count(monkeypatch):
+    digest, by_factor = fingerprint(helper), fingerprint(scaled)
+    monkeypatch.setattr(f"{__name__}.FACTOR", 4)
+    assert fingerprint(helper) == digest
+    assert fingerprint(scaled) != by_factor
+    monkeypatch.setattr(f"{__name__}.TABLE", TABLE + 1)
+    assert fingerprint(helper) != digest
+    monkeypatch.setattr(f"{__name__}.TABLE", object())
+    with pytest.raises(TypeError, match="numbers, strings, tensors and plain functions, got a object"):
+        fingerprint(scaled)
