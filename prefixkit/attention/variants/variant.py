@@ -107,7 +107,7 @@ class Variant:
     @property
     def versions(self) -> tuple[int, ...]:
         """How often each captured tensor was changed in place: what was computed of others is out of date."""
-        return tuple(_version(captured.tensor) for captured in self.captured)
+        return versions_of(self.captured)
 
     def reads(self, argument: str, *, masks: bool = True, scores: bool = True) -> bool:
         """Whether a result depends on one of :data:`ARGUMENTS`; what was not traced may read all."""
@@ -141,8 +141,9 @@ class Variant:
         return fingerprint(parts, len(self.score_mods), self.window, self.chunk, *flags)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def versions_of(captured: Sequence[Captured]) -> tuple[int, ...]:
+    """How often each tensor was changed in place; torch does not count that of tensors made in inference mode."""
+    return tuple(0 if each.tensor.is_inference() else each.tensor._version for each in captured)
 
 
 def _content(mod: Mod) -> tuple[object, ...]:

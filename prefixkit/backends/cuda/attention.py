@@ -21,6 +21,7 @@ from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.backends.cuda.prepared_attention import Prepared, launch_signature, prepare_attention, prepare_latents
+from prefixkit.backends.cuda.variant_header import words_on_device
 from prefixkit.backends.torch import run_program
 from prefixkit.backends.torch.latent_attention import latent_attention as plain_latents
 from prefixkit.checking import checked
@@ -122,8 +123,9 @@ class TreeAttention:
             return run_program.tree_attention(
                 q, k_pages, v_pages, q_positions, bound, scale, variant, sinks, rotary_pages
             )
-        words, of_variant = prepared.words, (0, 0, 0, 0)
-        if words is not None:
+        of_variant = (0, 0, 0, 0)
+        if prepared.modified:
+            words = words_on_device(lookup(variant), q.device)
             words.refresh()
             sequences = sequence_numbers(plan, q.shape[0]) if prepared.reads_sequence else 0
             of_variant = words.tensor.data_ptr(), sequences, *classes_in(plan)

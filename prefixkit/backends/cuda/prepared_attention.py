@@ -20,7 +20,6 @@ from prefixkit.backends.cuda.kernels import (
 )
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
-from prefixkit.backends.cuda.variant_header import VariantWords, words_on_device
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
@@ -45,7 +44,7 @@ class Prepared:
     threads: int = 0
     shared: int = 0
     numbers: tuple[int, ...] = ()
-    words: VariantWords | None = None
+    modified: bool = False  # by functions of a variant
     reads_sequence: bool = False
     window: int = 0
     tma_groups: bool = False
@@ -167,7 +166,7 @@ def _prepared(
         kernel.threads,
         shared,
         numbers=(page, head, slot, heads, kv_heads, k_pages.shape[1]),
-        words=words_on_device(variant, q.device) if variant.mods else None,
+        modified=bool(variant.mods),
         reads_sequence=variant.reads("b"),
         window=variant.window or 0,
         tma_groups=holds_groups(k_pages.shape[1]),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants.evaluate import on_device
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
-from prefixkit.attention.variants.variant import Mod, Variant
+from prefixkit.attention.variants.variant import Mod, Variant, versions_of
 from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
@@ -254,18 +254,21 @@ def _cast(value: _Value, kind: Type) -> str:
 
 
 class VariantWords:
-    """A variant's values on a device; they stay where they are, for captured graphs read them."""
+    """A variant's values on a device; they stay where they are, for captured graphs read them.
+
+    It holds what the variant captures, and not the variant, with which it is freed.
+    """
 
     def __init__(self, variant: Variant, device: torch.device) -> None:
-        self._variant, self._versions = variant, variant.versions
+        self._captured, self._versions = variant.captured, variant.versions
         # Tensors that are read where they lie, and copies of those that follow the scores to their device.
         self._held = [on_device(captured, device) for captured in variant.captured]
         self.tensor = torch.tensor(_words(variant, self._held) or [0], dtype=torch.int32, device=device)
 
     def refresh(self) -> None:
         """Copy again what was changed in place elsewhere."""
-        if (versions := self._variant.versions) != self._versions:
-            for captured, held in zip(self._variant.captured, self._held, strict=True):
+        if self._captured and (versions := versions_of(self._captured)) != self._versions:
+            for captured, held in zip(self._captured, self._held, strict=True):
                 if held is not captured.tensor:
                     held.copy_(captured.tensor)
             self._versions = versions
