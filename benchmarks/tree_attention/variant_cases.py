@@ -36,7 +36,7 @@ OTHER = Numbers(window=1000, prefix=700, cap=20.0, steepest=0.5, documents=11, n
 # The eight of the paper: the seven that it evaluates (section 6.1), and neighborhood attention (appendix A.1).
 PAPER = (
     *("noop", "causal", "alibi", "window", "prefix-lm", "soft-cap", "document", "natten 13"),
-    *("soft-cap, approximate", "sigmoid, approximate"),
+    *("soft-cap approximate", "sigmoid approximate"),
 )
 
 
@@ -173,8 +173,8 @@ def mods_of(numbers: Numbers, heads: int, positions: int, device: torch.device |
         "alibi": Mods(alibi(slopes)),
         "soft-cap": Mods(capped),
         "sigmoid": Mods(sigmoid(numbers.cap)),
-        "soft-cap, approximate": Mods(capped, approximate=True),
-        "sigmoid, approximate": Mods(sigmoid(numbers.cap), approximate=True),
+        "soft-cap approximate": Mods(capped, approximate=True),
+        "sigmoid approximate": Mods(sigmoid(numbers.cap), approximate=True),
         "soft-cap + window": Mods(capped, windowed),
         **{name: Mods(mask=mask, base="noop") for name, mask in neighbors.items()},
     }

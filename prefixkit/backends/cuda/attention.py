@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants import CAUSAL
+from prefixkit.attention.variants import CAUSAL, lookup
 from prefixkit.backends.cuda.block_classes import classes_in, sequence_numbers
 from prefixkit.backends.cuda.checked_mode import CheckedPlan, check_packed_numbers
 from prefixkit.backends.cuda.device_planner import (
