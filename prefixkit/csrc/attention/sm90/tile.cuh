@@ -146,6 +146,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     int kv_tiles = 0;  // since weights were flushed
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
+    bool calm = true;  // scores that a variant changes may rise from KV tile to KV tile: then each is compared
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();  // no values yet
     pin(w.s);
@@ -153,7 +154,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = flags & COMPARE;
+        const bool compare = (flags & COMPARE) || !calm;
         if (!compare && exponentials_at_once(a, s, at, place, half, w)) {
             finish_values(s, w, at);
         } else {
@@ -161,6 +162,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !first);
+            if (Variant::HAS_SCORE) calm = !rose || first;
             if (rose) {
 #pragma unroll
                 for (int i = 0; i < V_DIM / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
