@@ -97,7 +97,7 @@ template <int LANES> struct DecodeWalk {
         const int first = span.slot;
         if (Variant::HAS_MASK || span.slot >= span.end) {
             classes.skip(a, span, seg, r.seg_end, r.range);
-            if (first != span.slot || first >= r.span.end) look_up();
+            if (first != span.slot || seg != r.seg) look_up();  // slots of another node may have the same number
         }
     }
 

@@ -21,7 +21,7 @@ from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
-from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window
+from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variant_header import words_on_device
@@ -102,8 +102,47 @@ def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread)
     return Case(snapshot, queries, q.bfloat16(), k, v, dim**-0.5)
 
 
+def spans_of(case: Case, plan: Plan, item: np.ndarray, variant: Variant, length: np.ndarray) -> list[range]:
+    """The positions of an item's segments that its queries can see, and of each span's first slot its slot."""
+    snapshot, (q_begin, q_end, _, seg_begin, count, node, begin, end) = case.snapshot, item.tolist()
+    positions = case.positions[q_begin:q_end]
+    high = int(positions[-1]) + 1 if count & 1 else 2**30
+    low = int(positions.min()) - variant.window + 1 if variant.window else 0
+    segments = [(node, begin, end), *plan.segments.reshape(-1, 3)[seg_begin + 1 : seg_begin + (count >> 1)].tolist()]
+    spans = []
+    for node, begin, end in segments:
+        start = int(snapshot.start[node])
+        span = range(start + max(begin, low - start), min(start + min(end, int(length[node])), high))
+        if len(span):
+            spans.append((span, int(snapshot.first_slot[node]) - start))
+    return spans
+
+
+def classes_of(case: Case, plan: Plan, variant: Variant, length: np.ndarray) -> np.ndarray:
+    """``[items, words]`` as classify_blocks writes them, by the meaning of the mask; the rest is never read."""
+    words = np.full((len(plan.tile_items) + len(plan.decode_items), 40), 0xDEADBEEF, dtype=np.uint32)
+    for number in range(int(plan.counts[1])):
+        item = plan.decode_items.reshape(-1, 8)[number]
+        q_begin, q_end, causal = int(item[0]), int(item[1]), int(item[4]) & 1
+        q, found = case.positions[q_begin:q_end, None].long(), []
+        for span, to_slot in spans_of(case, plan, item, variant, length):
+            for first in range((span.start + to_slot) // 16 * 16 - to_slot, span.stop, 16):
+                kv = torch.arange(max(first, span.start), min(first + 16, span.stop))
+                shown = variant.shows(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), q, kv).expand(len(q), len(kv))
+                concerned = (kv <= q) | (not causal)
+                any_, all_ = bool((shown & concerned).any()), bool((shown | ~concerned).all())
+                found.append(0 if not any_ else 2 if all_ else 1)
+        if not any(found):
+            found = [1, *found[1:]]
+        for word in range(len(found) // 16 + 1):
+            words[len(plan.tile_items) + number, word] = sum(
+                kind << 2 * i for i, kind in enumerate(found[16 * word : 16 * word + 16])
+            )
+    return words
+
+
 def attend(
-    kernel, case: Case, stages: int, blocks: int, padding: int = 0, variant: Variant = CAUSAL
+    kernel, case: Case, stages: int, blocks: int, padding: int = 0, variant: Variant = CAUSAL, classes: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has."""
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
@@ -124,13 +163,21 @@ def attend(
     partial_lse = torch.full(partial_out.shape[:2], torch.nan)
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0
+    kinds = classes_of(case, plan, variant, length) if classes else np.zeros((1, 0), dtype=np.uint32)
     given = ATTENTION[Maps.KV].packer.pack(
         *fake_maps(k, v, boxes),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
         *(x.ctypes.data for x in (*work, *tree)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
-        *(words.data_ptr(), 0, 0, 0, 0 if case.sinks is None else case.sinks.data_ptr(), variant.window or 0),
+        *(
+            words.data_ptr(),
+            0,
+            kinds.ctypes.data,
+            kinds.shape[1],
+            0 if case.sinks is None else case.sinks.data_ptr(),
+            variant.window or 0,
+        ),
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
@@ -195,6 +242,33 @@ def test_plans_of_visible_ranges(tmp_path, variant):
         where = case.snapshot, case.row_node, case.positions.numpy()
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+TABLE = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.3
+MASKS = {
+    "blocks": variant(mask_mod=lambda b, h, q, kv: TABLE[q // 16 % 40, kv // 16 % 40] & (kv <= q)),
+    "documents": variant(mask_mod=lambda b, h, q, kv: (q // 50 == kv // 50) & (kv <= q)),
+    "rows": variant(mask_mod=lambda b, h, q, kv: TABLE[q % 40, kv // 16 % 40] & (kv <= q)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_hidden_blocks_are_not_read(tmp_path, mask):
+    run, of = built(tmp_path, 64, MASKS[mask]), MASKS[mask]
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        parents = random_parents(rng, int(rng.integers(1, 12)))
+        lengths = rng.integers(0, [20, 90, 600][seed % 3], len(parents))
+        lengths[-1] = max(1, lengths[-1])
+        snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice([1, 16, 64])))
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=of, classes=True)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
+        torch.testing.assert_close(
+            lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False, msg=lambda m: f"{seed}: {m}"
+        )
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
