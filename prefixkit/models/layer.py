@@ -168,16 +168,21 @@ class Layer:
 
         ``window`` is not looked at: some models tell their attention functions of another than their masks have.
         """
+        variant = self.variant(cap, sinks is not None, None if bias is None else bias())
         out: Tensor = torch.ops.prefixkit.tree_attention(
             self.scaled(query)[0].transpose(0, 1),
             *self.own.pages,
             self.step.positions,
-            self.plan,
+            self.plan_under(variant, query.shape[1]),
             scale,
-            self.variant(cap, sinks is not None, None if bias is None else bias()),
+            variant,
             None if sinks is None else sinks.to(query.dtype),
         )[0]
         return out[None]
+
+    def plan_under(self, variant: str, heads: int) -> list[Tensor]:
+        """The plan, with what is known of its blocks under the variant's mask."""
+        return self.plan
 
     @property
     def plan(self) -> list[Tensor]:

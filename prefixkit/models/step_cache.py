@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.step import Step
+from prefixkit.attention.variants import lookup
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
@@ -64,6 +65,7 @@ class StepCache(LayeredCache):
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
+        self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
         self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
         self.equal_blocks: dict[int, list[Block]] = {}  # and compressors
 
@@ -84,7 +86,7 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step, self.blocks, self.equal_blocks = step, {}, {}
+        self._step, self.blocks, self.equal_blocks, self.masked_plans = step, {}, {}, {}
         self.given_positions = step.positions[None]
         self.attended = [0] * len(self.attended)
 
@@ -232,6 +234,24 @@ class CacheLayer(PlainLayer):
             out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.place] += 1
         return out
+
+    def plan_under(self, variant: str, heads: int) -> list[Tensor]:
+        """The same: blocks are classified once for all layers of a kind, in steps that compute prompts.
+
+        Of decode steps the kernels read what a window leaves in any case, and evaluate masks in less time than it takes
+        to look classes up.
+        """
+        plan, known = self.plan, self.cache.masked_plans
+        if not lookup(variant).mask_mods or self.step.num_rows == len(self.step.logit_rows):
+            return plan
+        at = self.own.plan, variant
+        if at not in known:
+            page_size, kv_heads, head_dim = self.own.pages[0].shape[1:]
+            shape = [heads, kv_heads, head_dim, self.own.pages[1].shape[3]]
+            positions = self.step.positions
+            classes = torch.ops.prefixkit.classify_blocks(positions, plan, shape, page_size, variant)
+            known[at] = [*plan, positions[:0], classes] if classes.numel() else plan
+        return known[at]
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`StepCache.run_state`, of a module inside an attention module."""
