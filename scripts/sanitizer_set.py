@@ -68,6 +68,35 @@ def tree_attention() -> None:
         assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
 
 
+def variants() -> None:
+    """Masks and changed scores of both paths: captured tensors, numbers of sequences, classes of KV tiles."""
+    from prefixkit.attention.variants import register, variant
+    from prefixkit.testing.forests import SHARE_ALL, make_snapshot
+    from prefixkit.testing.gpu_forests import fill, step_of
+
+    table = torch.rand(2, 8, device=GPU) < 0.5
+    of = variant(
+        lambda s, b, h, q, kv: 30 * torch.tanh(s / 30) + (kv - q) * 0.01,
+        lambda b, h, q, kv: table[b, kv // 64 % 8] & (kv <= q),
+        name="sanitized",
+    )
+    key, multiprocessors = register(of), torch.cuda.get_device_properties(GPU).multi_processor_count
+    for dtype, heads, page_size in ((torch.bfloat16, (8, 2, 128), 16), (torch.float16, (7, 1, 64), 3)):
+        rng = np.random.default_rng(page_size)
+        snapshot, num_pages = make_snapshot(rng, [-1, 0, 1, 1, 1, 0], [300, 20, 5, 9, 1, 170], page_size)
+        last = np.array([2, 3, 4, 5], dtype=np.int32)
+        begin = snapshot.length[last] - np.array([1, 1, 1, snapshot.length[5]], dtype=np.int32)
+        snapshot.computed[last] = begin
+        queries = Queries(last, begin, snapshot.length[last], np.array([0, 1, 0, 1], dtype=np.int32))
+        case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
+        step = step_of(case, SHARE_ALL, multiprocessors)
+        shape = [heads[0], heads[1], heads[2], heads[2]]
+        classes = torch.ops.prefixkit.classify_blocks(step.positions, step.plan, shape, page_size, key)
+        given = case.q, case.k_pages, case.v_pages, step.positions, [*step.plan, classes], case.scale, key
+        out, _ = torch.ops.prefixkit.tree_attention(*given)
+        assert bool(torch.isfinite(out).all())
+
+
 def latents() -> None:
     """Both parts of attention over latents, over random K and V, and their merge: without products, whose kernels in
     cuBLAS the tools complain of.
@@ -151,16 +180,13 @@ def sample() -> None:
         assert int(sampler.tokens[3]) == -1
 
 
+PARTS = {part.__name__: part for part in (append, rotary_append, tree_attention, variants, latents, plan_tree, sample)}
+
+
 def main() -> None:
     assert ops.SCHEMAS
-    if sys.argv[1:] == ["latents"]:
-        return latents()
-    append()
-    rotary_append()
-    tree_attention()
-    latents()
-    plan_tree()
-    sample()
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
     torch.cuda.synchronize()
     print("ran the sanitizer's set")
 

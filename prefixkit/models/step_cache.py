@@ -238,17 +238,16 @@ class CacheLayer(PlainLayer):
     def plan_under(self, variant: str, heads: int) -> list[Tensor]:
         """The same: blocks are classified once for all layers of a kind, in steps that compute prompts.
 
-        Of decode steps the kernels read what a window leaves in any case, and evaluate masks in less time than it takes
-        to look classes up.
+        In decode steps classes save less than it costs to make them: of windows the kernels read no more in any case.
         """
-        plan, known = self.plan, self.cache.masked_plans
-        if not lookup(variant).mask_mods or self.step.num_rows == len(self.step.logit_rows):
+        plan, known, step = self.plan, self.cache.masked_plans, self.cache.step
+        if not lookup(variant).mask_mods or step.num_rows == len(step.logit_rows):
             return plan
         at = self.own.plan, variant
         if at not in known:
             page_size, kv_heads, head_dim = self.own.pages[0].shape[1:]
             shape = [heads, kv_heads, head_dim, self.own.pages[1].shape[3]]
-            positions = self.step.positions
+            positions = step.positions
             classes = torch.ops.prefixkit.classify_blocks(positions, plan, shape, page_size, variant)
             known[at] = [*plan, positions[:0], classes] if classes.numel() else plan
         return known[at]

@@ -140,16 +140,13 @@ struct Items {
     }
 };
 
-// After a KV tile whose exponentials had to be computed again, so many are compared first, where scores are changed.
-constexpr int WARY_KV_TILES = 16;
-
 // The item is read again where it is needed: registers are short.
 DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cursor& at, int half, Items& items) {
     const int place = items.place();
     int kv_tiles = 0;  // since weights were flushed
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
-    int wary = 0;  // KV tiles to compare: scores that a variant changes may rise from one KV tile to the next
+    bool wary = false;  // once scores that a variant changes have risen from one KV tile to the next: compare them all
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();  // no values yet
     pin(w.s);
@@ -157,12 +154,12 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = (flags & COMPARE) || wary > 0;
+        const bool compare = (flags & COMPARE) || wary;
         if (!compare && exponentials_at_once(a, s, at, place, half, w)) {
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
-            if (Variant::HAS_SCORE) wary = compare ? max(0, wary - 1) : WARY_KV_TILES;
+            if (Variant::HAS_SCORE) wary = wary || !compare;
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
             finish_values(s, w, at, !first);
