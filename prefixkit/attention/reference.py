@@ -129,5 +129,5 @@ def attention_over(
     if variant.has_sinks:
         assert sinks is not None, "the variant has sinks"
         lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    weight = torch.exp(score if variant.sums else score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return Exact(einsum(weight, v, "heads rows len, len heads dim -> rows heads dim"), lse.T)

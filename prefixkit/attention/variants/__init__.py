@@ -4,6 +4,7 @@ from prefixkit.attention.variants.builtin import alibi as alibi
 from prefixkit.attention.variants.builtin import attention_sinks as attention_sinks
 from prefixkit.attention.variants.builtin import chunked as chunked
 from prefixkit.attention.variants.builtin import rounded_alibi as rounded_alibi
+from prefixkit.attention.variants.builtin import sigmoid as sigmoid
 from prefixkit.attention.variants.builtin import sliding_window as sliding_window
 from prefixkit.attention.variants.builtin import soft_cap as soft_cap
 from prefixkit.attention.variants.evaluate import ForeignTensor as ForeignTensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -102,6 +103,22 @@ def _rounded_alibi(slopes: tuple[float, ...], factor: float) -> Variant:
         return score + factor * (per_head.to(score.device)[h] * position).to(torch.bfloat16).to(torch.float32)
 
     return variant(score_mod, name=f"rounded_alibi({len(slopes)} heads, x {factor:g})")
+
+
+def sigmoid() -> Variant:
+    """Sigmoids of scores in place of the softmax: outputs are sums, weights of one key do not depend on others'
+    (Ramapuram et al. 2024; FlashSigmoid).
+
+    The log-sum-exp is the logarithm of the sum of the weights; outputs over parts of the keys add up.
+    """
+    return _SIGMOID
+
+
+def _log_sigmoid(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(score)
+
+
+_SIGMOID = replace(variant(_log_sigmoid, name="sigmoid"), sums=True)
 
 
 def attention_sinks() -> Variant:

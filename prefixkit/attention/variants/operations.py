@@ -121,6 +121,7 @@ OPERATIONS: dict[str, Operation] = {
     "log1p": Operation(1, _always(Type.FLOAT), _of_floats(torch.log1p)),
     "tanh": Operation(1, _always(Type.FLOAT), _of_floats(torch.tanh)),
     "sigmoid": Operation(1, _always(Type.FLOAT), _of_floats(torch.sigmoid)),
+    "logsigmoid": Operation(1, _always(Type.FLOAT), _of_floats(torch.nn.functional.logsigmoid)),
     "sqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.sqrt)),
     "rsqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.rsqrt)),
     "sin": Operation(1, _always(Type.FLOAT), _of_floats(torch.sin)),
@@ -165,6 +166,7 @@ _NAMES: dict[str, str] = {
     "long": "int",
     "double": "float",
     "fix": "trunc",
+    "log_sigmoid": "logsigmoid",
 }
 
 

@@ -72,6 +72,7 @@ class Variant:
         has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
         looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, causality holds besides them.
         approximate: Whether kernels take the hardware's tanh, also for sigmoid.
+        sums: Whether outputs are sums of values, weighted by the exponentials of scores, and not divided by their sum.
         serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
     """
 
@@ -83,6 +84,7 @@ class Variant:
     has_sinks: bool = False
     looks_ahead: bool = False
     approximate: bool = False
+    sums: bool = False
     serials: tuple[int, ...] = ()
 
     @property
@@ -137,7 +139,7 @@ class Variant:
     def content(self) -> str:
         """A digest of all that it does, the numbers in captured tensors included, equal in every process."""
         parts = [_content(mod) for mod in self.mods]
-        flags = self.has_sinks, self.looks_ahead, self.approximate
+        flags = self.has_sinks, self.looks_ahead, self.approximate, self.sums
         return fingerprint(parts, len(self.score_mods), self.window, self.chunk, *flags)
 
 
@@ -254,9 +256,15 @@ def compose(*variants: Variant) -> Variant:
     """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
 
     The op takes one row of sinks, which join once, however many of the parts have sinks.  Causality holds unless a part
-    looks ahead.
+    looks ahead.  What makes weights of scores, as ``sigmoid`` does, comes after all others.
+
+    Raises:
+        BadVariant: sinks join a sum that outputs are divided by, and those of another part are not.
     """
-    parts = [part for part in variants if part is not CAUSAL]
+    parts = sorted((part for part in variants if part is not CAUSAL), key=lambda part: part.sums)
+    if any(part.sums for part in parts) and any(part.has_sinks for part in parts):
+        names = " and ".join(part.name for part in parts)
+        raise BadVariant(f"compose: sinks join the sum that outputs are divided by, but there is none: got {names}")
     if len(parts) <= 1:
         return parts[0] if parts else CAUSAL
     return Variant(
@@ -269,6 +277,7 @@ def compose(*variants: Variant) -> Variant:
         has_sinks=any(part.has_sinks for part in parts),
         looks_ahead=any(part.looks_ahead for part in parts),
         approximate=any(part.approximate for part in parts),
+        sums=any(part.sums for part in parts),
         serials=tuple(serial for part in parts for serial in part.serials),
     )
 
@@ -287,7 +296,7 @@ def register(variant: Variant) -> str:
         (mod.expression.code, mod.expression.scalars) if mod.expression is not None else mod.function
         for mod in variant.mods
     ]
-    flags = variant.has_sinks, variant.looks_ahead, variant.approximate
+    flags = variant.has_sinks, variant.looks_ahead, variant.approximate, variant.sums
     kind = len(variant.score_mods), variant.window, variant.chunk
     key = f"{variant.name}#{fingerprint(numbers, kind, flags, variant.serials)}"
     if variant.serials:

@@ -51,6 +51,7 @@ _OF_FLOATS = {
     "log1p": "log1pf",
     "tanh": "variant_tanh",
     "sigmoid": "variant_sigmoid",
+    "logsigmoid": "variant_log_sigmoid",
     "sqrt": "sqrtf",
     "rsqrt": "rsqrtf",
     "sin": "sinf",
@@ -92,6 +93,7 @@ namespace prefixkit {{
 struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
+    static constexpr bool SUMS = {flag(variant.sums)};
     static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
     static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))};
 {"".join(scores + masks)}    static DEVICE float score({_ARGUMENTS}) {{

@@ -22,7 +22,7 @@ DEVICE void grid_barrier(u32* counter) {
 // `writes` and returns the row's index in [rows, heads].
 DEVICE long long finish_row(
     const Attention& a, int q_begin, int partial, const TileRow& row, float lse, float& factor, bool writes) {
-    if (partial < 0) factor *= join_sink(lse, row.head, a.sinks);
+    if (partial < 0) factor *= finish_sum(lse, row.head, a.sinks);
     const long long at = row.index(a, partial < 0 ? q_begin : partial);
     if (writes) (partial < 0 ? a.lse : a.partial_lse)[at] = lse;
     return at;
@@ -67,7 +67,7 @@ DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const floa
 template <int VECTORS, class Column>
 DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, bool writes, Column column) {
     float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
-    const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * join_sink(lse, head, a.sinks);
+    const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * finish_sum(lse, head, a.sinks);
     const long long at = (long long)row * a.heads + head;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)

@@ -7,7 +7,7 @@
 #else
 namespace prefixkit {
 struct Variant {
-    static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false;
+    static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false, SUMS = false;
     static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
@@ -32,8 +32,9 @@ DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, in
     return Variant::score(dot * scale, sequence, head, q_position, kv_position, words) * LOG2E;
 }
 
-// Adds the head's sink to a finished log-sum-exp; returns the factor for the output.
-DEVICE float join_sink(float& lse, int head, const u16* sinks) {
+// Adds the head's sink to a finished log-sum-exp; returns the factor for the output, which is a mean: of a variant that
+// SUMS, the sum of its weights.
+DEVICE float finish_sum(float& lse, int head, const u16* sinks) {
     if constexpr (Variant::HAS_SINK) {
         const float sink = widen(Storage{sinks[head]}), top = fmaxf(lse, sink);
         const float joined = top + LN2 * log2_fast(exp2_fast((lse - top) * LOG2E) + exp2_fast((sink - top) * LOG2E));
@@ -41,6 +42,6 @@ DEVICE float join_sink(float& lse, int head, const u16* sinks) {
         lse = joined;
         return factor;
     }
-    return 1.f;
+    return Variant::SUMS ? exp2_fast(lse * LOG2E) : 1.f;
 }
 }  // namespace prefixkit

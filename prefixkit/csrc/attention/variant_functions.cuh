@@ -60,6 +60,7 @@ DEVICE float variant_tanh(float x) {
     const float far = copysignf((1.f - e) * reciprocal(1.f + e), x);
     return fabsf(x) < 0.6f ? near : far;
 }
+DEVICE float variant_log_sigmoid(float x) { return -LN2 * log2_fast(1.f + exp2_fast(-LOG2E * x)); }
 DEVICE float variant_sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2E * x)); }
 // By the hardware's own tanh, whose relative error is up to 2^-11.
 DEVICE float hardware_tanh(float x) {
