@@ -1,7 +1,7 @@
 """Random compositions of traced functions over random trees and plain batches: the op against the oracle.
 
-``PREFIXKIT_VARIANT_FORESTS=500 pytest tests/attention/variants/test_variant_fuzz.py`` takes a minute; the default is a
-sample of them.
+``PREFIXKIT_VARIANT_FORESTS=500 pytest tests/attention/variants/test_variant_fuzz.py`` takes half a minute; the
+default is a sample of them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from prefixkit.testing.forests import attend, random_case, random_plan
 from prefixkit.testing.random_variants import fitting, random_variant
 from tests.attention.torch_errors import Errors, Truth
 
-FORESTS = int(os.environ.get("PREFIXKIT_VARIANT_FORESTS", "60"))
+FORESTS = int(os.environ.get("PREFIXKIT_VARIANT_FORESTS", "120"))
 SEQUENCES = 5
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["trees", "plain batches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_compositions_within_torchs_error(dtype: torch.dtype, plain: bool) -> None:
+def test_random_compositions_within_torchs_error(dtype: torch.dtype) -> None:
     """Rows that see nothing too: 0 and -inf, in one part or in all that are merged."""
     first = int(os.environ.get("PREFIXKIT_VARIANT_SEED", np.random.SeedSequence().generate_state(1)[0]))
     print("PREFIXKIT_VARIANT_SEED", first)
     errors, blind, rows = Errors(), 0, 0
-    for seed in range(first, first + FORESTS // 4):
-        rng = np.random.default_rng([seed, dtype.itemsize, plain])
-        case = random_case(rng, dtype, plain=plain)
+    for seed in range(first, first + FORESTS // 2):
+        rng = np.random.default_rng([seed, dtype.itemsize])
+        case = random_case(rng, dtype, plain=seed % 2 == 1)
         of = random_variant(seed, seed + 1, SEQUENCES, case.q.shape[1])
         case = fitting(rng, case, of, SEQUENCES)
         truth = Truth.of(case, of)
