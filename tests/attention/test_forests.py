@@ -78,9 +78,9 @@ def as_on_a_gpu(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tenso
 RUNS = (
     by_op,
     # As if forests were large: nearly every tile alone, runs detached, keys and batches split, tiles of a few rows.
-    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, masked_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, masked_rows=2, group_rows=1 << 20)),
 )
 
 
