@@ -95,7 +95,7 @@ def compile_program(
     flash = on_cpu and not scored and variant.biases is not None and one_size
     scored = not flash or bool(variant.mods)
     most_rows = (heads.tuning.masked_rows if flash else heads.tuning.scored_rows) if scored else None
-    most = heads.tuning.score_elements if variant.score_mods or not flash else heads.tuning.call_elements
+    most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
     tiles = make_tiles(plan, tree, variant.visible, most_rows, reach)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)

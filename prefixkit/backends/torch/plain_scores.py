@@ -14,8 +14,6 @@ from prefixkit.backends.torch.merge import pick
 from prefixkit.backends.torch.read_keys import Keys
 from prefixkit.backends.torch.tuning import Heads
 
-_ZERO = torch.zeros((), device="cpu")
-
 
 class Own(NamedTuple):
     """What a layer brings for each query: see :func:`expanded_attention`."""
@@ -78,13 +76,30 @@ def scored_attention(
             score = score.expand(shape).clone()
     if (shown := _shown(call, places, own.selected)) is not None:
         score.masked_fill_(~shown, -torch.inf)
-    top = score.amax(dim=-1, keepdim=True)
-    top = top.masked_fill_(top == -torch.inf, 0.0)
-    weight = score.sub_(top).exp_()
-    total = weight.sum(dim=-1, keepdim=True)
+    weight, total, lse = _weights(score, normalized=v.dtype == torch.float32)
     out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
-    out = out.view(batch, heads.heads, rows, heads.value_dim) / total.masked_fill(total == 0, 1.0)
-    return out, (top + total.log()).squeeze(-1)
+    out = out.view(batch, heads.heads, rows, heads.value_dim)
+    return (out if total is None else out / total), lse
+
+
+def _weights(score: Tensor, *, normalized: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Weights, what outputs are to be divided by, None for 1, and the log-sum-exp; of rows that see nothing 0 and -inf.
+
+    Weights that are not ``normalized`` are 1 at the largest score, which rounding to 16 bits leaves as it is.
+    """
+    top = score.amax(dim=-1)
+    hidden = top == -torch.inf
+    if not normalized:
+        weight = score.sub_(top.masked_fill(hidden, 0.0)[..., None]).exp_()
+        total = weight.sum(dim=-1)
+        return weight, total.masked_fill(hidden, 1.0)[..., None], top + total.log()
+    weight = torch.softmax(score, dim=-1)
+    # The largest weight is one over the sum of exponentials below the largest score.
+    lse = top - weight.amax(dim=-1).log()
+    if score.is_cuda or bool(hidden.any()):  # on a GPU to ask takes longer
+        weight.masked_fill_(hidden[..., None], 0.0)
+        lse.masked_fill_(hidden, -torch.inf)
+    return weight, None, lse
 
 
 def _scores(q: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
@@ -101,5 +116,6 @@ def _scores(q: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
 def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """``scale * a @ b`` for batches of matrices, summed and returned in float32."""
     if a.dtype == torch.float32 or a.device.type != "cuda":
-        return torch.baddbmm(_ZERO.to(a.device), a.float(), b.float(), beta=0, alpha=scale)
+        found = torch.bmm(a.float(), b.float())
+        return found if scale == 1.0 else found.mul_(scale)
     return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
