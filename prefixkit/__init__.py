@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefixkit import variants as variants
     from prefixkit.api import beam_search as beam_search
     from prefixkit.api import generate as generate
     from prefixkit.api import score as score
@@ -90,10 +91,12 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = sorted((*_HOME, "variants"))
 
 
 def __getattr__(name: str) -> Any:
+    if name == "variants":
+        return import_module("prefixkit.variants")
     if name not in _HOME:
         raise AttributeError(f"module 'prefixkit' has no attribute {name!r}")
     import_module("prefixkit.backends")  # registers them
@@ -101,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *__all__})

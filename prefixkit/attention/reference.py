@@ -120,7 +120,7 @@ def attention_over(
     score = scale * einsum(q.double(), k, "rows heads dim, len heads dim -> heads rows len")
     places = rows.sequences[:, None], torch.arange(heads, device=q.device)[:, None, None], rows.positions[:, None]
     for mod in variant.score_mods:
-        score = pointwise(mod.function, score, *places, kv_positions)
+        score = pointwise(mod.function, score, *places, kv_positions).double()
     visible = (kv_positions <= places[2]) | (not causal)
     for mod in variant.mask_mods:
         visible = visible & pointwise(mod.function, *places, kv_positions)

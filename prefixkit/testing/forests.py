@@ -13,7 +13,7 @@ from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.sharing import CostModel, HeadShape
+from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.host_planner import bind
@@ -197,15 +197,20 @@ def random_case(
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int, int] | None = None,
     v_dim: int | None = None,
+    *,
+    plain: bool = False,
 ) -> Case:
-    """A small forest of any kind; ``heads`` and ``v_dim`` as :func:`fill` takes them."""
+    """A small forest of any kind, or a batch of sequences that share nothing where it is ``plain``; ``heads`` and
+    ``v_dim`` as :func:`fill` takes them.
+    """
     if heads is None:
         kv_heads = int(rng.choice([1, 2, 3]))
         heads = kv_heads * int(rng.choice([1, 2, 3, 4])), kv_heads, int(rng.choice([32, 64, 80]))
     nodes = int(rng.integers(1, 10))
     lengths = rng.integers(0, int(rng.choice([3, 12, 40])), nodes)
     lengths[rng.integers(nodes)] += 1
-    snapshot, num_pages = make_snapshot(rng, random_parents(rng, nodes), lengths.tolist(), int(rng.choice(PAGE_SIZES)))
+    parents = [-1] * nodes if plain else random_parents(rng, nodes)
+    snapshot, num_pages = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice(PAGE_SIZES)))
     queries = random_queries(rng, snapshot)
     return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])), v_dim)
 
@@ -240,6 +245,15 @@ def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, sha
     gpu = replace(H200, tile=roles[0], decode=roles[1])
     tile_rows = int(rng.choice([16, 128]))
     return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), tile_rows, shared=shared, gpu=gpu)
+
+
+def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
+    """Any plan that computes the case: node by node shared or not; in ``split`` of them with rows and KV split."""
+    cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
+    shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
+    if split and rng.random() < split:
+        return random_split_plan(rng, case, cost, shared)
+    return plan_of(case, cost, shared=shared)
 
 
 def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:

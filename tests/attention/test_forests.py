@@ -1,26 +1,9 @@
-"""Random forests: the op against dense float64 attention.
-
-The bound is torch's own error.  Its kernel gets the same rows in the same dtype, all keys of the forest at once and a
-mask that says who sees whom; where it cannot do the variant, plain torch does it in that dtype, as models do.  A forest
-is small and rounding is chance, so errors are counted in the unit of the chance:
-
-    unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
-
-for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
-which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and
-a variant,
-
-- no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
-  elements, for its largest error is chance as well;
-- the root of our mean square may not exceed 1.5 times torch's in the natural order.
-
-The rule is about sums over forests, but every forest's error is held against it, and the worst ones' seeds are printed.
-"""
+"""Random forests: the op against dense float64 attention; ``torch_errors`` has the bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -30,7 +13,6 @@ from torch import Tensor
 
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries
-from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.variants import (
     CAUSAL,
@@ -44,7 +26,6 @@ from prefixkit.attention.variants import (
     variant,
 )
 from prefixkit.backends.torch.tuning import CPU, Tuning
-from prefixkit.ops.partial_states import State
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
@@ -56,43 +37,13 @@ from prefixkit.testing.forests import (
     plan_of,
     program_of,
     random_case,
+    random_plan,
     random_split_plan,
     run_on,
 )
+from tests.attention.torch_errors import Errors, Truth
 
-ALLOWED = 1.5
-ORDERS = 4
 VARIANTS = ("causal", "window", "cap", "alibi", "sinks", "by_head", "composed")
-
-
-@dataclass
-class Errors:
-    """Errors of the op and of torch, per forest, in units, for out and lse; torch's in each order."""
-
-    seed: list[int] = field(default_factory=list)
-    ours: list[list[float]] = field(default_factory=list)  # [forests, 2]
-    theirs: list[list[list[float]]] = field(default_factory=list)  # [forests, orders, 2]
-
-    def add(self, seed: int, truth: Truth, out: Tensor, lse: Tensor) -> None:
-        """What the op made of the forest."""
-        self.seed.append(seed)
-        self.ours.append(truth.error(out, lse))
-        self.theirs.append(truth.theirs)
-
-    def check(self) -> None:
-        for column, name in enumerate(("out", "lse")):
-            ours, theirs = np.array(self.ours)[:, column], np.array(self.theirs)[:, :, column]
-            worst = [
-                f"forest {self.seed[i]}: {ours[i]:.2f} (torch {theirs[i].max():.2f})" for i in np.argsort(-ours)[:5]
-            ]
-            assert np.isfinite(ours).all(), f"{name}: not a number, {worst}"
-            assert ours.max() <= ALLOWED * theirs.max(), f"{name}: torch's largest error is {theirs.max():.2f}; {worst}"
-            natural = _rms(theirs[:, 0])
-            assert _rms(ours) <= ALLOWED * natural, f"{name}: {_rms(ours):.2f}, torch {natural:.2f} rms"
-
-
-def _rms(errors: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(errors**2)))
 
 
 def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
@@ -106,62 +57,6 @@ def random_variant(rng: np.random.Generator, name: str, heads: int) -> Variant:
         "by_head": variant(mask_mod=lambda b, h, q, kv: (kv <= q) & ((q - kv < 3 + 4 * h) | (kv % 5 == h % 3))),
         "composed": compose(alibi(slopes), sliding_window(int(rng.integers(1, 40))), soft_cap(5.0), attention_sinks()),
     }[name]
-
-
-def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or not; in ``split`` of them with rows and KV split."""
-    cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
-    shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
-    if split and rng.random() < split:
-        return random_split_plan(rng, case, cost, shared)
-    return plan_of(case, cost, shared=shared)
-
-
-def torch_attention(case: Case, variant: Variant) -> tuple[Tensor, Tensor]:
-    """All rows against all tokens of the forest, by torch in the same dtype: ``[orders, rows, heads, ...]``.
-
-    Order 0 is the natural one, the others shuffle keys and head elements, which changes rounding only.
-    """
-    rng = np.random.default_rng(0)
-    snapshot, (rows, heads, head_dim) = case.snapshot, case.q.shape
-    node = np.repeat(np.arange(snapshot.num_nodes), snapshot.length)
-    offset = np.concatenate([np.arange(length) for length in snapshot.length])
-    slots = snapshot.slots(node, offset)
-    kv_position = torch.from_numpy(snapshot.start[node].astype(np.int64) + offset)
-    token_of_slot = np.zeros(snapshot.page_size * len(case.k_pages), dtype=np.int64)
-    token_of_slot[slots] = np.arange(len(slots))
-    visible = torch.zeros(rows, len(slots), dtype=torch.bool)
-    for row, (at, position) in enumerate(zip(case.row_node.tolist(), case.positions.tolist(), strict=True)):
-        visible[row, token_of_slot[visible_tokens(snapshot, at, position)[0]]] = True
-    shuffles = [(rng.permutation(len(slots)), rng.permutation(head_dim)) for _ in range(ORDERS)]
-    shuffles[0] = (np.arange(len(slots)), np.arange(head_dim))
-    keys, elements = (torch.from_numpy(np.stack(column)) for column in zip(*shuffles, strict=True))
-    q = torch.stack([case.q[..., e] for e in elements]).transpose(1, 2)
-    k, v = (
-        torch.stack([pages.flatten(0, 1)[torch.from_numpy(slots)[order]] for order in keys])
-        .transpose(1, 2)
-        .repeat_interleave(case.shape.gqa_group, dim=1)
-        for pages in (case.k_pages, case.v_pages)
-    )
-    k = torch.stack([of[..., e] for of, e in zip(k, elements, strict=True)])
-    shown = torch.stack([visible[:, order] for order in keys])[:, None]
-    none = torch.zeros((), dtype=torch.int64)
-    where = none, torch.arange(heads)[:, None, None], case.positions[:, None], kv_position[keys][:, None, None, :]
-    shown = shown & variant.shows(*where)
-    hidden = torch.zeros(shown.shape, dtype=q.dtype).masked_fill_(~shown, -torch.inf)
-    if not variant.score_mods and not variant.has_sinks:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=hidden, scale=case.scale
-        )
-        return out.transpose(1, 2), lse.transpose(1, 2)
-    score = torch.matmul(q, k.transpose(2, 3)) * case.scale
-    score = variant.change(score, *where).to(q.dtype)
-    score = score + hidden
-    if (sinks := case.sinks_for(variant)) is not None:
-        sinks = sinks.to(q.dtype)[:, None, None].expand(ORDERS, heads, rows, 1)
-        score, v = torch.cat((score, sinks), dim=3), torch.cat((v, torch.zeros_like(v[:, :, :1])), dim=2)
-    out = torch.matmul(torch.softmax(score, dim=-1, dtype=torch.float32).to(q.dtype), v)
-    return out.transpose(1, 2), score.float().logsumexp(dim=-1).transpose(1, 2)
 
 
 Run = Callable[[Case, Plan, Variant], tuple[Tensor, Tensor]]
@@ -180,43 +75,12 @@ def as_on_a_gpu(case: Case, plan: Plan, variant: Variant) -> tuple[Tensor, Tenso
     return run_on(case, gpu_program_of(case, plan, variant), variant)
 
 
-@dataclass
-class Truth:
-    """Exact attention of a forest, the units of errors, and torch's errors in each order."""
-
-    dense: State
-    units: tuple[float, float]
-    theirs: list[list[float]]  # [orders, 2]
-
-    @classmethod
-    def of(cls, case: Case, variant: Variant) -> Truth:
-        where = case.snapshot, case.row_node, case.positions.numpy()
-        sinks = case.sinks_for(variant)
-        dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant, sinks)
-        score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
-        value = case.v_pages.float().nan_to_num().abs().max()
-        eps, eps32 = (torch.finfo(dtype).eps for dtype in (case.q.dtype, torch.float32))
-        truth = cls(dense, (float(eps * (1 + score) * value), float(eps32 * (1 + score))), [])
-        out, lse = torch_attention(case, variant)
-        if (
-            case.q.dtype != torch.float32
-        ):  # log-sum-exps are float32 whatever the inputs: torch gets float32 for its own
-            q, k_pages, v_pages = case.q.float(), case.k_pages.float(), case.v_pages.float()
-            _, lse = torch_attention(replace(case, q=q, k_pages=k_pages, v_pages=v_pages), variant)
-        truth.theirs = [truth.error(*results) for results in zip(out, lse, strict=True)]
-        return truth
-
-    def error(self, out: Tensor, lse: Tensor) -> list[float]:
-        pairs = zip((out, lse), (self.dense.out, self.dense.lse), self.units, strict=True)
-        return [float((found - exact).abs().max()) / unit for found, exact, unit in pairs]
-
-
 RUNS = (
     by_op,
     # As if forests were large: nearly every tile alone, runs detached, keys and batches split, tiles of a few rows.
-    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, group_rows=2)),
+    tuned(replace(CPU, call_us=1e-6, call_elements=1 << 10, scored_rows=3, masked_rows=3, group_rows=2)),
     # As if calls were dear: everything in few padded batches.
-    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, group_rows=1 << 20)),
+    tuned(replace(CPU, call_us=1e6, batch_elements=1 << 12, scored_rows=2, masked_rows=2, group_rows=1 << 20)),
 )
 
 

@@ -16,7 +16,7 @@ from prefixkit.attention.variants.variant import Variant, variant
 @lru_cache(maxsize=1024, typed=True)
 def sliding_window(size: int) -> Variant:
     """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
-    _check_size("sliding_window", size)
+    check_count("sliding_window", "size", size)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx < size) & (kv_idx <= q_idx)
@@ -30,7 +30,7 @@ def chunked(size: int) -> Variant:
 
     ValueError unless ``size`` is 1 or more.
     """
-    _check_size("chunked", size)
+    check_count("chunked", "size", size)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx // size == kv_idx // size) & (kv_idx <= q_idx)
@@ -38,9 +38,10 @@ def chunked(size: int) -> Variant:
     return variant(mask_mod=mask_mod, name=f"chunked({size})")
 
 
-def _check_size(name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name}: size must be an integer of at least 1 token, got {size!r}")
+def check_count(function: str, parameter: str, value: object, least: int = 1) -> None:
+    """Raise ValueError, naming the function and its parameter, unless a value is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{function}: {parameter} must be an integer of at least {least}, got {value!r}")
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -43,7 +43,9 @@ def _value(
         return expression.scalars[node.slot]
     if node.op == "load":
         tensor = on_device(expression.tensors[node.slot], device)
-        return tensor[tuple(torch.as_tensor(index, device=device) for index in operands)] if operands else tensor
+        found = tensor[tuple(torch.as_tensor(index, device=device) for index in operands)] if operands else tensor
+        # As kernels read it; torch would compute with it alone in its own dtype.
+        return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
     return OPERATIONS[node.op].compute(*operands)
 
 

@@ -94,6 +94,31 @@ class Expression:
         ]
         return min(sizes, default=None)
 
+    @cached_property
+    def bias(self) -> Expression | None:
+        """What is added to the score, where the result is the score plus something that does not depend on it."""
+        score, depends = ARGUMENTS.index("score"), list[bool]()
+        for node in self.nodes:
+            depends.append((node.op == "argument" and node.slot == score) or any(depends[arg] for arg in node.args))
+        terms, node = list[tuple[str, int]](), self.nodes[-1]
+        while node.op in ("add", "sub"):
+            left, right = node.args
+            if depends[right] and (depends[left] or node.op == "sub"):
+                return None
+            terms.append((node.op, left if depends[right] else right))
+            node = self.nodes[right if depends[right] else left]
+        if node.op != "argument" or node.slot != score:
+            return None
+        nodes = [*self.nodes, Node("scalar", (), Type.FLOAT, len(self.scalars))]
+        result = len(nodes) - 1  # 0, which the first term replaces unless it is subtracted
+        for place, (op, number) in enumerate(terms):
+            if place == 0 and op == "add":
+                result = number
+                continue
+            nodes.append(Node(op, (result, number), Type.FLOAT))
+            result = len(nodes) - 1
+        return closed(nodes, result, (*self.scalars, 0.0), self.tensors)
+
     def reads(self, argument: str) -> bool:
         """Whether the result depends on one of :data:`ARGUMENTS`."""
         slot = ARGUMENTS.index(argument)

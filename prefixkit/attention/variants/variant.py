@@ -102,6 +102,13 @@ class Variant:
         return all(mod.expression is not None for mod in self.mods)
 
     @cached_property
+    def biases(self) -> tuple[Expression, ...] | None:
+        """What its functions add to scores, where they do nothing else to them."""
+        found = [None if mod.expression is None else mod.expression.bias for mod in self.score_mods]
+        biases = tuple(bias for bias in found if bias is not None)
+        return biases if len(biases) == len(found) else None
+
+    @cached_property
     def captured(self) -> tuple[Captured, ...]:
         """The tensors that its functions capture."""
         return tuple(each for mod in self.mods if mod.expression is not None for each in mod.expression.tensors)

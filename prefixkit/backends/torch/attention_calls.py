@@ -7,7 +7,7 @@ A call costs some 20 us before its first multiplication, so small tiles are batc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
+from prefixkit.attention.variants.evaluate import evaluate
 from prefixkit.backends.torch.merge import Index, index_of
 from prefixkit.backends.torch.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
 from prefixkit.backends.torch.tuning import Heads
@@ -48,8 +49,11 @@ class Call:
             ``(gqa_group, kv_heads)`` instead of ``(kv_heads, gqa_group)``.
         mask: What else is visible, or None for all: float32 0 or -inf that broadcasts to the kernel's scores; where
             scores are computed in plain torch bool that broadcasts to ``[batch, heads, rows, length]``.
-        empty: Bool ``[batch * rows, heads or 1]``, True where the kernel's mask hides all keys; or None.
-        places: Set where torch's flash attention does not serve, and scores are computed in plain torch.
+        empty: Bool that broadcasts to the kernel's ``lse``, True where its mask hides all keys; or None.
+        places: Set where torch's flash attention does not serve, and scores are computed in plain torch; and of a call
+            that is ``biased``.
+        biased: torch's flash attention serves, but the biases that are added to scores as its mask are made
+            in each run, for they are too large to hold; ``mask`` is what is visible, bool.
     """
 
     batch: int
@@ -62,12 +66,13 @@ class Call:
     mask: Tensor | None
     empty: Tensor | None
     places: Places | None
+    biased: bool = False
 
 
-def batches(tiles: Tiles, heads: Heads, scored: bool) -> Iterator[Array]:
+def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
     """Which tiles share a call: arrays of tile numbers, each tile once, those of a batch ascending by row.
 
-    ``scored`` says that scores or masks take memory: see ``Tuning.scored_rows``.
+    ``scored``: elements of scores or masks in a call, where they take memory: see ``Tuning.scored_rows``.
     """
     tuning = heads.tuning
     tokens, rows = tiles.tokens, tiles.rows
@@ -88,8 +93,8 @@ def batches(tiles: Tiles, heads: Heads, scored: bool) -> Iterator[Array]:
             batch = batch[np.argsort(tiles.row[batch], kind="stable")]
             longest, most = int(tokens[batch].max()), int(rows[batch].max())
             limit = tuning.batch_elements // (longest * heads.kv_elements)
-            if scored:
-                limit = min(limit, tuning.call_elements // (most * longest * heads.heads))
+            if scored is not None:
+                limit = min(limit, scored // (most * longest * heads.heads))
             yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
 
 
@@ -136,6 +141,7 @@ def make_call(
     *,
     flash: bool,
     views: bool,
+    room: int = 0,
 ) -> Call | None:
     """The call for some tiles with masks of one kind, or None if the variant hides all their keys.
 
@@ -147,13 +153,14 @@ def make_call(
         device: Where it is computed, and where the variant's functions find what they capture.
         flash: torch's flash attention computes it; else scores are computed in plain torch.
         views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
+        room: Elements of biases that may be held.
     """
     rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], int(tiles.mask[batch[0]])
     most, longest = int(rows.max()), int(tokens.max())
     row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
     runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
     places = None
-    if not flash or variant.mask_mods or mask == MASKED:
+    if not flash or variant.mods or mask == MASKED:
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
         places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
@@ -169,28 +176,45 @@ def make_call(
         visible = _narrowed(by_tile, allowed, (len(batch), -1, most, longest))
     if visible is not None and not bool(visible.any()):
         return None
-    causal = flash and mask == TRIANGLE and visible is by_tile
-    grouped = flash and not causal and heads.gqa_group > 1 and most < heads.tuning.group_rows
-    empty = None
-    if flash:
-        places = None
-        visible, empty = (None, None) if causal or visible is None else _for_flash(visible, most, heads, grouped)
     if views and len(runs) == 1:
         slot: Index = int(tiles.slot[runs[0]])
     else:
         slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
-    return Call(
+    call = Call(
         batch=len(batch),
         rows=most,
         length=longest,
         row=index_of(row.reshape(-1)),
         slot=slot,
-        causal=causal,
-        grouped=grouped,
+        causal=False,
+        grouped=False,
         mask=visible,
-        empty=empty,
+        empty=None,
         places=places,
     )
+    return _by_flash(call, mask == TRIANGLE, visible is by_tile, heads, variant, room) if flash else call
+
+
+def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant: Variant, room: int) -> Call:
+    """A call of torch's flash attention, made of one that computes scores.
+
+    ``triangle``: its tiles' masks are triangles; ``unmasked``: the variant hides nothing more.
+    """
+    plain = unmasked and not variant.score_mods
+    # Beside a mask, which has the triangle too, the kernel then skips blocks of keys.
+    causal = triangle and (plain or call.rows >= heads.tuning.group_rows)
+    grouped = not causal and heads.gqa_group > 1 and call.rows < heads.tuning.group_rows
+    call = replace(call, causal=causal, grouped=grouped)
+    if causal and plain:
+        return replace(call, mask=None, places=None)
+    bias = None
+    if variant.score_mods and call.places is not None:
+        if call.batch * call.rows * call.length * (heads.heads if variant.reads("h") else 1) > room:
+            return replace(call, biased=True)
+        bias = bias_of(variant, call.places, heads)
+    mask = flash_mask(call.mask, bias, call.rows, heads, grouped=grouped)
+    empty = None if mask is None else hidden_rows(mask)
+    return replace(call, mask=mask, empty=empty if empty is not None and bool(empty.any()) else None, places=None)
 
 
 def _padded(values: Array, tokens: Array) -> Array:
@@ -223,15 +247,32 @@ def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, in
     return by_tile if torch.equal(shown, whole.expand_as(shown)) else shown
 
 
-def _for_flash(visible: Tensor, rows: int, heads: Heads, grouped: bool) -> tuple[Tensor, Tensor | None]:
-    """``Call.mask`` and ``Call.empty`` of a call of torch's flash attention."""
-    empty = ~visible.any(dim=-1).expand(-1, -1, rows)
-    per_head = visible.shape[1] > 1
-    split = (heads.kv_heads, heads.gqa_group)
-    if grouped and per_head:
-        visible = torch.unflatten(visible, 1, split).transpose(2, 3).flatten(2, 3)
-        empty = torch.unflatten(empty, 1, split).transpose(1, 2).flatten(1, 2)
-    elif grouped and visible.shape[2] > 1:
-        visible = visible.repeat_interleave(heads.gqa_group, dim=2)
-    mask = torch.zeros(visible.shape, dtype=torch.float32, device="cpu").masked_fill_(~visible, -torch.inf)
-    return mask, empty.transpose(1, 2).flatten(0, 1) if bool(empty.any()) else None
+def bias_of(variant: Variant, places: Places, heads: Heads) -> Tensor:
+    """What a variant that has ``biases`` adds to scores: float32, broadcast to ``[batch, heads, rows, length]``."""
+    assert variant.biases, "a variant that leaves scores alone has no bias"
+    of = {"b": places.b, "h": heads.numbers(), "q_idx": places.q, "kv_idx": places.kv}
+    first, *others = (evaluate(bias, **of) for bias in variant.biases)
+    found = sum(others, start=first).to(torch.float32)
+    found = found[(None,) * (4 - found.ndim)]
+    return found.expand(*found.shape[:3], places.kv.shape[3])
+
+
+def flash_mask(visible: Tensor | None, bias: Tensor | None, rows: int, heads: Heads, *, grouped: bool) -> Tensor | None:
+    """The mask of a call of torch's flash attention, from what is visible and what is added, None for all and nothing.
+
+    Float32, broadcast to the kernel's scores.
+    """
+    if bias is None:
+        if visible is None:
+            return None
+        bias = torch.zeros((), dtype=torch.float32, device="cpu").expand(visible.shape)
+    mask = bias if visible is None else bias.masked_fill(~visible, -torch.inf)
+    if grouped and mask.shape[1] > 1:
+        by_group = torch.unflatten(mask.expand(-1, -1, rows, -1), 1, (heads.kv_heads, heads.gqa_group))
+        return by_group.transpose(2, 3).flatten(2, 3)
+    return mask.repeat_interleave(heads.gqa_group, dim=2) if grouped and mask.shape[2] > 1 else mask
+
+
+def hidden_rows(mask: Tensor) -> Tensor:
+    """Where a float mask hides all keys, broadcast to ``lse`` of the kernel."""
+    return mask.amax(dim=-1) == -torch.inf

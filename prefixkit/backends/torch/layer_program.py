@@ -92,21 +92,25 @@ def compile_program(
     if variant.traced and variant.reads("b") and tree.queries.sequence is None:
         raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
     one_size = expanded or heads.value_dim == heads.head_dim
-    flash = on_cpu and not scored and not variant.score_mods and one_size
-    scored = not flash or bool(variant.mask_mods)
+    flash = on_cpu and not scored and variant.biases is not None and one_size
+    scored = not flash or bool(variant.mods)
+    most_rows = (heads.tuning.masked_rows if flash else heads.tuning.scored_rows) if scored else None
+    most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
-    tiles = make_tiles(plan, tree, variant.visible, heads.tuning.scored_rows if scored else None, reach)
+    tiles = make_tiles(plan, tree, variant.visible, most_rows, reach)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
     tiles = split_keys(
         tiles,
         shortest=heads.longest_copy if on_cpu and not expanded else np.iinfo(np.int64).max,
-        longest=_longest(tiles, heads, on_cpu and not expanded and dtype == torch.float32, scored),
+        longest=_longest(tiles, heads, on_cpu and not expanded and dtype == torch.float32, most if scored else None),
     )
     calls: list[Call] = []
+    room = heads.tuning.call_elements  # for biases that are made once
     call_of, first = np.full((2, len(tiles)), -1, dtype=np.int64)
-    for batch in batches(tiles, heads, scored):
-        call = make_call(tiles, batch, tree, plan.limits, heads, variant, device, flash=flash, views=on_cpu)
+    for batch in batches(tiles, heads, most if scored else None):
+        call = make_call(tiles, batch, tree, plan.limits, heads, variant, device, flash=flash, views=on_cpu, room=room)
         if call is not None:
+            room -= 0 if call.mask is None else call.mask.numel()
             call_of[batch], first[batch] = len(calls), np.arange(len(batch)) * call.rows
             calls.append(call)
     row, tile, within = _partials(plan, tree.queries.num_rows, tiles, call_of)
@@ -116,7 +120,7 @@ def compile_program(
         calls=tuple(calls),
         merge=plan_merge(tree.queries.num_rows, row, call_of[tile], first[tile] + within, heights),
         grouped=all(call.grouped for call in calls),
-        may_be_empty=not flash or any(call.empty is not None for call in calls),
+        may_be_empty=not flash or any(call.empty is not None or call.biased for call in calls),
         on_cpu=on_cpu,
     )
 
@@ -129,14 +133,16 @@ def _check_slots(tiles: Tiles, num_slots: int) -> None:
         )
 
 
-def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: bool) -> Array:
-    """Tokens beyond which a tile's keys are split, to bound the memory of copies, scores and masks."""
+def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) -> Array:
+    """Tokens beyond which a tile's keys are split, to bound the memory of copies, and of scores and masks to ``scored``
+    elements.
+    """
     most = heads.tuning.call_elements
     longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
-    if scored:
-        np.minimum(longest, np.maximum(1, most // (heads.heads * tiles.rows)), out=longest)
+    if scored is not None:
+        np.minimum(longest, np.maximum(1, scored // (heads.heads * tiles.rows)), out=longest)
     return longest
 
 

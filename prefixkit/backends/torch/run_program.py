@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant, lookup
-from prefixkit.backends.torch.attention_calls import Call, Places
+from prefixkit.backends.torch.attention_calls import Call, bias_of, flash_mask, hidden_rows
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.layer_program import Program
 from prefixkit.backends.torch.merge import pick, run_merge
-from prefixkit.backends.torch.read_keys import Expand, Keys, Read, check_layout, check_layouts, expand_keys, read_kv
+from prefixkit.backends.torch.plain_scores import NOTHING, Own, scored_attention
+from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, check_layouts, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_bias, check_expanded, check_selected
 from prefixkit.ops.backend import NotCapturable
@@ -23,21 +23,6 @@ from prefixkit.ops.partial_states import State
 # Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
 # heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-class Own(NamedTuple):
-    """What a layer brings for each query: see :func:`expanded_attention`."""
-
-    selected: Tensor | None = None
-    bias: Tensor | None = None
-
-    @property
-    def scored(self) -> bool:
-        """Whether scores must be in memory for it."""
-        return self.selected is not None or self.bias is not None
-
-
-_NOTHING = Own()
 
 
 def tree_attention(
@@ -187,7 +172,7 @@ def _finish(
     scale: float,
     variant: Variant,
     sinks: Tensor | None,
-    own: Own = _NOTHING,
+    own: Own = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """The program's result in q's dtype."""
     state = run_reading(program, q, read, scale, variant, sinks, own)
@@ -201,7 +186,7 @@ def run_reading(
     scale: float,
     variant: Variant,
     sinks: Tensor | None = None,
-    own: Own = _NOTHING,
+    own: Own = NOTHING,
 ) -> State:
     """The state of queries over K and V that ``read`` gives; what is computed on a CPU is float32."""
     sinks = None if sinks is None else sinks.to(torch.float32)
@@ -229,16 +214,17 @@ def _run(
         k, v = read(call)
         count = call.batch * call.rows
         rows = pick(grouped if call.grouped else q, call.row, count)
-        if call.places is not None:
-            out, lse = _scored(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
+        if call.places is not None and not call.biased:
+            out, lse = scored_attention(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
         else:
             assert isinstance(k, Tensor), "scores are computed for others"
-            out, lse = _kernel(call, rows, k, v, heads, scale)
+            mask = call.mask
+            if call.biased and call.places is not None:
+                mask = flash_mask(mask, bias_of(variant, call.places, heads), call.rows, heads, grouped=call.grouped)
+            out, lse = _kernel(call, mask, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
         out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)
         lse = lse.transpose(1, 2).reshape(count, heads.heads)
-        if call.empty is not None:
-            lse.masked_fill_(call.empty, -torch.inf)  # the kernel says 0 for a row that sees nothing
         state = State(out, lse)
         states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
     if sinks is not None and program.grouped:
@@ -258,7 +244,9 @@ def _in_query_order(state: State, heads: Heads) -> State:
     return State(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
 
-def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float) -> tuple[Tensor, Tensor]:
+def _kernel(
+    call: Call, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: float
+) -> tuple[Tensor, Tensor]:
     """torch's flash attention: out and lse ``[batch, heads or kv_heads, rows or rows * gqa_group, ...]``."""
     gqa_group = heads.gqa_group if call.grouped else 1
     together, rows = heads.heads // gqa_group, call.rows * gqa_group
@@ -269,75 +257,10 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, heads: Heads, scale: fl
     if heads.value_dim != heads.head_dim:  # the kernel takes one size: zeros change no product
         widest = max(heads.head_dim, heads.value_dim)
         q, k, v = (nn.functional.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
-    out, lse = _flash(q, k, v, 0.0, call.causal, attn_mask=call.mask, scale=scale)
+    out, lse = _flash(q, k, v, 0.0, call.causal, attn_mask=mask, scale=scale)
+    empty = call.empty  # the kernel says 0 for a row that sees nothing
+    if call.biased and mask is not None and bool((lse == 0).any()):
+        empty = hidden_rows(mask)
+    if empty is not None:
+        lse.masked_fill_(empty, -torch.inf)
     return out[..., : heads.value_dim], lse
-
-
-def _shown(call: Call, places: Places, selected: Tensor | None) -> Tensor | None:
-    """What a call's queries see, broadcast to ``[batch, heads, rows, length]``; None for all."""
-    if selected is None:
-        return call.mask
-    mine = pick(selected, call.row, call.batch * call.rows).view(call.batch, 1, call.rows, -1)
-    chosen = mine.gather(3, places.kv.expand(-1, -1, call.rows, -1))
-    return chosen if call.mask is None else chosen & call.mask
-
-
-def _biases(call: Call, places: Places, bias: Tensor) -> Tensor:
-    """``[batch, heads, rows, length]`` what is added to a call's scores."""
-    mine = pick(bias, call.row, call.batch * call.rows)
-    mine = mine.view(call.batch, call.rows, *mine.shape[1:]).transpose(1, 2)
-    return mine.gather(3, places.kv.expand(-1, *mine.shape[1:3], -1))
-
-
-def _scored(
-    call: Call,
-    places: Places,
-    own: Own,
-    variant: Variant,
-    numbers: Tensor | None,
-    q: Tensor,
-    k: Keys,
-    v: Tensor,
-    heads: Heads,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Scores in memory: out and lse ``[batch, heads, rows, ...]``; a row that sees nothing comes out empty."""
-    batch, rows, gqa_group, kv_heads = call.batch, call.rows, heads.gqa_group, heads.kv_heads
-    q = q.view(batch, rows, kv_heads, gqa_group, heads.head_dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(batch * kv_heads, gqa_group * rows, heads.head_dim)
-    *keys, v = (
-        states.reshape(batch * kv_heads, call.length, states.shape[3])
-        for states in (*(k if isinstance(k, tuple) else (k,)), v)
-    )
-    score = _scores(q, keys).mul_(scale).view(batch, heads.heads, rows, call.length)
-    if own.bias is not None:
-        score += _biases(call, places, own.bias)
-    if numbers is not None:
-        score = variant.change(score, places.b, numbers, places.q, places.kv).to(torch.float32)
-    if (shown := _shown(call, places, own.selected)) is not None:
-        score = score.masked_fill(~shown, -torch.inf)
-    top = score.amax(dim=-1, keepdim=True)
-    top = top.masked_fill_(top == -torch.inf, 0.0)
-    weight = torch.exp(score - top)
-    total = weight.sum(dim=-1, keepdim=True)
-    out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
-    out = out.view(batch, heads.heads, rows, heads.value_dim) / total.masked_fill(total == 0, 1.0)
-    return out, (top + total.log()).squeeze(-1)
-
-
-def _scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """``[batch, rows, length]`` float32 ``q k`` of keys whose elements lie in several tensors, one after another."""
-    first, *others = keys
-    score = _product(q[..., : first.shape[2]], first.transpose(1, 2))
-    done = first.shape[2]
-    for part in others:
-        score += _product(q[..., done : done + part.shape[2]], part.transpose(1, 2))
-        done += part.shape[2]
-    return score
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for batches of matrices, summed and returned in float32."""
-    if a.dtype == torch.float32 or a.device.type != "cuda":
-        return torch.bmm(a.float(), b.float())
-    return torch.bmm(a, b, out_dtype=torch.float32)

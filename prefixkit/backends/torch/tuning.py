@@ -24,9 +24,13 @@ class Tuning:
         multiply_us: One multiplication and addition.
         batch_elements: Elements of K in a batched call; so many, gathered, half fit a core's second-level cache.  Twice
             as many cost 10 % more per element, a quarter as many twice the calls.
-        call_elements: Elements of gathered K, of scores or of a mask in any call: 64 MB of float32.
-        scored_rows: Queries per tile where scores are computed in plain torch, or masked: it bounds their memory, and
-            few of the keys that a tile reads are hidden from some of its queries.
+        call_elements: Elements of gathered K, or of a mask or biases, in any call: 64 MB of float32; and of the biases
+            that a program holds from layer to layer.
+        score_elements: Elements of scores that are computed in plain torch, in a call: 4 MB of float32, little of which
+            leaves the caches from one operation to the next.
+        scored_rows: Queries per tile where scores are computed in plain torch: it bounds their memory, and few of the
+            keys that a tile reads are hidden from some of its queries.
+        masked_rows: The same where torch's flash attention gets a mask or biases.
         group_rows: With fewer queries than this per block, the query heads of one KV head become rows of one matrix: 45
             us a query instead of 60 for 1,000 keys.  With more it makes no difference, and queries need not be copied.
     """
@@ -37,7 +41,9 @@ class Tuning:
     multiply_us: float = 2.7e-5
     batch_elements: int = 1 << 19
     call_elements: int = 1 << 24
-    scored_rows: int = 128
+    score_elements: int = 1 << 20
+    scored_rows: int = 64
+    masked_rows: int = 128
     group_rows: int = 64
 
 
@@ -50,7 +56,9 @@ GPU = Tuning(
     multiply_us=1e-8,
     batch_elements=1 << 26,
     call_elements=1 << 26,
+    score_elements=1 << 26,
     scored_rows=512,
+    masked_rows=512,
     group_rows=0,
 )
 

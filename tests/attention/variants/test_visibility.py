@@ -1,4 +1,4 @@
-"""What the terms of masks bound: causality, windows, chunks."""
+"""What the terms of masks bound: causality, windows, chunks; and which functions only add to scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixkit.attention.variants.evaluate import evaluate
-from prefixkit.attention.variants.trace import MASK_MOD, trace
+from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
 from prefixkit.attention.variants.visibility import MaskBounds, mask_bounds, without_causality
 
 CAUSAL, NOTHING = MaskBounds(causal=True), MaskBounds()
@@ -58,3 +58,28 @@ def test_bounds_and_what_is_left_of_a_mask_say_what_the_mask_says(mask: Any, bou
     assert torch.equal((left & (kv <= q)).expand(30, 30), (shown & (kv <= q)).expand(30, 30))
     if rest is not expression:
         assert bounds.causal
+
+
+BIASES: list[tuple[Any, Any]] = [
+    (lambda s, b, h, q, kv: s + (q - kv) * 0.5, lambda q, kv: (q - kv) * 0.5),
+    (lambda s, b, h, q, kv: s - q, lambda q, kv: -1.0 * q),
+    (lambda s, b, h, q, kv: (kv / 2 + (s - q.float())) + 1 - kv, lambda q, kv: kv / 2 - q + 1 - kv),
+    (lambda s, b, h, q, kv: s, lambda q, kv: torch.zeros(())),
+    (lambda s, b, h, q, kv: s * 1.0, None),
+    (lambda s, b, h, q, kv: kv - s, None),
+    (lambda s, b, h, q, kv: s + s, None),
+    (lambda s, b, h, q, kv: torch.where(kv < 3, s, s - 1), None),
+    (lambda s, b, h, q, kv: torch.tanh(s) + kv, None),
+    (lambda s, b, h, q, kv: kv.float(), None),
+]
+
+
+@pytest.mark.parametrize(("score_mod", "bias"), BIASES)
+def test_a_bias_is_what_is_added_to_scores_and_does_not_depend_on_them(score_mod: Any, bias: Any) -> None:
+    found = trace(score_mod, SCORE_MOD).bias
+    assert (found is None) == (bias is None)
+    if found is not None:
+        q, kv = torch.arange(30)[:, None], torch.arange(30)
+        assert not found.reads("score")
+        got = evaluate(found, q_idx=q, kv_idx=kv).expand(30, 30)
+        torch.testing.assert_close(got, bias(q, kv).float().expand(30, 30))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from prefixkit.attention.variants import Variant, alibi, compose, rounded_alibi,
 from prefixkit.attention.variants.evaluate import pointwise
 from prefixkit.attention.variants.operations import OPERATIONS
 from prefixkit.backends.cuda.variant_header import HEADER, header, words_on_device
+from prefixkit.testing.random_variants import random_variant
 from tests.emulation.build import build
 
 CPU = torch.device("cpu")
@@ -116,60 +116,18 @@ def test_these_functions_hold_every_operation() -> None:
     assert set(OPERATIONS) <= used
 
 
-def random_mods(rng: random.Random) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """A random composition of numbers, and one of truths, from positions, heads, sequences and captured tensors."""
-    table, numbers = torch.randint(-9, 9, (SIZES[0], 5000)), torch.randn(SIZES[1])
-
-    def whole(depth: int) -> Callable[..., Tensor]:
-        if depth == 0:
-            number = rng.randint(-40, 40)
-            return rng.choice(
-                [
-                    lambda b, h, q, kv: q,
-                    lambda b, h, q, kv: kv,
-                    lambda b, h, q, kv: h,
-                    lambda b, h, q, kv: b + number,
-                    lambda b, h, q, kv: table[b, kv],
-                    lambda b, h, q, kv: q + number,
-                ]
-            )
-        x, y, by = whole(depth - 1), whole(depth - 1), rng.choice([-17, -3, 2, 5, 64])
-        return rng.choice(
-            [
-                lambda *at: x(*at) + y(*at),
-                lambda *at: x(*at) - y(*at),
-                lambda *at: x(*at) // by,
-                lambda *at: x(*at) % by,
-                lambda *at: torch.minimum(x(*at), y(*at)),
-                lambda *at: torch.where(x(*at) > y(*at), x(*at), y(*at) * by),
-                lambda *at: x(*at).abs(),
-            ]
-        )
-
-    left, right, more = whole(rng.randint(0, 3)), whole(rng.randint(0, 3)), whole(1)
-    factor = rng.uniform(-2, 2)
-    truths = [
-        lambda *at: left(*at) <= right(*at),
-        lambda *at: (left(*at) != right(*at)) | (more(*at) > 3),
-        lambda *at: ~(left(*at) == right(*at)) & (more(*at) % 2 == 0),
-    ]
-    scores = [
-        lambda s, *at: s + factor * left(*at),
-        lambda s, *at: torch.where(left(*at) > right(*at), s * factor, s + numbers[at[1]]),
-        lambda s, *at: torch.tanh(s / 30) * 30 - more(*at),
-    ]
-    return rng.choice(scores), rng.choice(truths)
-
-
-@pytest.mark.parametrize("number", range(20))
-def test_random_compositions(number: int, tmp_path: Path) -> None:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print("seed", seed)
-    score_mod, mask_mod = random_mods(random.Random(seed))
-    of = variant(
-        lambda s, b, h, q, kv: score_mod(s, b, h, q, kv), lambda b, h, q, kv: mask_mod(b, h, q, kv), name="random"
-    )
-    check(of, Compiled(tmp_path, of), np.random.default_rng(seed))
+@pytest.mark.parametrize("structure", range(20))
+def test_random_compositions(structure: int, tmp_path: Path) -> None:
+    """Several values of each in what was compiled once."""
+    seeds = [int(seed) for seed in np.random.SeedSequence().generate_state(4)]
+    print("seeds", seeds)
+    variants = [random_variant(seeds[0] + structure, seed, *SIZES[:2], sinks=False) for seed in seeds[1:]]
+    assert len({header(of) for of in variants}) == 1
+    if not variants[0].mods:
+        return  # causal attention in other words
+    run = Compiled(tmp_path, variants[0])
+    for of in variants:
+        check(of, run, np.random.default_rng(seeds[0]))
 
 
 def test_other_values_shapes_and_strides_run_in_the_kernel_that_there_is(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from prefixkit.testing.forests import (
     program_of,
     random_case,
     random_split_plan,
+    run_on,
 )
 
 
@@ -161,7 +162,7 @@ def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
     case = decode_case(50, rng.integers(1, 40, 30).tolist())
     tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), ALL, None)
     heads = Heads(6, 2, 32, 4, tuning=replace(tuning.CPU, batch_elements=1 << 12))
-    made = list(batches(tiles, heads, scored=False))
+    made = list(batches(tiles, heads, scored=None))
     assert sorted(np.concatenate(made).tolist()) == list(range(len(tiles)))
     for batch in made:
         assert np.all(np.diff(tiles.row[batch]) >= 0)
@@ -410,3 +411,35 @@ def test_every_element_is_written(seed: int, variant: Variant, request: pytest.F
     poisoned = attend(case, plan, register(variant))
     assert all(map(torch.equal, clean, poisoned))
     assert all(torch.isfinite(result).all() for result in poisoned)
+
+
+@pytest.mark.parametrize("group_rows", [1, 1 << 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_biases_that_are_too_large_to_hold_are_made_in_each_run(seed: int, group_rows: int) -> None:
+    """The same numbers; -inf among them hides keys, and rows that see no other are empty."""
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, heads=(6, 2, 32))
+    table = torch.from_numpy(rng.standard_normal((6, 500), dtype=np.float32))
+    table[:, : int(rng.integers(1, 40))] = -torch.inf  # early queries see nothing
+    of = variant(lambda s, b, h, q, kv: s + table[h, kv] - q * 0.01)
+    plan, costs = plan_of(case, SHARE_ALL), replace(tuning.CPU, group_rows=group_rows)
+    held, made = (program_of(case, plan, of, each) for each in (costs, replace(costs, call_elements=1)))
+    assert {call.biased for call in held.calls} == {False} and {call.biased for call in made.calls} == {True}
+    results = [run_on(case, program, of) for program in (held, made)]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
+    torch.testing.assert_close(results[1][1].double(), exact.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[1][0].double(), exact.out, rtol=1e-4, atol=1e-5)
+    assert bool((exact.lse == -torch.inf).any()) == bool((results[1][0] == 0).all(dim=2).any())
+
+
+def test_a_score_that_does_not_depend_on_products() -> None:
+    case = random_case(np.random.default_rng(1), heads=(6, 2, 32))
+    of = variant(lambda s, b, h, q, kv: kv * 0.1)
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
+    out, lse = attend(case, plan_of(case, SHARE_ALL), register(of))
+    torch.testing.assert_close(out.double(), exact.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)

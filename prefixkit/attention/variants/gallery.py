@@ -1,0 +1,194 @@
+"""Masks that people know by name, in a few lines each, written as FlexAttention takes them.
+
+What a factory is given as a tensor is captured as it is: a change in place shows in the next attention, and the tensor
+may lie on any device.  Windows, caps and biases that models ask for by their configs are in ``builtin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants.builtin import check_count
+from prefixkit.attention.variants.variant import CAUSAL, Variant, variant
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal() -> Variant:
+    """Each query sees its sequence up to itself."""
+    return CAUSAL
+
+
+@lru_cache(maxsize=1)
+def full() -> Variant:
+    """Each query sees its whole sequence, the tokens after it too."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx.new_ones((), dtype=torch.bool)
+
+    return variant(mask_mod=mask_mod, name="full")
+
+
+def prefix_lm(length: int | Tensor) -> Variant:
+    """Tokens of a prefix see each other, whatever their order; the others are causal (Raffel et al. 2020, 3.2.1).
+
+    Args:
+        length: Tokens of the prefix: one number, or ``[sequences]`` integers, which ``b`` indexes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(length, Tensor):
+        check_count("prefix_lm", "length", length)
+        return _prefix_lm(length)
+    _check_integers("prefix_lm", "length", length, (1,))
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < length.to(q_idx.device)[b]) | (kv_idx <= q_idx)
+
+    return variant(mask_mod=mask_mod, name=f"prefix_lm({len(length)} sequences)")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _prefix_lm(length: int) -> Variant:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < length) | (kv_idx <= q_idx)
+
+    return variant(mask_mod=mask_mod, name=f"prefix_lm({length})")
+
+
+def document(ids: Tensor, *, causal: bool = True) -> Variant:
+    """Each query sees the tokens of its own document: of packed texts, of which none may read another.
+
+    Args:
+        ids: The document of each position, ``[positions]``, or ``[sequences, positions]``, which ``b`` indexes too.
+            Tokens of a document need not lie together.
+        causal: A query sees none of its document's later tokens.
+
+    Raises:
+        ValueError: ``ids`` are no integers of such a shape.
+    """
+    _check_integers("document", "ids", ids, (1, 2))
+
+    def same(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        here = ids.to(q_idx.device)
+        return here[q_idx] == here[kv_idx] if ids.ndim == 1 else here[b, q_idx] == here[b, kv_idx]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        shown = same(b, q_idx, kv_idx)
+        return shown & (kv_idx <= q_idx) if causal else shown
+
+    order = "" if causal else ", both ways"
+    return variant(mask_mod=mask_mod, name=f"document({ids.shape[-1]} positions{order})")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def dilated_window(size: int, dilation: int) -> Variant:
+    """Each query sees ``size`` tokens, every ``dilation``-th back from itself (Longformer; Beltagy et al. 2020, 3.1).
+
+    ValueError unless both are 1 or more.
+    """
+    check_count("dilated_window", "size", size)
+    check_count("dilated_window", "dilation", dilation)
+    reach = size * dilation
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < reach) & ((q_idx - kv_idx) % dilation == 0)
+
+    return variant(mask_mod=mask_mod, name=f"dilated_window({size} x {dilation})")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def streaming(sinks: int, window: int) -> Variant:
+    """Each query sees the first ``sinks`` tokens and the last ``window``, itself included (StreamingLLM; Xiao et al.
+    2024, 3.2).  Positions are those in the sequence: they are not moved together.
+
+    ValueError unless ``sinks`` is 0 or more and ``window`` 1 or more.
+    """
+    check_count("streaming", "sinks", sinks, least=0)
+    check_count("streaming", "window", window)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & ((kv_idx < sinks) | (q_idx - kv_idx < window))
+
+    return variant(mask_mod=mask_mod, name=f"streaming({sinks} sinks, {window})")
+
+
+def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
+    """Drafted tokens behind a causal context: each sees the context, its ancestors among the drafts, and itself.
+
+    As speculative decoding verifies a tree of drafts at once (SpecInfer; Miao et al. 2024, 4.2), where the drafts lie
+    in one sequence.  Rotary embeddings and the like count a draft's depth, which is the model's affair.
+
+    Args:
+        parents: ``[drafts]`` of each draft its parent's number, below its own; -1 where it follows the context.
+        context: Tokens before the first draft: one number, or ``[sequences]`` integers, which ``b`` indexes, so that
+            one variant serves all steps.
+
+    Raises:
+        ValueError: a parent is no earlier draft; there are no drafts; ``context`` is neither.
+    """
+    for draft, parent in enumerate(parents):
+        if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < draft:
+            raise ValueError(f"draft_tree: draft {draft}'s parent must be an earlier draft or -1, got {parent!r}")
+    if not len(parents):
+        raise ValueError("draft_tree: parents must name at least one draft, got none")
+    if isinstance(context, Tensor):
+        _check_integers("draft_tree", "context", context, (1,))
+    else:
+        check_count("draft_tree", "context", context, least=0)
+    sees, last = torch.eye(len(parents), dtype=torch.bool, device="cpu"), len(parents) - 1
+    for draft, parent in enumerate(parents):
+        if parent >= 0:
+            sees[draft] |= sees[parent]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        first = context.to(q_idx.device)[b] if isinstance(context, Tensor) else context
+        q, kv = ((idx - first).clamp(0, last) for idx in (q_idx, kv_idx))
+        return (kv_idx <= q_idx) & ((kv_idx < first) | sees.to(q_idx.device)[q, kv])
+
+    return variant(mask_mod=mask_mod, name=f"draft_tree({len(parents)} drafts)")
+
+
+def not_mask(mask_mod: MaskMod) -> MaskMod:
+    """A mask that shows what another hides, beside torch's ``and_masks`` and ``or_masks``.
+
+    TypeError unless it is a function; :func:`as_mask_mod` makes one of a variant.
+    """
+    if not callable(mask_mod):
+        raise TypeError(f"not_mask: mask_mod must be a function, got a {type(mask_mod).__name__}")
+
+    def inverted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~mask_mod(b, h, q_idx, kv_idx)
+
+    return inverted
+
+
+def as_mask_mod(of: Variant) -> MaskMod:
+    """All that a variant's masks show, causality included, as one function: for ``or_masks``, :func:`not_mask` and
+    torch's ``create_block_mask``.
+    """
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        shown = q_idx >= 0 if of.looks_ahead else kv_idx <= q_idx
+        for mod in of.mask_mods:
+            shown = shown & mod.function(b, h, q_idx, kv_idx)
+        return shown
+
+    return mask_mod
+
+
+def _check_integers(function: str, parameter: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{function}: {parameter} must be a tensor of integers, got a {type(tensor).__name__}")
+    if tensor.dtype == torch.bool or tensor.dtype.is_floating_point or tensor.is_complex():
+        raise ValueError(f"{function}: {parameter} must hold integers, got {tensor.dtype}")
+    if tensor.ndim not in dims or not tensor.numel():
+        wanted = " or ".join(str(dim) for dim in dims)
+        raise ValueError(
+            f"{function}: {parameter} must have {wanted} dimensions and an element, got {list(tensor.shape)}"
+        )

@@ -1,0 +1,121 @@
+"""Attention with scores in memory, for what torch's flash attention does not compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.variants import Variant
+from prefixkit.backends.torch.attention_calls import Call, Places
+from prefixkit.backends.torch.merge import pick
+from prefixkit.backends.torch.read_keys import Keys
+from prefixkit.backends.torch.tuning import Heads
+
+
+class Own(NamedTuple):
+    """What a layer brings for each query: see :func:`expanded_attention`."""
+
+    selected: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether scores must be in memory for it."""
+        return self.selected is not None or self.bias is not None
+
+
+NOTHING = Own()
+
+
+def _shown(call: Call, places: Places, selected: Tensor | None) -> Tensor | None:
+    """What a call's queries see, broadcast to ``[batch, heads, rows, length]``; None for all."""
+    if selected is None:
+        return call.mask
+    mine = pick(selected, call.row, call.batch * call.rows).view(call.batch, 1, call.rows, -1)
+    chosen = mine.gather(3, places.kv.expand(-1, -1, call.rows, -1))
+    return chosen if call.mask is None else chosen & call.mask
+
+
+def _biases(call: Call, places: Places, bias: Tensor) -> Tensor:
+    """``[batch, heads, rows, length]`` what is added to a call's scores."""
+    mine = pick(bias, call.row, call.batch * call.rows)
+    mine = mine.view(call.batch, call.rows, *mine.shape[1:]).transpose(1, 2)
+    return mine.gather(3, places.kv.expand(-1, *mine.shape[1:3], -1))
+
+
+def scored_attention(
+    call: Call,
+    places: Places,
+    own: Own,
+    variant: Variant,
+    numbers: Tensor | None,
+    q: Tensor,
+    k: Keys,
+    v: Tensor,
+    heads: Heads,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Scores in memory: out and lse ``[batch, heads, rows, ...]``; a row that sees nothing comes out empty."""
+    batch, rows, gqa_group, kv_heads = call.batch, call.rows, heads.gqa_group, heads.kv_heads
+    q = q.view(batch, rows, kv_heads, gqa_group, heads.head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch * kv_heads, gqa_group * rows, heads.head_dim)
+    *keys, v = (
+        states.reshape(batch * kv_heads, call.length, states.shape[3])
+        for states in (*(k if isinstance(k, tuple) else (k,)), v)
+    )
+    score = _scores(q, keys, scale).view(batch, heads.heads, rows, call.length)
+    if own.bias is not None:
+        score += _biases(call, places, own.bias)
+    if numbers is not None:
+        shape = score.shape
+        score = variant.change(score, places.b, numbers, places.q, places.kv).to(torch.float32)
+        if score.shape != shape:  # it does not depend on the products
+            score = score.expand(shape).clone()
+    if (shown := _shown(call, places, own.selected)) is not None:
+        score.masked_fill_(~shown, -torch.inf)
+    weight, total, lse = _weights(score, normalized=v.dtype == torch.float32)
+    out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
+    out = out.view(batch, heads.heads, rows, heads.value_dim)
+    return (out if total is None else out / total), lse
+
+
+def _weights(score: Tensor, *, normalized: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Weights, what outputs are to be divided by, None for 1, and the log-sum-exp; of rows that see nothing 0 and -inf.
+
+    Weights that are not ``normalized`` are 1 at the largest score, which rounding to 16 bits leaves as it is.
+    """
+    top = score.amax(dim=-1)
+    hidden = top == -torch.inf
+    if not normalized:
+        weight = score.sub_(top.masked_fill(hidden, 0.0)[..., None]).exp_()
+        total = weight.sum(dim=-1)
+        return weight, total.masked_fill(hidden, 1.0)[..., None], top + total.log()
+    weight = torch.softmax(score, dim=-1)
+    # The largest weight is one over the sum of exponentials below the largest score.
+    lse = top - weight.amax(dim=-1).log()
+    if score.is_cuda or bool(hidden.any()):  # on a GPU to ask takes longer
+        weight.masked_fill_(hidden[..., None], 0.0)
+        lse.masked_fill_(hidden, -torch.inf)
+    return weight, None, lse
+
+
+def _scores(q: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
+    """``[batch, rows, length]`` float32 ``scale * q k``; keys' elements lie in several tensors, one after another."""
+    first, *others = keys
+    score = _product(q[..., : first.shape[2]], first.transpose(1, 2), scale)
+    done = first.shape[2]
+    for part in others:
+        score += _product(q[..., done : done + part.shape[2]], part.transpose(1, 2), scale)
+        done += part.shape[2]
+    return score
+
+
+def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale * a @ b`` for batches of matrices, summed and returned in float32."""
+    if a.dtype == torch.float32 or a.device.type != "cuda":
+        found = torch.bmm(a.float(), b.float())
+        return found if scale == 1.0 else found.mul_(scale)
+    return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
