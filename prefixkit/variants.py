@@ -8,6 +8,7 @@ from prefixkit.attention.variants.block_tables import from_block_mask as from_bl
 from prefixkit.attention.variants.builtin import alibi as alibi
 from prefixkit.attention.variants.builtin import attention_sinks as attention_sinks
 from prefixkit.attention.variants.builtin import chunked as chunked
+from prefixkit.attention.variants.builtin import sigmoid as sigmoid
 from prefixkit.attention.variants.builtin import sliding_window as sliding_window
 from prefixkit.attention.variants.builtin import soft_cap as soft_cap
 from prefixkit.attention.variants.gallery import as_mask_mod as as_mask_mod

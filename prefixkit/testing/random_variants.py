@@ -67,7 +67,8 @@ class _Maker:
         """Integers."""
         if depth == 0:
             return self._leaf()
-        x, y, by = self.whole(depth - 1), self.whole(depth - 1), self.values.choice([-17, -3, 2, 5, 64])
+        x, y = self.whole(depth - 1), self.whole(depth - 1)
+        by = self.shape.choice((1, 1, -1)) * self.values.choice([2, 3, 5, 17, 64])  # a divisor's sign is in the text
         return self.shape.choice(
             [
                 lambda *at: x(*at) + y(*at),

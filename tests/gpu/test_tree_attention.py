@@ -17,6 +17,7 @@ from prefixkit.attention.variants import (
     compose,
     register,
     rounded_alibi,
+    sigmoid,
     sliding_window,
     soft_cap,
     variant,
@@ -83,10 +84,12 @@ def variants(heads: int, rng: np.random.Generator) -> list[Variant]:
         attention_sinks(),
         compose(sliding_window(5), soft_cap(2.0), alibi(rng.random(heads)), attention_sinks()),
         CAUSAL,
+        sigmoid(),
+        compose(sigmoid(), sliding_window(7), alibi(rng.random(heads))),
     ]
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(9))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_variant_errs_no_more_than_torchs_arithmetic(implementation, number, dtype):
     errors = Errors()

@@ -232,7 +232,8 @@ def _run(
     shape = len(q), heads.heads, heads.value_dim
     state = run_merge(program.merge, states, shape, q.device, program.may_be_empty, sinks)
     state = _in_query_order(state, heads) if program.grouped else state
-    return State(state.out.contiguous(), state.lse.contiguous())
+    out = state.out * state.lse.exp()[..., None] if variant.sums else state.out  # means become sums
+    return State(out.contiguous(), state.lse.contiguous())
 
 
 def _in_query_order(state: State, heads: Heads) -> State:

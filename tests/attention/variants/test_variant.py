@@ -22,6 +22,7 @@ from prefixkit.attention.variants import (
     compose,
     lookup,
     register,
+    sigmoid,
     sliding_window,
     soft_cap,
     variant,
@@ -89,6 +90,17 @@ def test_compose_applies_score_mods_in_order_and_joins_the_rest(where: tuple[Ten
     assert not torch.equal(both.change(score, *where), a.change(b.change(score, *where), *where))
     assert torch.equal(both.shows(*where), sliding_window(2).shows(*where))
     assert both.window == 2 and both.has_sinks and not compose(a, b).has_sinks
+
+
+def test_sigmoid_weights_come_after_all_other_changes(where: tuple[Tensor, ...], score: Tensor) -> None:
+    both = compose(sigmoid(), soft_cap(3.0))
+    assert both.sums and torch.equal(
+        both.change(score, *where), compose(soft_cap(3.0), sigmoid()).change(score, *where)
+    )
+    expected = torch.nn.functional.logsigmoid(soft_cap(3.0).change(score, *where))
+    torch.testing.assert_close(both.change(score, *where), expected)
+    with pytest.raises(BadVariant, match="sinks join the sum"):
+        compose(sigmoid(), attention_sinks())
 
 
 def test_compose_of_nothing_is_causal() -> None:

@@ -82,6 +82,7 @@ SCORE_MODS: dict[str, Callable[..., Tensor]] = {
     "floors by values": lambda s, b, h, q, kv: s + (q - kv) // (h + 1) + (kv - q) % (b + 2),
     "floors of floats": lambda s, b, h, q, kv: s // 1.5 + s % 2.5 + torch.remainder(s, -1.25),
     "functions": lambda s, b, h, q, kv: torch.tanh(s / 20) + s.sigmoid() + torch.exp(-s.abs()) + torch.exp2(s / 9),
+    "log-sigmoids": lambda s, b, h, q, kv: torch.nn.functional.logsigmoid(s) - torch.nn.functional.logsigmoid(-s),
     "roots": lambda s, b, h, q, kv: torch.sqrt(s.abs() + 1) + torch.rsqrt(s.abs() + 1) + (s.abs() + 1) ** 0.3 + s**2,
     "logs": lambda s, b, h, q, kv: torch.log(s.abs() + 1) + torch.log2(s.abs() + 2) + torch.log1p(s.abs()),
     "waves": lambda s, b, h, q, kv: torch.sin(s) + torch.cos(s) + s.floor() - s.ceil() + s.trunc() * s.round(),

@@ -22,9 +22,11 @@ from prefixkit.attention.sharing import CPU_COST, CostModel
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
+    alibi,
     attention_sinks,
     compose,
     register,
+    sigmoid,
     sliding_window,
     soft_cap,
     variant,
@@ -442,4 +444,17 @@ def test_a_score_that_does_not_depend_on_products() -> None:
     exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
     out, lse = attend(case, plan_of(case, SHARE_ALL), register(of))
     torch.testing.assert_close(out.double(), exact.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("more", [(), (sliding_window(9), alibi([0.5, 0.25, 1.0, 0.1]))], ids=["alone", "composed"])
+def test_sigmoids_add_up(more: tuple[Variant, ...], seed: int) -> None:
+    """Partial states of shared and own nodes merge to sums: no weight depends on other keys."""
+    of = compose(sigmoid(), *more)
+    case = random_case(np.random.default_rng(seed), heads=(4, 2, 32))
+    out, lse = attend(case, plan_of(case, SHARE_ALL if seed % 2 else SHARE_NONE), register(of))
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
+    torch.testing.assert_close(out.double(), exact.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,8 @@ static inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 #include "numbers.cuh"
 
 namespace prefixkit {
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1.f / x; }
 }  // namespace prefixkit
