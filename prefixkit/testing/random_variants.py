@@ -98,7 +98,7 @@ class _Maker:
 
     def truth(self) -> Function:
         x, y, more = self.whole(self.shape.randint(0, 3)), self.whole(self.shape.randint(0, 3)), self.whole(1)
-        size, parts = self.values.randint(1, 30), self.values.randint(2, 5)
+        size, parts = self.values.randint(2, 30), self.values.randint(2, 5)  # within 1 is causal, another code
         return self.shape.choice(
             [
                 lambda *at: x(*at) <= y(*at),
