@@ -90,7 +90,7 @@ class _Maker:
                 lambda b, h, q, kv: kv,
                 lambda b, h, q, kv: h,
                 lambda b, h, q, kv: b + number,
-                lambda b, h, q, kv: table[b, kv],
+                lambda b, h, q, kv: table.to(kv.device)[b, kv],
                 lambda b, h, q, kv: q + number,
                 lambda b, h, q, kv: q - kv,
             ]
@@ -131,11 +131,11 @@ class _Maker:
         first: Function = self.shape.choice(
             [
                 lambda s, *at: s + factor * torch.tanh(x(*at) / 9),
-                lambda s, b, h, q, kv: s + per_head[h] * (kv - q) * slope,
-                lambda s, b, h, q, kv: s - halves[h, (q - kv) % 64],
-                lambda s, *at: torch.where(x(*at) > y(*at), s * factor, s + per_head[at[1]]),
+                lambda s, b, h, q, kv: s + per_head.to(s.device)[h] * (kv - q) * slope,
+                lambda s, b, h, q, kv: s - halves.to(s.device)[h, (q - kv) % 64],
+                lambda s, *at: torch.where(x(*at) > y(*at), s * factor, s + per_head.to(s.device)[at[1]]),
                 lambda s, *at: torch.tanh(s / cap) * cap,
-                lambda s, *at: s * torch.sigmoid(per_head[at[1]]) + slope * y(*at).clamp(-50, 50),
+                lambda s, *at: s * torch.sigmoid(per_head.to(s.device)[at[1]]) + slope * y(*at).clamp(-50, 50),
                 lambda s, *at: torch.maximum(s, -torch.log1p(s.abs())),
                 lambda s, *at: s / torch.sqrt(1 + s * s * slope),
             ]

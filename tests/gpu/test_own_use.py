@@ -16,7 +16,7 @@ from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.tree import PrefixTree, Sequence
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, VOCAB, Errors, OwnModel, pool_of
 from tests.functional.test_attend import set_up
-from tests.test_tutorial import run_tutorial
+from tests.test_tutorial import PAGES, run_tutorial
 
 GPU = "cuda"
 LAYERS, WIDE, STEPS = 2, 64, 8
@@ -93,7 +93,8 @@ def test_caches_in_flashinfers_layouts_are_read_and_written_where_they_are(layou
 
 
 def test_the_tutorial_runs() -> None:
-    run_tutorial(gpu=True)
+    for page in PAGES:
+        run_tutorial(page, gpu=True)
 
 
 class Model(torch.nn.Module):

@@ -76,7 +76,8 @@ def scored_attention(
             score = score.expand(shape).clone()
     if (shown := _shown(call, places, own.selected)) is not None:
         score.masked_fill_(~shown, -torch.inf)
-    weight, total, lse = _weights(score, normalized=v.dtype == torch.float32)
+    # On a GPU at once takes no less time, and errs more once parts are merged.
+    weight, total, lse = _weights(score, normalized=v.dtype == torch.float32 and not score.is_cuda)
     out = _product(weight.to(v.dtype).view(batch * kv_heads, gqa_group * rows, call.length), v)
     out = out.view(batch, heads.heads, rows, heads.value_dim)
     return (out if total is None else out / total), lse
@@ -96,7 +97,7 @@ def _weights(score: Tensor, *, normalized: bool) -> tuple[Tensor, Tensor | None,
     weight = torch.softmax(score, dim=-1)
     # The largest weight is one over the sum of exponentials below the largest score.
     lse = top - weight.amax(dim=-1).log()
-    if score.is_cuda or bool(hidden.any()):  # on a GPU to ask takes longer
+    if bool(hidden.any()):
         weight.masked_fill_(hidden[..., None], 0.0)
         lse.masked_fill_(hidden, -torch.inf)
     return weight, None, lse
