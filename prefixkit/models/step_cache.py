@@ -18,6 +18,7 @@ from prefixkit.models.indexing.plain_layer import PlainLayer
 from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.masked_plans import masked_plan
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
@@ -236,21 +237,10 @@ class CacheLayer(PlainLayer):
         return out
 
     def plan_under(self, variant: str, heads: int) -> list[Tensor]:
-        """The same: blocks are classified once for all layers of a kind, in steps that compute prompts.
-
-        In decode steps classes save less than it costs to make them: of windows the kernels read no more in any case.
-        """
-        plan, known, step = self.plan, self.cache.masked_plans, self.cache.step
-        if not lookup(variant).mask_mods or step.num_rows == len(step.logit_rows):
-            return plan
-        at = self.own.plan, variant
-        if at not in known:
-            page_size, kv_heads, head_dim = self.own.pages[0].shape[1:]
-            shape = [heads, kv_heads, head_dim, self.own.pages[1].shape[3]]
-            positions = step.positions
-            classes = torch.ops.prefixkit.classify_blocks(positions, plan, shape, page_size, variant)
-            known[at] = [*plan, positions[:0], classes] if classes.numel() else plan
-        return known[at]
+        """The same, see :func:`masked_plan`."""
+        if not lookup(variant).mask_mods:
+            return self.plan
+        return masked_plan(self.cache.step, self.plan, self.own, variant, heads, self.cache.masked_plans)
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`StepCache.run_state`, of a module inside an attention module."""

@@ -63,11 +63,12 @@ def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.floa
         lse[part] = torch.logsumexp(score, dim=-1)
         if (sinks := case.sinks_for(variant)) is not None:
             lse[part] = torch.logaddexp(lse[part], sinks.to(lse))
-        base = 0.0 if variant.sums else lse[part].masked_fill(lse[part] == -torch.inf, 0.0)[..., None]
-        weight = torch.exp(score - base)
+        weight = torch.exp(score - lse[part].masked_fill(lse[part] == -torch.inf, 0.0)[..., None])
         out[part] = torch.einsum(
             "rhl,rlhd->rhd", weight.to(dtype), values.masked_fill((slots[part] < 0)[:, :, None, None], 0.0)
         )
+    if variant.sums:  # in float32 a sum errs as the log-sum-exp does
+        out *= lse.exp()[..., None]
     return out, lse
 
 

@@ -1,0 +1,39 @@
+"""Plans with classes of blocks under a variant's mask, which the layers of a kind share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefixkit.attention.step import Step
+from prefixkit.models.layer_pages import LayerPages
+
+
+def masked_plan(
+    step: Step,
+    plan: list[Tensor],
+    layer: LayerPages,
+    variant: str,
+    heads: int,
+    known: dict[tuple[int, str], list[Tensor]],
+) -> list[Tensor]:
+    """A plan of a step with classes of its blocks (``classify_blocks``), made once for all layers of a kind.
+
+    In decode steps classes save less than it costs to make them: of windows the kernels read no more in any case.
+
+    Args:
+        step, plan: The step, and its plan for these layers.
+        layer: One of them.
+        variant: Key of the variant, which has a mask.
+        heads: Query heads.
+        known: What was made in this step, by plan and variant.
+    """
+    if step.num_rows == len(step.logit_rows):
+        return plan
+    at = layer.plan, variant
+    if at not in known:
+        page_size, kv_heads, head_dim = layer.pages[0].shape[1:]
+        shape, positions = [heads, kv_heads, head_dim, layer.pages[1].shape[3]], step.positions
+        classes = torch.ops.prefixkit.classify_blocks(positions, plan, shape, page_size, variant)
+        known[at] = [*plan, positions[:0], classes] if classes.numel() else plan
+    return known[at]
