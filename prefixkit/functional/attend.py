@@ -89,12 +89,14 @@ class TreeStep:
         step: Its tensors and its plan.
         tree: The tree that it runs over; None for page tables.
         nodes: The nodes whose tokens run.
+        masked: The plan, with classes of blocks under the variant's mask; None where there are none.
     """
 
     attention: TreeAttention
     step: Step
     tree: PrefixTree | None = None
     nodes: Sequence[Node] = ()
+    masked: list[Tensor] | None = field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -168,7 +170,7 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
         expect("attend", "q", q, f"{list(expected)} (rows of the step, num_qo_heads, head_dim of the pool)", False)
     scale = q.shape[2] ** -0.5 if attention.scale is None else attention.scale
     out, lse = torch.ops.prefixkit.tree_attention(
-        q, k_pages, v_pages, step.positions, step.step.plan, scale, attention.key, sinks
+        q, k_pages, v_pages, step.positions, step.masked or step.step.plan, scale, attention.key, sinks
     )
     return out, lse
 

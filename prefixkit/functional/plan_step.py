@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from prefixkit.attention.queries import Queries, StepTree, UnnumberedSequences
 from prefixkit.attention.step import Step, build_step
@@ -15,6 +16,7 @@ from prefixkit.attention.variants import Variant
 from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
+from prefixkit.ops.attention_ops import plan_under_mask
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
 from prefixkit.tree.sequence import check_live
@@ -58,7 +60,7 @@ def plan(
     batch.check()
     ends = np.cumsum(batch.queries.end - batch.queries.begin) - 1
     step = _build(attention, batch, np.zeros(batch.queries.num_rows, np.int64), ends)
-    return TreeStep(attention, step)
+    return TreeStep(attention, step, masked=_masked(attention, step))
 
 
 def _check_pages(pool: KVPool | GivenPages, tree: PrefixTree | TreeSnapshot) -> None:
@@ -98,7 +100,18 @@ def _plan_sequences(
     if attention.variant.reads("b"):
         batch = replace(batch, queries=_numbered(batch, ends, attention.variant))
     step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
-    return TreeStep(attention, step, tree, [nodes[node] for node in batch.queries.node.tolist()])
+    running = [nodes[node] for node in batch.queries.node.tolist()]
+    return TreeStep(attention, step, tree, running, _masked(attention, step))
+
+
+def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
+    """The step's plan with classes of blocks, which all layers share; None for decode steps, where they pay little."""
+    if not attention.variant.mask_mods or step.num_rows == len(step.logit_rows):
+        return None
+    k_pages, v_pages = attention.pool.pages(0)
+    _, page_size, kv_heads, head_dim = k_pages.shape
+    shape = [attention.num_qo_heads, kv_heads, head_dim, v_pages.shape[3]]
+    return plan_under_mask(step.plan, step.positions, shape, page_size, attention.key)
 
 
 def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Queries:

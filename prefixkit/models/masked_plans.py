@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from prefixkit.attention.step import Step
 from prefixkit.models.layer_pages import LayerPages
+from prefixkit.ops.attention_ops import plan_under_mask
 
 
 def masked_plan(
@@ -33,7 +33,6 @@ def masked_plan(
     at = layer.plan, variant
     if at not in known:
         page_size, kv_heads, head_dim = layer.pages[0].shape[1:]
-        shape, positions = [heads, kv_heads, head_dim, layer.pages[1].shape[3]], step.positions
-        classes = torch.ops.prefixkit.classify_blocks(positions, plan, shape, page_size, variant)
-        known[at] = [*plan, positions[:0], classes] if classes.numel() else plan
+        shape = [heads, kv_heads, head_dim, layer.pages[1].shape[3]]
+        known[at] = plan_under_mask(plan, step.positions, shape, page_size, variant)
     return known[at]

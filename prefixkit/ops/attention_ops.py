@@ -97,3 +97,14 @@ def classify_blocks(
     if len(plan) < _KERNEL_PLAN or not of.mask_mods or not of.traced:
         return q_positions.new_empty((0, 0), dtype=torch.int32)
     return q_positions.new_empty(class_shape(plan, page_size), dtype=torch.int32)
+
+
+def plan_under_mask(
+    plan: Sequence[Tensor], q_positions: Tensor, heads: Sequence[int], page_size: int, variant: str
+) -> list[Tensor]:
+    """A plan with what ``classify_blocks`` finds behind it; the plan itself where nothing is to be known."""
+    classes = torch.ops.prefixkit.classify_blocks(q_positions, plan, heads, page_size, variant)
+    if not classes.numel():
+        return list(plan)
+    sequences = plan[_KERNEL_PLAN] if len(plan) > _KERNEL_PLAN else q_positions[:0]
+    return [*plan[:_KERNEL_PLAN], sequences, classes]
