@@ -47,7 +47,7 @@ class LooksAhead:
 
 
 class _Seen:
-    """What queries see of later keys in texts of up to so many tokens: the last of them, and how many there are.
+    """What queries see of later keys in texts of up to a given number of tokens: the last of them, and how many there are.
 
     Of most masks these are the next ones, up to the last.  Then that of a shorter text is known too.
     """
@@ -102,7 +102,7 @@ class Spans:
     def __init__(self, masks: Sequence[LooksAhead]) -> None:
         self._masks = masks
         self._known: OrderedDict[int, Longs] = OrderedDict()
-        self.forget()
+        self.clear()
 
     def __call__(self, length: int) -> Longs:
         """``[n, 2]`` begin and end of each span of a text of ``length`` tokens; runs of one token are none."""
@@ -117,7 +117,7 @@ class Spans:
                 self._known.popitem(last=False)
         return self._known[length]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What the masks capture has changed."""
         self._known.clear()
         self._seen = [_Seen(mask) for mask in self._masks]

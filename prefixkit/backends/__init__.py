@@ -47,9 +47,10 @@ def _torch() -> Backend:
 
 @once
 def _cuda() -> Backend:
-    from prefixkit.backends.cuda import attention, block_classes, device_planner, kv, plan_launch, sampling
+    from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
+    from prefixkit.backends.cuda.variants import block_classes
     from prefixkit.backends.torch.plain_kv import index_append
     from prefixkit.backends.torch.products import linear_pair
 

@@ -158,12 +158,12 @@ class KVStore:
         changed = self.version != version
         if changed:
             if self._spans is not None:
-                self._spans.forget()
+                self._spans.clear()
             self.invalidate()
             self.version = version  # last: an interrupt before leaves it to the next call
         spelling = self.tree.spelling
         if spelling is not None and spelling.held > self.tree.allocator.num_pages * self.tree.page_size:
-            spelling.keep(node.tokens for node in self.tree.every_node())
+            spelling.retain(node.tokens for node in self.tree.every_node())
         return changed
 
     def invalidate(self) -> None:

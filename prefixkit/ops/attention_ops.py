@@ -53,8 +53,8 @@ def tree_attention(
 # A plan's tensors where kernels run it: the work, whose second and third are items, then start, length, page_indptr,
 # pages and first_slot of the tree's nodes.
 _KERNEL_PLAN = 11
-# Classes take 2 bits, 16 a word; blocks are of 16 tokens at least.  Items have so many words that all have 16 MiB at
-# most; blocks that get none are compared.
+# Classes take 2 bits, 16 a word; blocks are of 16 tokens at least.  The words of all items take 16 MiB at most, and
+# blocks that get none are compared.
 _BLOCK, _CLASSES, _MOST_WORDS = 16, 16, 1 << 22
 
 

@@ -78,8 +78,8 @@ class Spelling:
         """Tokens of the longest span of a text of ``length`` tokens; 0 where there is none."""
         return int(np.diff(self._spans(length)).max(initial=0))
 
-    def keep(self, held: Iterable[Ints]) -> None:
-        """Forget all spans but those of which ``held`` has keys: no other array of keys is in use."""
+    def retain(self, held: Iterable[Ints]) -> None:
+        """Drop all spans but those of which ``held`` has keys: no other array of keys is in use."""
         used = np.zeros(self.size, np.bool_)
         for keys in held:
             used[_in_spans(keys)[1]] = True

@@ -97,5 +97,5 @@ def test_what_was_found_is_forgotten_once_the_mask_has_changed():
     spans = Spans([looks_ahead(lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx < end))])
     assert spans(7).tolist() == [[0, 4]]
     end.fill_(6)
-    spans.forget()
+    spans.clear()
     assert spans(7).tolist() == [[0, 6]]

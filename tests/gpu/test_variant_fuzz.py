@@ -14,7 +14,7 @@ import torch
 
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant, register
-from prefixkit.backends.cuda.variant_header import header
+from prefixkit.backends.cuda.variants.variant_header import header
 from prefixkit.ops import backend
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, random_case
 from prefixkit.testing.random_variants import fitting, random_variant

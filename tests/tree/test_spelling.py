@@ -43,7 +43,7 @@ def test_a_text_may_be_shorter_than_what_follows_it():
 def test_keys_are_given_again_once_nothing_holds_them():
     spelling = Spelling(first_five)
     kept, lost = (spelling.keys(array(*range(first, first + 5))) for first in (0, 10))
-    spelling.keep([kept[:2], array(7)])
+    spelling.retain([kept[:2], array(7)])
     assert spelling.held == 5
     again = spelling.keys(array(*range(20, 25)))
     assert again.tolist() == lost.tolist()

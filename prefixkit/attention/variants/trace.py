@@ -70,7 +70,7 @@ def _with_arity(function: Callable[..., object], count: int) -> Callable[..., ob
 
 
 class _Partial:
-    """A captured tensor of which so many indices are known."""
+    """A captured tensor of which the first indices are known."""
 
     def __init__(self, slot: int, indices: tuple[object, ...] = ()) -> None:
         self.slot, self.indices = slot, indices

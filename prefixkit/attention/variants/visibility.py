@@ -22,7 +22,7 @@ class MaskBounds:
     Attributes:
         causal: It provably shows no key after the query.
         window: It provably hides keys at ``q - window`` and before; None where that is not known.
-        chunk: It provably hides keys of other chunks of so many positions; None where that is not known.
+        chunk: It provably hides keys of other chunks of this many positions; None where that is not known.
     """
 
     causal: bool = False

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import CAUSAL, lookup
-from prefixkit.backends.cuda.block_classes import classes_in, sequence_numbers
 from prefixkit.backends.cuda.checked_mode import CheckedPlan, check_packed_numbers
 from prefixkit.backends.cuda.device_planner import (
     PLAN_TENSORS,
@@ -21,7 +20,8 @@ from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.backends.cuda.prepared_attention import Prepared, launch_signature, prepare_attention, prepare_latents
-from prefixkit.backends.cuda.variant_header import words_on_device
+from prefixkit.backends.cuda.variants.block_classes import classes_in, sequence_numbers
+from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.backends.torch import run_program
 from prefixkit.backends.torch.latent_attention import latent_attention as plain_latents
 from prefixkit.checking import checked

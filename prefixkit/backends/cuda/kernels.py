@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
-from prefixkit.backends.cuda import layouts, variant_header
+from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.layouts import Maps
+from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type

@@ -24,7 +24,7 @@ from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
-from prefixkit.backends.cuda.variant_header import words_on_device
+from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
 from tests.emulation.build import build

@@ -17,7 +17,8 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from prefixkit.attention.variants import Variant, alibi, compose, rounded_alibi, sliding_window, soft_cap, variant
 from prefixkit.attention.variants.evaluate import pointwise
 from prefixkit.attention.variants.operations import OPERATIONS
-from prefixkit.backends.cuda.variant_header import HEADER, header, words_on_device
+from prefixkit.backends.cuda.variants.variant_header import HEADER, header
+from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.random_variants import random_variant
 from tests.emulation.build import build
 

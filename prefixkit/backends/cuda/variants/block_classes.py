@@ -14,7 +14,7 @@ from prefixkit.backends.cuda.device_planner import PLAN_TENSORS, WORK_TENSORS
 from prefixkit.backends.cuda.kernels import classify_unit, kernel_for
 from prefixkit.backends.cuda.kv import describe
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
-from prefixkit.backends.cuda.variant_header import words_on_device
+from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs

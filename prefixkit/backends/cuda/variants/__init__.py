@@ -1,0 +1,1 @@
+"""Variants of attention for our kernels: their text, their values, and the blocks that their masks hide."""
