@@ -47,7 +47,7 @@ class LooksAhead:
 
 
 class _Seen:
-    """What queries see of later keys in texts of up to a given number of tokens: the last of them, and how many there are.
+    """What queries see of later keys in texts of up to a given length: the last of them, and how many there are.
 
     Of most masks these are the next ones, up to the last.  Then that of a shorter text is known too.
     """

@@ -67,9 +67,8 @@ class Variant:
         name: For people: logs, error messages, the readable half of its key.
         score_mods: Change scores, one after the other.
         mask_mods: A key is visible if all of them show it.
-        window, chunk: What a query sees lies within a window of this number of tokens, or in its chunk of this number of
-            positions (see :class:`Visible`), so that no KV outside is read; the masks hide the rest.  None where that
-            is not known.
+        window, chunk: Tokens of the window, or positions of the chunk, in which all lies that a query sees (see
+            :class:`Visible`), so that no KV outside is read; the masks hide the rest.  None where that is not known.
         has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
         looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, causality holds besides them.
         approximate: Whether kernels take the hardware's tanh, also for sigmoid.
