@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go under nine minutes: every kernel compiled, tests, compute-sanitizer over a reduced
+# All that needs a GPU, in one go under ten minutes: every kernel compiled, tests, compute-sanitizer over a reduced
 # set, benchmarks.
 #
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
@@ -47,9 +47,9 @@ if wants compile; then part compile 240 "$python" scripts/compile_all.py --jobs 
 
 if wants tests; then
     # In several processes where pytest-xdist is there: they share the GPU well.
-    workers=$("$python" -c 'import xdist; print("-n 10")' 2>/dev/null || true)
+    workers=$("$python" -c 'import xdist; print("-n 8")' 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-230}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
+    part tests "${TESTS_SECONDS:-280}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
         -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 

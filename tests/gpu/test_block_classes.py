@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -40,6 +40,13 @@ def masks(rng: np.random.Generator) -> dict[str, Variant]:
     }
     found = {name: variant(*functions, name=name) for name, functions in made.items()}
     return found | {"composed": compose(found["documents"], sliding_window(size), soft_cap(3.0))}
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """To the tests that run beside these: the dense reference takes gigabytes."""
+    yield
+    torch.cuda.empty_cache()
 
 
 NAMES = list(masks(np.random.default_rng(0))) if torch.cuda.is_available() else ["window"]
