@@ -12,7 +12,7 @@ from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Numbers, causa
 from benchmarks.tree_attention.variant_cases import natten as natten_mask
 from benchmarks.tree_attention.variant_cases import window as window_mask
 from benchmarks.variants import NAMES, PARTS, TINY, main
-from prefixkit.backends.cuda import variant_header
+from prefixkit.backends.cuda.variants import variant_header
 
 ZERO = torch.zeros((), dtype=torch.int64)
 
