@@ -100,7 +100,7 @@ class RowSteps:
                 self.store.have_slots(states, states)
             except KVBudgetTooSmall as error:  # there is no such budget here
                 raise DoesNotFit(str(error)) from error
-            # What sees one another is computed in one step, whatever its length: nobody has set another.
+            # Tokens that see one another are computed in one step, whatever its length: no user has set another limit.
             if (spelling := self.store.tree.spelling) is not None:
                 self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
