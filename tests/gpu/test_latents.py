@@ -198,7 +198,7 @@ def test_samples_of_a_long_prompt_have_the_probabilities_of_one_forward_pass(
             found = [*session.generate(prompts, params)]
             assert ("are kept" in caplog.text) == (n == 128 and new > 3)
             assert (session.report.graph_steps > 0) == (new > 3)
-            ours, theirs = errors_of(model, exact, prompts, found[::13])
+            ours, theirs = errors_of(model, exact, prompts, found[:: 13 if n > 13 else 1])
             assert ours <= 1e-4 + 1.5 * theirs, (n, new, ours, theirs)
             # Later calls go on from samples of this one, some from the middle of theirs.
             longer = [prompts[one.prompt_index] + list(one.tokens) for one in found][::25]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ def test_samples_under_pressure_err_no_more_than_the_unpatched_model(how: Any) -
             assert ours <= 1.5 * stock
         store = session.store
         assert store is not None and store.tree.pages_held() == 0
+
+
+def test_a_session_frees_its_pool_and_graphs_and_waits_for_no_garbage_collector() -> None:
+    model = prefixkit.patch(model_of(64, torch.bfloat16))
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with Session(model, kv_budget="512MiB") as session:
+                assert session.generate(prompts(3), **OPTIONS).report.graph_steps > 0
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert max(held[1:]) - held[0] < 64 << 20, held
 
 
 @pytest.mark.parametrize("how", ["swap", "recompute"])

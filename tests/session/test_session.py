@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,6 +258,25 @@ def test_memory_is_given_back_and_taken_again(model: Any) -> None:
     session.close()
     with pytest.raises(MemoryReleased):
         session.generate(PROMPTS)
+
+
+def test_a_pool_is_freed_with_its_session_and_waits_for_no_garbage_collector(model: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with Session(model, ByteTokenizer(), kv_budget="1MiB") as session:
+            session.generate(PROMPTS, **OPTIONS)
+            session.beam_search(PROMPTS, num_beams=2, max_new_tokens=4)
+            session.score(PROMPTS[:1], [["abc"]])
+            next(session.stream(PROMPTS, **OPTIONS))
+            store = session.store
+            assert store is not None
+            pool = weakref.ref(store.pool)
+            del store
+            assert pool() is not None
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("through_data", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -20,16 +21,18 @@ class ShownLayer:
     """A layer of a cache, of which a model asks for the positions of what is before the new tokens.
 
     A model puts these before the positions of the new ones, and so makes position embeddings of both.  A tree shows the
-    positions of a text in order, whatever the new tokens are.
+    positions of a text in order, whatever the new tokens are.  ``positions`` is a method of the cache that holds this
+    layer.  Its reference is weak, so that the KV of a cache is freed with the last reference to it, not by a later run
+    of the garbage collector.
     """
 
     def __init__(self, positions: Callable[[], Tensor]) -> None:
-        self.__dict__["_positions"] = positions
+        self.__dict__["_positions"] = WeakMethod(positions)
 
     @property
     def indexer_position_ids(self) -> Tensor:
         """``[3, 1, N]``."""
-        positions: Tensor = self.__dict__["_positions"]()
+        positions: Tensor = self.__dict__["_positions"]()()
         return positions
 
     def __setattr__(self, name: str, value: Any) -> None:
