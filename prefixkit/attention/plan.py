@@ -24,9 +24,9 @@ class Plan:
     Attributes:
         counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
             where decode items take by far longer than tile items, zeros.
-        tile_items, decode_items: ``[items, 8]`` with columns ``q_begin, q_end, partial_begin, seg_begin, 2 * segments +
-            causal, node, begin, end``; ``partial_begin = -1``: the item writes the output.  The last three repeat the
-            item's first segment.
+        tile_items, decode_items: ``[items, 8]`` with columns ``q_begin, q_end, partial_begin, seg_begin, 4 * segments +
+            kind, node, begin, end``, where ``kind`` is a :class:`MaskKind`; ``partial_begin = -1``: the item writes the
+            output.  The last three repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
         merge_indptr: ``[query rows + 1]`` bounds of each query row's partial rows; empty where an item writes the
             output.
@@ -34,6 +34,8 @@ class Plan:
         limit_begin: ``[items]`` of items of kind LIMIT, tile items first, where ``limits`` has their first query's; -1
             of others.  Empty where there are none, as in plans for our kernels.
         limits: Tokens of its item's KV list that each query of such an item sees.
+        partial_limits: ``[partial rows]`` in plans for our kernels, for each partial row of an item of kind LIMIT the
+            position of the last token that its query sees; empty where no item is of that kind.
     """
 
     counts: Ints
@@ -44,10 +46,12 @@ class Plan:
     merge_indices: Ints
     limit_begin: Ints = field(default_factory=no_ints)
     limits: Ints = field(default_factory=no_ints)
+    partial_limits: Ints = field(default_factory=no_ints)
 
     def arrays(self) -> tuple[Ints, ...]:
-        """The six arrays that the kernel takes, in their order."""
-        return self.counts, self.tile_items, self.decode_items, self.segments, self.merge_indptr, self.merge_indices
+        """The seven arrays that the kernels take, in their order."""
+        items = self.counts, self.tile_items, self.decode_items, self.segments
+        return *items, self.merge_indptr, self.merge_indices, self.partial_limits
 
     @property
     def items(self) -> Ints:
@@ -59,7 +63,7 @@ class Plan:
         node, low, high = self.segments.T
         before = np.concatenate(([0], np.cumsum(np.minimum(high, length[node]) - low)))
         begin, count = self.items[:, 3:5].T
-        tokens = before[begin + count // 2] - before[begin]
+        tokens = before[begin + count // 4] - before[begin]
         for item in np.flatnonzero(self.limit_begin >= 0):
             first, (q_begin, q_end) = self.limit_begin[item], self.items[item, :2]
             tokens[item] = min(tokens[item], self.limits[first : first + q_end - q_begin].max())
@@ -77,7 +81,7 @@ def make_plan(formats: Sequence[BSR], length: Ints, num_rows: int) -> Plan:
     rows = gather_rows(formats, length)
     items = np.zeros((len(rows.q_begin), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = rows.q_begin, rows.q_end
-    items[:, 3], items[:, 4] = rows.seg_begin, 2 * rows.seg_count + rows.causal
+    items[:, 3], items[:, 4] = rows.seg_begin, 4 * rows.seg_count + rows.causal
     plan = finish_plan(items, rows.segments, num_rows, len(items), np.arange(len(items)), (0, 0))
     if not len(rows.limits):
         return plan

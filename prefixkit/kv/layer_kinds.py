@@ -56,7 +56,7 @@ class Compressed:
 class PlanKind:
     """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
     each query sees tokens that are selected for it, whether the layer adds to the scores, or attends to compressed
-    tokens too, which part of attention over latents it is, if not all, and whether queries may see later tokens.
+    tokens too, and which part of attention over latents it is, if not all.
     """
 
     shape: HeadShape
@@ -66,7 +66,6 @@ class PlanKind:
     biased: bool = False
     compresses: bool = False
     part: LatentPart | None = None
-    looks_ahead: bool = False
 
     @property
     def plain(self) -> bool:
@@ -146,8 +145,7 @@ class LayerKind:
         """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
         if not self.absorbs:
             others = self.selects is not None, self.biased, bool(self.compressed)
-            looks_ahead = self.variant is not None and self.variant.looks_ahead
-            return (PlanKind(self.shape, self.read_range, self.expands, *others, looks_ahead=looks_ahead),)
+            return (PlanKind(self.shape, self.read_range, self.expands, *others),)
         sizes = [tensor.head_dim for tensor in self.cached]
         parts = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
         return tuple(PlanKind(part.shape, self.visible, expands=True, part=part) for part in parts)

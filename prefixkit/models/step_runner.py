@@ -33,7 +33,7 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
             planner_for = part_backend(spec.device, kind.part.part).planner_for
             made.append(planner_for(kind.part, spec.device, spec.dtype, counts[kind]))
             continue
-        if (kind.plain or kind.looks_ahead) and backend.name != "torch":
+        if kind.plain and backend.name != "torch":
             backend = plain_torch()
         made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
     return tuple(made)
@@ -51,10 +51,6 @@ def _log_plain(layers: Sequence[LayerKind]) -> None:
             any(kind.selects is not None for kind in layers),
         ),
         "with a bias of each query": ("no kernel adds one", any(kind.biased for kind in layers)),
-        "to later tokens": (
-            "no kernel shows them",
-            any(kind.looks_ahead for layer in layers for kind in layer.plan_kinds),
-        ),
         "to compressed tokens": ("no kernel compresses them", any(kind.compressed for kind in layers)),
     }
     for what, (why, here) in reasons.items():

@@ -11,7 +11,7 @@ from prefixkit.attention.variants import Variant
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
-PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices")
+PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", "limits")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
 
 
@@ -260,12 +260,13 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
 def check_work(op: str, work: Sequence[Tensor], device: torch.device | None = None) -> None:
     """A plan: the int32 tensors :data:`PACKED`; they may be larger than what they hold."""
     check_ints(op, "work", PACKED, work, device)
-    counts, *tables, merge_indptr, merge_indices = work
+    counts, *tables, merge_indptr, merge_indices, limits = work
     expect(op, "work.counts", counts, "[8]", counts.shape == (8,))
     for name, table, of, width in zip(PACKED[1:4], tables, ("items", "items", "segments"), (8, 8, 3), strict=True):
         expect(op, f"work.{name}", table, f"[{of}, {width}]", table.ndim == 2 and table.shape[1] == width)
     expect(op, "work.merge_indptr", merge_indptr, "[rows + 1]", merge_indptr.ndim == 1 and merge_indptr.shape[0] > 0)
-    expect(op, "work.merge_indices", merge_indices, "[partial rows]", merge_indices.ndim == 1)
+    for name, array in (("merge_indices", merge_indices), ("limits", limits)):
+        expect(op, f"work.{name}", array, "[partial rows]", array.ndim == 1)
 
 
 def check_ints(

@@ -30,9 +30,10 @@ def tree_attention(
             of v_pages may have another size, ``v_dim``; our kernels serve 192 with 128, on Hopper.
         q_positions: ``[T]`` int64.
         plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
-            that a captured graph reads, on plain torch a handle.  Two more tensors may follow on our kernels: ``[T]``
-            int64 numbers of the queries' sequences, where the variant reads ``b``, and what ``classify_blocks``
-            returned; each may have no elements.
+            that a captured graph reads, on plain torch a handle.  Up to three more tensors may follow on our kernels,
+            of which the first two may have no elements: ``[T]`` int64 numbers of the queries' sequences, where the
+            variant reads ``b``; what ``classify_blocks`` returned; ``[T]`` int64 the last position that each query may
+            see of its own node, where the variant looks ahead.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
         sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
@@ -52,7 +53,7 @@ def tree_attention(
 
 # A plan's tensors where kernels run it: the work, whose second and third are items, then start, length, page_indptr,
 # pages and first_slot of the tree's nodes.
-_KERNEL_PLAN = 11
+_KERNEL_PLAN = 12
 # Classes take 2 bits, 16 a word; blocks are of 16 tokens at least.  The words of all items take 16 MiB at most, and
 # blocks that get none are compared.
 _BLOCK, _CLASSES, _MOST_WORDS = 16, 16, 1 << 22
@@ -60,7 +61,7 @@ _BLOCK, _CLASSES, _MOST_WORDS = 16, 16, 1 << 22
 
 def class_shape(plan: Sequence[Tensor], page_size: int) -> tuple[int, int]:
     """Items of a plan for kernels, and words of classes for each: of as many blocks as the tree's pages can hold."""
-    items, pages, nodes = plan[1].shape[0] + plan[2].shape[0], plan[9].shape[0], plan[6].shape[0]
+    items, pages, nodes = plan[1].shape[0] + plan[2].shape[0], plan[10].shape[0], plan[7].shape[0]
     blocks = pages * -(-page_size // _BLOCK) + nodes
     return items, max(1, min(-(-blocks // _CLASSES), _MOST_WORDS // max(1, items)))
 
@@ -107,4 +108,4 @@ def plan_under_mask(
     if not classes.numel():
         return list(plan)
     sequences = plan[_KERNEL_PLAN] if len(plan) > _KERNEL_PLAN else q_positions[:0]
-    return [*plan[:_KERNEL_PLAN], sequences, classes]
+    return [*plan[:_KERNEL_PLAN], sequences, classes, *plan[_KERNEL_PLAN + 2 :]]

@@ -188,6 +188,7 @@ def plan_tree(
     segments: Tensor,
     merge_indptr: Tensor,
     merge_indices: Tensor,
+    limits: Tensor,
     scratch: Tensor,
     heads: Sequence[int],
     num_sms: int,
@@ -202,8 +203,9 @@ def plan_tree(
         parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
         length: ``[nodes]`` tokens of each node that are visible in the step.
         own: ``[nodes]`` query rows in each node.
-        counts, tile_items, decode_items, segments, merge_indptr, merge_indices: The arrays of a ``Plan``, written;
-            their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]`` is 1.
+        counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits: The arrays of a ``Plan``,
+            written; their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]``
+            is 1.
         scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), whose content after the call means nothing.
         heads: Query heads, KV heads, head size of Q and K, bytes of an element, head size of V.
         num_sms: Blocks to plan for.
@@ -214,7 +216,7 @@ def plan_tree(
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
     names, tree = ("num_nodes", "parent", "subtree_end", "length", "own"), (num_nodes, parent, subtree_end, length, own)
-    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices
+    work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits
     arguments.check_ints(op, "tree", names, tree, device)
     arguments.check_ints(op, "scratch", ("scratch",), (scratch,), device)
     arguments.expect(op, "num_nodes", num_nodes, "[1]", num_nodes.shape == (1,))

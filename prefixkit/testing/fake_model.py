@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.attention.bsr import MaskKind
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
@@ -99,7 +100,7 @@ class FakeModel:
         positions = step.positions.tolist()
         visible: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
         for q_begin, q_end, _, seg_begin, coded, *_ in items.tolist():
-            count, causal = divmod(coded, 2)
+            count, causal = coded // 4, coded % 4 == MaskKind.OWN
             for node, begin, end in segments[seg_begin : seg_begin + count].tolist():
                 at = int(first_slot[node]) + np.arange(begin, min(end, int(length[node])))
                 page = pages[int(page_indptr[node]) + at // self.page_size]
@@ -119,7 +120,7 @@ class FakeModel:
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
     """A step's items, their segments and the tree's arrays: the plan's tensors if they are there, else the host's."""
     if len(step.plan) > 1:
-        counts, tile_items, decode_items, segments, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:11])
+        counts, tile_items, decode_items, segments, _, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:12])
         return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, nodes
     plan, tree = step.plans[0].plan, step.plans[0].tree.snapshot
     return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, decompose
+from prefixkit.attention.bsr import BSR, MaskKind, decompose
 from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
@@ -66,13 +66,14 @@ def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: 
 
 def held_by(work: Sequence[Tensor]) -> list[Ints]:
     """A plan's arrays cut to what they hold, on the host."""
-    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (x.cpu().numpy() for x in work)
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits = (x.cpu().numpy() for x in work)
     assert not counts[OVERFLOW]
     tile_items, decode_items = tile_items[: counts[0]], decode_items[: counts[1]]
     items = np.concatenate((tile_items, decode_items))
-    used = int((items[:, 3] + items[:, 4] // 2).max(initial=0))
+    used = int((items[:, 3] + items[:, 4] // 4).max(initial=0))
     lists = segments[:used], merge_indptr[: counts[2] + 1], merge_indices[: counts[3]]
-    return [counts, tile_items, decode_items, *lists]
+    limited = len(items) and (items[:, 4] & 3 == MaskKind.LIMIT).any()
+    return [counts, tile_items, decode_items, *lists, limits[: counts[3] if limited else 0]]
 
 
 def narrowed(rows: BSR, group: int) -> BSR:

@@ -42,6 +42,6 @@ def items_of(plan):
     """Items as (is tile, q_begin, q_end, partial_begin, causal, segments)."""
     for tile, items in ((True, plan.tile_items), (False, plan.decode_items)):
         for q_begin, q_end, partial, seg, packed, *first in items.tolist():
-            segments = plan.segments[seg : seg + packed // 2].tolist()
+            segments = plan.segments[seg : seg + packed // 4].tolist()
             assert segments[0] == first
-            yield tile, q_begin, q_end, partial, packed % 2, segments
+            yield tile, q_begin, q_end, partial, packed % 4, segments

@@ -202,7 +202,7 @@ def test_limits_change_nothing_where_there_are_none() -> None:
     case = random_case(rng)
     plan = planned(case, [decompose(StepTree(case.snapshot, case.queries), case.shape, CPU_COST)])
     assert len(plan.limit_begin) == len(plan.limits) == 0
-    assert len(plan.arrays()) == 6
+    assert len(plan.arrays()) == 7
 
 
 def test_no_kernel_takes_limits() -> None:

@@ -23,7 +23,7 @@ def test_a_decode_step_names_tokens_positions_and_slots(make):
     assert step.kv_tokens[1] == 12
     assert step.plan is step.plans[0].tensors
     kinds = [(tensor.dtype, tensor.ndim) for tensor in step.plan]
-    of_kernels = [(torch.int32, ndim) for ndim in (1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1)]
+    of_kernels = [(torch.int32, ndim) for ndim in (1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)]
     assert kinds == (of_kernels if len(step.plan) > 1 else [(torch.int64, 1)]), "of one backend alone"
 
 

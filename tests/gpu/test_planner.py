@@ -12,6 +12,7 @@ from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.device_planner import planner_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
+from prefixkit.ops.arguments import PACKED
 from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
 from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, size_of, specified
 
@@ -23,7 +24,7 @@ def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
 
 def assert_same(planner, plan, case=""):
     for name, ours, theirs in zip(
-        ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices"),
+        PACKED,
         held_by(planner.work),
         plan.arrays(),
         strict=True,

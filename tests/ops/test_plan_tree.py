@@ -50,7 +50,7 @@ def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
     for capacity in (size_of(plan), capacity_for(StepTree(snapshot, queries), shape, num_sms, cost)):
         args = arguments(snapshot, queries, shape, cost, num_sms, capacity)
         ops.plan_tree(*args)
-        for ours, theirs in zip(args[5:11], plan.arrays(), strict=True):
+        for ours, theirs in zip(args[5:12], plan.arrays(), strict=True):
             assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
 
 
@@ -97,11 +97,11 @@ WRONG = {
     "counts": (5, lambda x: x[:7], BadShape, r"work.counts must have shape \[8\]"),
     "tile_items": (6, lambda x: x[:, :7], BadShape, r"work.tile_items must have shape \[items, 8\]"),
     "strides": (8, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
-    "scratch": (11, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
+    "scratch": (12, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
     "device": (7, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
-    "heads": (12, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
-    "group": (12, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
-    "cost": (14, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
+    "heads": (13, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
+    "group": (13, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
+    "cost": (15, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
 }
 
 

@@ -30,12 +30,12 @@ def graph_plans(visible: Visible, tree: StepTree) -> tuple[DecodeTree, KindPlans
 
 def tokens_read(kind: KindPlans, tree: StepTree) -> list[list[tuple[int, int]]]:
     """Of each query row: position and slot of each key that its items read up to its own position."""
-    counts, tile_items, decode_items, segments, _, _ = (array.numpy() for array in kind.planner.work)
+    counts, tile_items, decode_items, segments, _, _, _ = (array.numpy() for array in kind.planner.work)
     start, length, indptr, pages, first_slot = (array.numpy() for array in kind.nodes)
     size, found = tree.snapshot.page_size, [list[tuple[int, int]]() for _ in range(tree.queries.num_rows)]
     for item in (*tile_items[: counts[0]].tolist(), *decode_items[: counts[1]].tolist()):
         q_begin, q_end, _, first, count = item[:5]
-        for node, begin, end in segments[first : first + count // 2].tolist():
+        for node, begin, end in segments[first : first + count // 4].tolist():
             within = first_slot[node] + np.arange(begin, length[node] if end == OPEN else min(end, length[node]))
             slots = pages[indptr[node] + within // size] * size + within % size
             keys = list(zip((start[node] + within - first_slot[node]).tolist(), slots.tolist(), strict=True))

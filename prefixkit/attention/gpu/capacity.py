@@ -43,9 +43,9 @@ class PlanCapacity(NamedTuple):
     partials: int
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the six arrays, in the order of ``Plan.arrays``; none has fewer entries than FEWEST_ENTRIES."""
+        """Shapes of the seven arrays, in the order of ``Plan.arrays``; none has fewer entries than FEWEST_ENTRIES."""
         tile, decode, segments, _, partials = (max(n, FEWEST_ENTRIES) for n in self)
-        return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,)
+        return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:
         """Whether a plan of the size ``need`` fits."""

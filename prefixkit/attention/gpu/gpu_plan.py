@@ -124,12 +124,12 @@ def _split(
     high = np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
-    items[:, 3], items[:, 4] = rows.seg_begin[row], 2 * rows.seg_count[row] + rows.causal[row]
+    items[:, 3], items[:, 4] = rows.seg_begin[row], 4 * rows.seg_count[row] + rows.causal[row]
     some = np.flatnonzero(of > 1)
     segments = rows.segments
     if len(some):
         begin, count, added = _split_segments(rows, row[some], low[some], high[some], split[some] + 1 == of[some])
-        items[some, 3], items[some, 4] = len(segments) + begin, 2 * count + rows.causal[row[some]]
+        items[some, 3], items[some, 4] = len(segments) + begin, 4 * count + rows.causal[row[some]]
         segments = np.concatenate((segments, added))
     return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
 

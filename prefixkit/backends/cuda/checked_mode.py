@@ -30,7 +30,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     if capturing(work[0]):
         return
     op = "tree_attention"
-    counts, tile_items, decode_items, segments, merge_indptr, merge_indices = (
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = (
         t.cpu().numpy().astype(np.int64) for t in work
     )
     length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
@@ -43,7 +43,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
         )
     items = np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]]))
     q_begin, q_end, partial, first = items.T[:4]
-    count = items[:, 4] >> 1
+    count = items[:, 4] >> 2
     if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
         raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
     if len(items) and (first.min() < 0 or (first + count).max() > len(segments) or count.min() < 1):

@@ -36,9 +36,9 @@ log = logging.getLogger("prefixkit")
 
 NO_FLOAT32 = "float32 has no kernel"
 
-# A plan's tensors: the work (``Plan.arrays``), then the tree; then the numbers of the queries' sequences, if they have
-# any.
-WORK_TENSORS, TREE_TENSORS = 6, 5
+# A plan's tensors: the work (``Plan.arrays``), then the tree.  Up to three more may follow, each perhaps without
+# elements: numbers of the queries' sequences, classes of blocks, and how far queries see that see later tokens.
+WORK_TENSORS, TREE_TENSORS = 7, 5
 PLAN_TENSORS = WORK_TENSORS + TREE_TENSORS
 # Steps that are planned one by one, by the address of their trees.
 _steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
@@ -138,7 +138,11 @@ class CudaPlanner(Planner):
 
 def _tree_arrays(tree: StepTree) -> list[Array]:
     """A plan's tensors behind the work."""
-    return [*node_arrays(tree), *(() if tree.queries.sequence is None else (tree.sequences,))]
+    sequences = [] if tree.queries.sequence is None else [tree.sequences]
+    if tree.later is None:
+        return [*node_arrays(tree), *sequences]
+    none = np.zeros(0, np.int64)
+    return [*node_arrays(tree), *(sequences or [none]), none, tree.reach]
 
 
 def node_arrays(tree: StepTree) -> list[Ints]:

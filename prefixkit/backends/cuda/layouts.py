@@ -37,6 +37,7 @@ _ATTENTION = define(
     ("const int*", "segments", "[segments, 3] node, begin, end"),
     ("const int*", "merge_indptr", "[rows + 1]"),
     ("const int*", "merge_indices"),
+    ("const int*", "limits", "[partial rows] of items of kind LIMIT: the position of the last token that a query sees"),
     ("const int*", "node_start node_length page_indptr pages first_slot", "the tree"),
     ("long long", "page_stride head_stride slot_stride", "elements, multiples of 8; the same for k and v"),
     ("int", "heads kv_heads page_size"),
@@ -44,6 +45,11 @@ _ATTENTION = define(
     ("float", "scale_log2", "times log2(e)"),
     ("const int*", "words", "of the variant: its values"),
     ("const long long*", "q_sequences", "[rows] numbers of sequences; read where the variant reads them"),
+    (
+        "const long long*",
+        "q_reach",
+        "[rows] the last position that each sees; read where the variant looks ahead; 0: all",
+    ),
     (
         "const unsigned int*",
         "block_classes",
@@ -104,7 +110,7 @@ PLAN_TREE = define(
     ("const int*", "own", "query rows"),
     ("int*", "counts", "the plan: see Attention"),
     ("int4*", "tile_items decode_items"),
-    ("int*", "segments merge_indptr merge_indices"),
+    ("int*", "segments merge_indptr merge_indices limits"),
     ("int*", "scratch"),
     ("double", "gain_per_token item price_tile price_decode price_per_row", "of sharing"),
     ("double", "tile_rate decode_rate"),

@@ -26,7 +26,7 @@ _THREADS = 1024
 def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
     *tensors, heads, num_sms, cost = arguments
-    _, tile_items, decode_items, segments, merge_indptr, merge_indices = tensors[5:11]
+    _, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = tensors[5:12]
     nodes, device = len(tensors[1]), tensors[1].device
     function = _function(nodes > PLAN_NODES, device.index)
     rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
@@ -85,7 +85,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
 
 
 def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor:
-    _, tile_items, decode_items, _, merge_indptr, _ = work
+    _, tile_items, decode_items, _, merge_indptr, *_ = work
     size = scratch_ints(nodes, len(tile_items), len(decode_items), len(merge_indptr) - 1)
     return torch.empty(size, dtype=torch.int32, device=device)
 

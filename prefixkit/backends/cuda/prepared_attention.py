@@ -46,6 +46,7 @@ class Prepared:
     numbers: tuple[int, ...] = ()
     modified: bool = False  # by functions of a variant
     reads_sequence: bool = False
+    looks_ahead: bool = False
     window: int = 0
     tma_groups: bool = False
     maps: Maps = Maps.NONE
@@ -166,8 +167,9 @@ def _prepared(
         kernel.threads,
         shared,
         numbers=(page, head, slot, heads, kv_heads, k_pages.shape[1]),
-        modified=bool(variant.mods),
+        modified=bool(variant.mods) or variant.looks_ahead,
         reads_sequence=variant.reads("b"),
+        looks_ahead=variant.looks_ahead,
         window=variant.window or 0,
         tma_groups=holds_groups(k_pages.shape[1]),
         maps=kernel.maps,

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.bsr import MaskKind
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import Visible
@@ -170,7 +171,7 @@ def _slices(
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
     node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
     """
-    count = items[:, 4] >> 1
+    count = items[:, 4] >> 2
     block = np.repeat(np.arange(len(items)), count)
     node, begin, end = plan.segments[ranges(items[:, 3], count)].astype(np.int64).T
     start = tree.snapshot.start[node]
@@ -181,7 +182,7 @@ def _slices(
         trimmed = np.maximum(low, visible.begin(q_low))
         # Limits count from the beginning of the list, so theirs stays whole.
         low = trimmed if limits is None else np.where(limits.limited[block], low, trimmed)
-    causal = (items[:, 4] & 1).astype(bool)[block]
+    causal = (items[:, 4] & 3 == MaskKind.OWN)[block]
     if reach is not None:
         (_, furthest, _), adjacent = _spans(reach, row, rows), np.zeros_like(adjacent)
         q_high = furthest[block]

@@ -34,9 +34,10 @@ DEVICE int look(const Attention& a, const Item& item, const Block& block, int ha
     int seen = 0;
     for (int row = item.q_begin; row < item.q_end && seen != 3; ++row) {
         const int q = int(a.q_positions[row]), b = sequence_of(a, row);
-        for (int slot = block.low + half; slot < block.high; slot += 2) {
+        // Tokens behind are hidden whatever the mask says, and are no matter to the class.
+        const int end = end_seen(a, item.kind, item.q_begin, item.partial, row - item.q_begin) - block.position;
+        for (int slot = block.low + half; slot < min(block.high, end); slot += 2) {
             const int kv = block.position + slot;
-            if (item.causal && kv > q) break;  // hidden whatever the mask says, and so are those behind
             for (int h = 0; h < (Variant::READS_HEAD ? a.heads : 1); ++h)
                 seen |= Variant::mask(b, h, q, kv, a.words) ? 1 : 2;
         }

@@ -19,11 +19,11 @@ constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
 struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
-    int flags;     // FIRST, LAST of its item; CAUSAL: compare positions; STOP: no more work
+    int flags;     // FIRST, LAST of its item; CLIPPED: rows see up to different tokens; LIMITED: kind LIMIT; STOP: no more work
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
-enum { FIRST = 1, LAST = 2, CAUSAL = 4, STOP = 8 };
+enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64 };
 
 constexpr int BATCH = 8, DECODE_WARPS = 4;
 
@@ -54,7 +54,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     }
     r.range = visible_range(a, item, first);
     // The visible range alone masks for a single query.
-    r.flags = FIRST | (item.causal && item.q_end - item.q_begin > 1 ? CAUSAL : 0);
+    r.flags = FIRST | (item.kind != ALL && item.q_end - item.q_begin > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
     r.span = load_span(a, item.node, item.begin, item.end, r.range);
     if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
@@ -118,7 +118,7 @@ template <int LANES> struct DecodeWalk {
         const Resolved& item = current();
         int4* to = (int4*)kv_tile;
         to[0] = make_int4(item.q_begin, item.rows(), item.partial, item.head());
-        to[1] = make_int4((flags & (FIRST | CAUSAL)) | (masked ? MASKED : 0) | (last ? LAST : 0), low, high, position);
+        to[1] = make_int4((flags & (FIRST | CLIPPED | LIMITED)) | (masked ? MASKED : 0) | (last ? LAST : 0), low, high, position);
     }
 
     // Brings the current item's queries to L1, where they are read a few KV tiles later.
@@ -137,6 +137,7 @@ struct DecodeState {
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
     int sequence[2], position[2], q_head[2];
+    int end[2];  // the position behind the last one that each row sees, of CLIPPED items
 };
 
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
@@ -150,14 +151,21 @@ DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
+// The position behind the last one that one of a lane's two rows sees, of a CLIPPED item.
+DEVICE int end_of_row(const Attention& a, const DecodeKVTile& c, int i) {
+    const int query = TileRow(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1)).query;
+    return end_seen(a, c.flags & LIMITED ? LIMIT : OWN, c.q_begin, c.partial, query);
+}
+
 DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) s.o[k][0] = s.o[k][1] = s.o[k][2] = s.o[k][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
-        if (MODIFIED || (c.flags & CAUSAL)) {
+        if (MODIFIED || (c.flags & CLIPPED)) {
             const TileRow row(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1));
+            s.end[i] = end_of_row(a, c, i);
             s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
             s.sequence[i] = sequence_of(a, c.q_begin + row.query);
         }
@@ -200,7 +208,7 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     for (int i = 0; i < 4; ++i) {
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
         bool visible = token >= low && token < high;
-        if (flags & CAUSAL) visible = visible && position <= s.position[i & 1];
+        if (flags & CLIPPED) visible = visible && position < s.end[i & 1];
         const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
         x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position,
                         a.words);

@@ -72,9 +72,14 @@ struct TileRow {
     DEVICE long long index(const Attention& a, int first) const { return (long long)(first + query) * a.heads + head; }
 };
 
+// What queries see of their item's KV list: all of it; what is not behind themselves, or behind their reach where the
+// variant looks ahead; up to a limit for each, in the order of the queries (MaskKind of attention/bsr.py).
+enum MaskKind { ALL, OWN, LIMIT };
+constexpr int NO_END = 0x7fffffff;
+
 // Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
 struct Item {
-    int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, causal, head;
+    int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, kind, head;
 };
 
 // What the walk over the tile list takes as its entry `entry`: where the plan says so it goes head by head, so that the
@@ -92,7 +97,7 @@ DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) 
     Item item;
     item.head = entry - index * kv_heads;
     item.q_begin = a.x, item.q_end = a.y, item.partial = a.z, item.seg_begin = a.w;
-    item.seg_end = item.seg_begin + (b.x >> 1), item.causal = b.x & 1 && !Variant::LOOKS_AHEAD;
+    item.seg_end = item.seg_begin + (b.x >> 2), item.kind = b.x & 3;
     item.node = b.y, item.begin = b.z, item.end = b.w;
     return item;
 }
@@ -109,6 +114,14 @@ struct Span {
     int position;  // position of slot 0
 };
 
+// The position behind the last one that query `query` of an item sees, counted from the item's first query; ascends with
+// the queries.
+DEVICE int end_seen(const Attention& a, int kind, int q_begin, int partial, int query) {
+    if (kind == LIMIT) return a.limits[partial + query] + 1;
+    if (Variant::LOOKS_AHEAD) return kind == OWN && a.q_reach ? int(a.q_reach[q_begin + query]) + 1 : NO_END;
+    return kind == OWN ? int(a.q_positions[q_begin + query]) + 1 : NO_END;
+}
+
 // Positions [low, high) that an item's queries can see.
 struct VisibleRange {
     int low, high;
@@ -116,7 +129,8 @@ struct VisibleRange {
 
 // `first`: the smallest position among the item's queries, where the variant has a window.
 DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int first) {
-    return {a.window > 0 ? first - a.window + 1 : 0, item.causal ? int(a.q_positions[item.q_end - 1]) + 1 : 0x7fffffff};
+    const int last = item.q_end - item.q_begin - 1;
+    return {a.window > 0 ? first - a.window + 1 : 0, end_seen(a, item.kind, item.q_begin, item.partial, last)};
 }
 
 // The smallest position among an item's queries; a warp works together.  Only variants with a window need it.

@@ -151,7 +151,7 @@ DEVICE void write_item(int item, int place) {
     const int* first = p.a.segments + 3 * segment;
     int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
-    to[1] = make_int4(2 * at(ITEM_COUNT)[item] + x.own, first[0], first[1], first[2]);
+    to[1] = make_int4(4 * at(ITEM_COUNT)[item] + x.own, first[0], first[1], first[2]);
 }
 
 DEVICE void sort_items() {

@@ -53,7 +53,7 @@ def loads(plan, kv_heads, workers, position, length, start, unit):
     for place, (q_end, seg, packed) in enumerate(plan.tile_items[:, [1, 3, 4]].tolist()):
         last = position[q_end - 1]
         units = 0
-        for node, begin, end in plan.segments[seg : seg + packed // 2].tolist():
+        for node, begin, end in plan.segments[seg : seg + packed // 4].tolist():
             seen = min(end, int(length[node]), last + 1 - int(start[node])) - begin
             assert seen > 0, "an item must not read what lies wholly after its last query"
             units += -(-seen // unit)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefixkit.attention.bsr import decompose
+from prefixkit.attention.bsr import MaskKind, decompose
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan
@@ -27,6 +27,7 @@ from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
+from prefixkit.testing.row_limits import with_row_limits
 from tests.emulation.build import build
 
 HOLDING = (
@@ -106,9 +107,9 @@ def spans_of(case: Case, plan: Plan, item: np.ndarray, variant: Variant, length:
     """The positions of an item's segments that its queries can see, and of each span's first slot its slot."""
     snapshot, (q_begin, q_end, _, seg_begin, count, node, begin, end) = case.snapshot, item.tolist()
     positions = case.positions[q_begin:q_end]
-    high = int(positions[-1]) + 1 if count & 1 else 2**30
+    high = int(positions[-1]) + 1 if count & 3 == MaskKind.OWN else 2**30
     low = int(positions.min()) - variant.window + 1 if variant.window else 0
-    segments = [(node, begin, end), *plan.segments.reshape(-1, 3)[seg_begin + 1 : seg_begin + (count >> 1)].tolist()]
+    segments = [(node, begin, end), *plan.segments.reshape(-1, 3)[seg_begin + 1 : seg_begin + (count >> 2)].tolist()]
     spans = []
     for node, begin, end in segments:
         start = int(snapshot.start[node])
@@ -123,7 +124,7 @@ def classes_of(case: Case, plan: Plan, variant: Variant, length: np.ndarray) -> 
     words = np.full((len(plan.tile_items) + len(plan.decode_items), 40), 0xDEADBEEF, dtype=np.uint32)
     for number in range(int(plan.counts[1])):
         item = plan.decode_items.reshape(-1, 8)[number]
-        q_begin, q_end, causal = int(item[0]), int(item[1]), int(item[4]) & 1
+        q_begin, q_end, causal = int(item[0]), int(item[1]), int(item[4]) & 3 == MaskKind.OWN
         q, found = case.positions[q_begin:q_end, None].long(), []
         for span, to_slot in spans_of(case, plan, item, variant, length):
             for first in range((span.start + to_slot) // 16 * 16 - to_slot, span.stop, 16):
@@ -142,18 +143,32 @@ def classes_of(case: Case, plan: Plan, variant: Variant, length: np.ndarray) -> 
 
 
 def attend(
-    kernel, case: Case, stages: int, blocks: int, padding: int = 0, variant: Variant = CAUSAL, classes: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has."""
+    kernel,
+    case: Case,
+    stages: int,
+    blocks: int,
+    padding: int = 0,
+    variant: Variant = CAUSAL,
+    classes: bool = False,
+    limits: np.random.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
+
+    ``limits`` draws a limit for each query, and the mask that means the same is returned too.
+    """
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
-    rows_of = decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL, visible=variant.visible)
+    shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
+    rows_of = decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL, shared, visible=variant.visible)
     formats = [narrowed(rows_of, case.shape.gqa_group)]
     words = words_on_device(variant, torch.device("cpu")).tensor
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
+    mask: tuple[Variant, ...] = ()
+    if limits is not None:
+        case, plan, *mask = with_row_limits(limits, case, plan)
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
     nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
     tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
@@ -173,6 +188,7 @@ def attend(
         *(
             words.data_ptr(),
             0,
+            0,
             kinds.ctypes.data,
             kinds.shape[1],
             0 if case.sinks is None else case.sinks.data_ptr(),
@@ -181,7 +197,7 @@ def attend(
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
-    return merge(plan, out, lse, partial_out, partial_lse)
+    return *merge(plan, out, lse, partial_out, partial_lse), *mask
 
 
 def torch_attention(case: Case) -> Tensor:
@@ -268,6 +284,24 @@ def test_hidden_blocks_are_not_read(tmp_path, mask):
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_queries_see_no_token_of_their_ancestors_behind_their_limits(kernel, seed):
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, int(rng.integers(2, 12)))
+    lengths = rng.integers(0, [20, 90][seed % 2], len(parents))
+    lengths[-1] = max(1, lengths[-1])
+    snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice([1, 16])))
+    dim, run = kernel
+    heads = [(1, 1), (8, 1), (4, 2), (7, 1)][seed % 4]
+    case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=1.0)
+    out, lse, mask = attend(run, case, stages=3, blocks=1 + seed % 3, limits=rng)
+    numbers = np.repeat(np.arange(len(case.queries.node)), case.queries.end - case.queries.begin)
+    where, options = (snapshot, case.row_node, case.positions.numpy()), {"variant": mask, "sequences": numbers}
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, **options)
+    torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -104,7 +104,7 @@ def test_a_plan_in_the_tensors_of_a_graph_is_for_the_kernels_alone():
 
 def test_tensors_that_are_no_plan_are_refused():
     step = step_of(cuda_planner())
-    for plan, named in ((step.plan[:3], "work"), (step.plan[:9], "nodes")):
+    for plan, named in ((step.plan[:3], "work"), (step.plan[:10], "nodes")):
         with pytest.raises(BadShape, match=rf"{named} must be the \d tensors .*, got 3"):
             TreeAttention()(*arguments(step, halved(), plan=plan))
 

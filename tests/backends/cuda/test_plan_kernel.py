@@ -66,9 +66,8 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
 
 
 def assert_same(arrays, plan, case):
-    for name, ours, theirs in zip(
-        ("counts", "tile_items", "decode_items", "segments", "indptr", "indices"), arrays, plan.arrays(), strict=True
-    ):
+    names = ("counts", "tile_items", "decode_items", "segments", "indptr", "indices", "limits")
+    for name, ours, theirs in zip(names, arrays, plan.arrays(), strict=True):
         assert np.array_equal(ours[: len(theirs)], theirs), (case, name)
 
 

@@ -86,11 +86,11 @@ def seen_by_items(plan: Plan, tree: StepTree) -> Counter[tuple[int, int]]:
     """(query row, slot) of every key that an item shows to a query; straight from the meaning of a plan."""
     seen: Counter[tuple[int, int]] = Counter()
     for q_begin, q_end, _, first, shape, *_ in plan.items.tolist():
-        for node, begin, end in plan.segments[first : first + (shape >> 1)].tolist():
+        for node, begin, end in plan.segments[first : first + (shape >> 2)].tolist():
             for offset in range(begin, min(end, int(tree.length[node]))):
                 slot = int(tree.snapshot.slots(np.array([node]), np.array([offset]))[0])
                 for row in range(q_begin, q_end):
-                    if not shape & 1 or tree.snapshot.start[node] + offset <= tree.positions[row]:
+                    if not shape & 3 or tree.snapshot.start[node] + offset <= tree.positions[row]:
                         seen[row, slot] += 1
     return seen
 
@@ -136,7 +136,7 @@ def test_a_causal_item_may_span_positions_with_gaps() -> None:
     # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
     plan = Plan(
         counts=np.array([1, 0, 4, 0, 0, 0, 0, 0], dtype=np.int32),
-        tile_items=np.array([[0, 4, -1, 0, 2 * 2 + 1, 0, 0, 3]], dtype=np.int32),
+        tile_items=np.array([[0, 4, -1, 0, 4 * 2 + 1, 0, 0, 3]], dtype=np.int32),
         decode_items=np.zeros((0, 8), dtype=np.int32),
         segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
         merge_indptr=np.zeros(5, dtype=np.int32),

@@ -46,6 +46,7 @@ def classify_blocks(
         "q_positions": q_positions.data_ptr(),
         "words": words.tensor.data_ptr(),
         "q_sequences": sequence_numbers(plan, len(q_positions)) if of.reads("b") else 0,
+        "q_reach": reach_in(plan, len(q_positions)) if of.looks_ahead else 0,
         "block_classes": classes.data_ptr(),
         "class_words": classes.shape[1],
         "heads": query_heads,
@@ -54,7 +55,7 @@ def classify_blocks(
         "tile_capacity": work[1].shape[0],
         "decode_capacity": work[2].shape[0],
     }
-    names = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", *_NODES)
+    names = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", "limits", *_NODES)
     fields |= {name: tensor.data_ptr() for name, tensor in zip(names, (*work, *nodes), strict=True)}
     blocks = min(classes.shape[0], _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
     launch(function, _LAYOUT, tuple(fields.values()), (blocks, 1, 1), _THREADS, 0, describe("classify_blocks", classes))
@@ -90,6 +91,16 @@ def classes_in(plan: Sequence[Tensor]) -> tuple[int, int]:
             f"int32, got {list(classes.shape)} {classes.dtype}"
         )
     return classes.data_ptr(), classes.shape[1]
+
+
+def reach_in(plan: Sequence[Tensor], rows: int) -> int:
+    """Where a plan has the last position that each query may see under a variant that looks ahead; 0: all."""
+    if len(plan) < PLAN_TENSORS + 3:
+        return 0
+    reach = plan[PLAN_TENSORS + 2]
+    if reach.dtype != torch.int64 or reach.ndim != 1 or len(reach) < rows:
+        raise BadShape(f"tree_attention: the plan says how far {list(reach.shape)} queries see, but q has {rows} rows")
+    return reach.data_ptr()
 
 
 def sequence_numbers(plan: Sequence[Tensor], rows: int) -> int:

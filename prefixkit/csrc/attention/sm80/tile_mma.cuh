@@ -28,7 +28,12 @@ DEVICE void tile_copy(const Attention& a, const KVTile& kv_tile, const u16* base
     copy_commit();
 }
 
-// Copies queries and their positions; rows that the item lacks keep stale ones, and their results are not read.
+// The position behind the last one that a query of a CLIPPED item sees.
+DEVICE int end_seen(const Attention& a, const KVTile& item, int query) {
+    return end_seen(a, item.flags() & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
+}
+
+// Copies queries, and what each sees; rows that the item lacks keep stale ones, and their results are not read.
 DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShared& s) {
     const int rows = item.rows(), row0 = item.row0(), head = item.head();
 #pragma unroll 4
@@ -37,8 +42,10 @@ DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShare
         const long long from = TileRow(a, head, row0 + row).index(a, item.q_begin) * D + column * 8;
         store_shared16(s.q + vector_at<TILE>(row, column), *(const int4*)(a.q + from));
     }
-    for (int row = threadIdx.x; row < rows; row += 32 * BLOCK_WARPS)
-        s.positions[row] = int(a.q_positions[item.q_begin + TileRow(a, head, row0 + row).query]);
+    for (int row = threadIdx.x; row < rows; row += 32 * BLOCK_WARPS) {
+        const int query = TileRow(a, head, row0 + row).query;
+        s.positions[row] = MODIFIED ? int(a.q_positions[item.q_begin + query]) : end_seen(a, item, query);
+    }
 }
 
 // A lane has rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
@@ -106,23 +113,26 @@ DEVICE int stripe_row(int stripe, int half) {
 
 // Scores to exponents of 2, -inf where hidden.
 template <int S>
-DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int* positions, Scores& x) {
+DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const TileShared& s, Scores& x) {
     const int column = 2 * (lane_anew() & 3), low = kv_tile.low(), high = kv_tile.high(), position = kv_tile.position;
-    const bool compare = kv_tile.flags() & CAUSAL, masked = kv_tile.flags() & MASKED;
+    const bool clipped = kv_tile.flags() & CLIPPED, masked = kv_tile.flags() & MASKED;
 #pragma unroll
-    for (int s = 0; s < S; ++s)
+    for (int stripe = 0; stripe < S; ++stripe)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = min(stripe_row(s, half), kv_tile.rows() - 1), mine = positions[row];
+            const int row = min(stripe_row(stripe, half), kv_tile.rows() - 1);
+            const int mine = s.positions[row];
             const TileRow of(a, kv_tile.head(), kv_tile.row0() + row);
+            int end = mine - position;
+            if (MODIFIED && clipped) end = end_seen(a, kv_tile, of.query) - position;
             const int sequence = sequence_of(a, kv_tile.q_begin + of.query);
 #pragma unroll
             for (int n = 0; n < KV_TILE / 8; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int token = 8 * n + column + j;
-                    const bool visible = token >= low && token < high && (!compare || position + token <= mine);
-                    float& y = x[s][n][2 * half + j];
+                    const bool visible = token >= low && token < high && (!clipped || token < end);
+                    float& y = x[stripe][n][2 * half + j];
                     y = exponent(y, a.scale, a.scale_log2, sequence, of.head, mine, position + token, a.words);
                     if (!visible) y = MINUS_INFINITY;
                 }
@@ -132,7 +142,7 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const int*
 #pragma unroll
                     for (int j = 0; j < 2; ++j)
                         if (!Variant::mask(sequence, of.head, mine, position + 8 * n + column + j, a.words))
-                            x[s][n][2 * half + j] = MINUS_INFINITY;
+                            x[stripe][n][2 * half + j] = MINUS_INFINITY;
         }
 }
 
@@ -165,8 +175,8 @@ template <int S>
 DEVICE void tile_keys(const Attention& a, const KVTile& kv_tile, const TileShared& s, TileState& w, u32 k) {
     Scores x = {};
     tile_scores<S>(x, s.q, k);
-    if (Variant::HAS_SCORE || (kv_tile.flags() & (CAUSAL | MASKED)) || kv_tile.low() > 0 || kv_tile.high() < KV_TILE) {
-        tile_exponents<S>(a, kv_tile, s.positions, x);
+    if (Variant::HAS_SCORE || (kv_tile.flags() & (CLIPPED | MASKED)) || kv_tile.low() > 0 || kv_tile.high() < KV_TILE) {
+        tile_exponents<S>(a, kv_tile, s, x);
         tile_softmax<false, S>(a.scale, w, x);
     } else {
         tile_softmax<true, S>(a.scale, w, x);

@@ -25,7 +25,7 @@ constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * COLUMNS * 1
 
 struct __align__(16) KVTile {
     u32 row[4];              // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up
-    u32 bits;                // FIRST, LAST, CAUSAL, STOP; low << 8; high << 16: tokens [low, high) count
+    u32 bits;                // FIRST, LAST, CLIPPED, LIMITED, STOP; low << 8; high << 16: tokens [low, high) count
     int position;            // of token 0
     int q_begin, partial;    // of the item
     u32 tile;                // KV head, rows of this tile << 16, slice of the item << 24
@@ -48,16 +48,14 @@ DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS
 struct __align__(16) Walk {
     int round, filled;        // entries begun; KV tiles in the queue so far
     int flags, seg, seg_end;  // of the item
-    int first;                // position of its first query
+    int all_see;              // up to this position
     VisibleRange range;       // of its queries
     int q_begin, partial;
     u32 tile;
     Span span;                // what is left of its segment
     BlockClasses<KV_TILE> classes;
 };
-enum { CLIP = 16 };  // a causal item: its queries may see different tokens
-
-constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, and the walk
+constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, or their ends, and the walk
 constexpr int KV_TILE_INFO = int(sizeof(KVTile));
 constexpr int FITTING = (PREFIXKIT_SHARED - Q_BYTES - EXTRA_BYTES - 8 * KV_TILE_INFO) / SLOT_BYTES;
 constexpr int SLOTS = FITTING >= 5 ? 5 : 3;  // odd, so that a step on keys always fetches keys
@@ -68,7 +66,7 @@ constexpr int TILE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * 
 
 struct TileShared {
     u32 q, ring;
-    int* positions;  // of the tile's rows
+    int* positions;  // of the tile's rows, where a variant reads them; else behind the last token that each sees
     KVTile* kv_tiles;
     Walk* walk;
 };
@@ -98,9 +96,9 @@ struct Refill {
         } while (rows <= 0);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
-        w.first = item.causal ? int(a.q_positions[item.q_begin]) : 0;
+        w.all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);
         w.range = visible_range(a, item, first_position(a, item));
-        w.flags = FIRST | (item.causal ? CLIP : 0);
+        w.flags = FIRST | (item.kind == LIMIT ? LIMITED : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
         w.classes.begin(a, index, w.span);
@@ -133,9 +131,10 @@ struct Refill {
             if (part == 0) {
                 const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
-                const bool compare = (was.flags & CLIP) && position + KV_TILE - 1 > was.first;
+                const bool clipped = position > was.all_see - KV_TILE;
                 const bool masked = was.classes.ahead(mine) == COMPARED;
-                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (compare ? CAUSAL : 0) | (masked ? MASKED : 0) |
+                to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (was.flags & LIMITED) |
+                           (clipped ? CLIPPED : 0) | (masked ? MASKED : 0) |
                            (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;
                 to->position = position, to->q_begin = was.q_begin, to->partial = was.partial, to->tile = was.tile;
                 to->pages = was.span.pages, to->slot = slot;

@@ -32,6 +32,12 @@ struct ScoredRows {
     }
 };
 
+// The position behind the last one that a row of a CLIPPED KV tile sees.
+DEVICE int end_of_row(const Attention& a, const TileItem& item, int flags, int row) {
+    const int query = TileRow(a, item.head, min(row, item.rows - 1)).query;
+    return end_seen(a, flags & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
+}
+
 // Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
 // outputs.
 template <class State> DEVICE bool exponentials(
@@ -50,8 +56,11 @@ template <class State> DEVICE bool exponentials(
         const ScoredRows rows(a, item, row0);
         int end[2];  // of the tokens that each row sees, counted from this thread's first
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            end[i] = (c.flags & CAUSAL ? min(c.high, rows.position[i] - c.position + 1) : c.high) - column;
+        for (int i = 0; i < 2; ++i) {
+            end[i] = rows.position[i] + 1;
+            if (Variant::LOOKS_AHEAD || (c.flags & LIMITED)) end[i] = end_of_row(a, item, c.flags, row0 + 8 * i);
+            end[i] = (c.flags & CLIPPED ? min(c.high, end[i] - c.position) : c.high) - column;
+        }
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
             if (token_of(i) < c.low - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;

@@ -21,7 +21,7 @@ constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
 constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
 
 struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
-    int flags;     // LAST of its item; CAUSAL: compare positions; COMPARE: compare something
+    int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: compare something
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
@@ -145,7 +145,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
         else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
         const VisibleRange range = visible_range(a, item, first_position(a, item));
-        const int all_see = item.causal ? int(a.q_positions[item.q_begin]) : 0x7fffffff;  // up to this position
+        const int all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);  // up to this position
+        const int limited = item.kind == LIMIT ? LIMITED : 0;
         Span span = load_span(a, item.node, item.begin, item.end, range);
         BlockClasses<KV_TILE> classes;
         const bool decodes = TILES_ONLY && entry >= tiled;
@@ -174,9 +175,10 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const TileGroups groups(ring, pages, slot, columns, own);
                 const bool last = !more && next >= span.end;
                 const int position = span.position + slot;
-                const bool causal = position + high - 1 > all_see;
-                const bool compare = causal || masked || !whole;
-                const int flags = (last ? LAST : 0) | (causal ? CAUSAL : 0) | (compare ? COMPARE : 0) | (masked ? MASKED : 0);
+                const bool clipped = position + high > all_see;
+                const bool compare = clipped || masked || !whole;
+                const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
+                                  (masked ? MASKED : 0);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
                     if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low, high, position));
