@@ -144,9 +144,9 @@ template <class T> static inline T __shfl_up_sync(unsigned, T value, int step) {
     const uint64_t* all = emulation::exchange(emulation::pack(value));
     return emulation::unpack<T>(all[lane >= step ? lane - step : lane]);
 }
-template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
+template <class T> static inline T __shfl_xor_sync(unsigned lanes, T value, int mask) {
     const int lane = emulation::current % 32;
-    return emulation::unpack<T>(emulation::exchange(emulation::pack(value))[lane ^ mask]);
+    return emulation::unpack<T>(emulation::exchange(emulation::pack(value), lanes)[lane ^ mask]);
 }
 template <class T> static inline T __shfl_sync(unsigned mask, T value, int lane) {
     return emulation::unpack<T>(emulation::exchange(emulation::pack(value), mask)[lane & 31]);

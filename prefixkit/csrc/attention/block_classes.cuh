@@ -3,7 +3,8 @@
 //
 // A class takes 2 bits of a word; classify_blocks.cu writes `class_words` words for each item of both lists, tile items
 // first.  An item's KV tiles are numbered along its segments, those of every segment that is not empty from a multiple
-// of 16 slots on.  KV tiles without a class, behind an item's last word, are compared.
+// of 16 slots on.  Where there are no words, or behind an item's last, classes come of the ranges of positions of queries
+// and keys, if the masks can be known by these; else KV tiles are compared.
 #pragma once
 #include "attention/plan.cuh"
 
@@ -24,15 +25,28 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
     const u32* words;  // of the item
     int tile, behind;  // number of the next KV tile; of the first one behind the segment
     u32 word;          // with the class of the next KV tile
+    QueryRange queries;
+    int origin;        // the position of KV tile 0, counted back from the segment's first
 
     // Begins item `index` of both lists, whose first span this is.
-    DEVICE void begin(const Attention& a, int index, const Span& span) {
+    DEVICE void begin(const Attention& a, int index, const Span& span, QueryRange of) {
         words = a.block_classes + (long long)index * a.class_words, tile = 0, behind = tiles_of(span, KV);
+        queries = of, origin = span.position + first_slot_of(span);
         look_up(a);
     }
     DEVICE void look_up(const Attention& a) {
         const int at = tile / CLASSES_PER_WORD;
-        word = at < a.class_words ? words[at] : ALL_COMPARED;
+        word = at < a.class_words ? words[at] : Variant::DECIDES ? decided(a, at) : ALL_COMPARED;
+    }
+    // Word `at` of KV tiles of this segment, a lane of each half warp for a KV tile.
+    DEVICE u32 decided(const Attention& a, int at) const {
+        const int lane = lane_anew(), mine = lane % CLASSES_PER_WORD;
+        const int first = origin + (at * CLASSES_PER_WORD + mine) * KV;
+        const Maybe shown = Variant::decide({queries.low, queries.high}, {first, first + KV - 1}, a.words);
+        u32 found = u32(!shown.yes ? HIDDEN : shown.no ? COMPARED : SHOWN) << 2 * mine;
+#pragma unroll
+        for (int d = 1; d < CLASSES_PER_WORD; d <<= 1) found |= __shfl_xor_sync(0xffffu << (lane & 16), found, d);
+        return found;
     }
     DEVICE int current() const { return word >> 2 * (tile % CLASSES_PER_WORD) & 3; }
     // Of the KV tile `ahead` of the next one, in the same word.
@@ -60,8 +74,8 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
     // Passes to the next segment.
     DEVICE void enter(const Attention& a, const Span& span) {
         const int before = tile / CLASSES_PER_WORD;
-        tile = behind, behind += tiles_of(span, KV);
-        if (tile / CLASSES_PER_WORD != before) look_up(a);
+        tile = behind, behind += tiles_of(span, KV), origin = span.position + first_slot_of(span) - tile * KV;
+        if (Variant::DECIDES || tile / CLASSES_PER_WORD != before) look_up(a);
     }
     // Passes over a span's hidden KV tiles, and over empty spans and segments.
     DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) {
@@ -76,7 +90,7 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
 
 // Without a mask all KV tiles are read, and none is compared for its sake.
 template <int KV> struct BlockClasses<KV, false> {
-    DEVICE void begin(const Attention&, int, const Span&) {}
+    DEVICE void begin(const Attention&, int, const Span&, QueryRange) {}
     DEVICE int current() const { return SHOWN; }
     DEVICE int ahead(int) const { return SHOWN; }
     DEVICE void step(const Attention&, int = 1) {}

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
         const int number = decodes ? index - a.tile_capacity : index, kv = decodes ? DECODE_KV : PREFIXKIT_KV_TILE;
         if (number >= a.counts[decodes]) continue;
         const Item item = load_item(decodes ? a.decode_items : a.tile_items, number, 1, number + 1);
-        const VisibleRange range = visible_range(a, item, first_position(a, item));
+        const VisibleRange range = visible_range(a, item, query_range(a, item).low);
         u32* words = (u32*)a.block_classes + (long long)index * a.class_words;
         bool reads = false;
         u32 first = 0;

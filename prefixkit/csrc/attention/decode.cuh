@@ -29,34 +29,44 @@ constexpr int BATCH = 8, DECODE_WARPS = 4;
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
-    u32 rows_head;            // rows, and KV head << 8
-    int flags, seg, seg_end;  // segments after the first
-    VisibleRange range;
+    u32 packed;         // rows, flags << 4, KV head << 12
+    int seg, seg_end;   // segments after the first
+    int high;           // behind the last position that its queries see
+    QueryRange queries;
     Span span;
-    int page;                 // of the segment's first group, where pages hold groups
+    int page;           // of the segment's first group, where pages hold groups
 
-    DEVICE int rows() const { return rows_head & 255; }
-    DEVICE int head() const { return rows_head >> 8; }
+    DEVICE int rows() const { return packed & 15; }
+    DEVICE int flags() const { return packed >> 4 & 255; }
+    DEVICE int head() const { return packed >> 12; }
+    DEVICE VisibleRange range(const Attention& a) const {
+        return {a.window > 0 ? queries.low - a.window + 1 : 0, high};
+    }
 };
 
 // Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
-    r.flags = STOP;
+    r.packed = STOP << 4;
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
-    r.rows_head = u32((item.q_end - item.q_begin) * group_of(a)) | u32(item.head) << 8;
-    int first = 0x7fffffff;
-    if (a.window > 0) {
+    r.queries = {0x7fffffff, 0};
+    if (ranges_matter(a)) {
 #pragma unroll 1
-        for (int i = item.q_begin; i < item.q_end; ++i) first = min(first, int(a.q_positions[i]));
+        for (int i = item.q_begin; i < item.q_end; ++i) {
+            const int position = int(a.q_positions[i]);
+            r.queries.low = min(r.queries.low, position), r.queries.high = max(r.queries.high, position);
+        }
     }
-    r.range = visible_range(a, item, first);
+    const VisibleRange range = visible_range(a, item, r.queries.low);
+    r.high = range.high;
     // The visible range alone masks for a single query.
-    r.flags = FIRST | (item.kind != ALL && item.q_end - item.q_begin > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
+    const int queries = item.q_end - item.q_begin;
+    const int flags = FIRST | (item.kind != ALL && queries > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
+    r.packed = u32(queries * group_of(a)) | u32(flags) << 4 | u32(item.head) << 12;
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
-    r.span = load_span(a, item.node, item.begin, item.end, r.range);
+    r.span = load_span(a, item.node, item.begin, item.end, range);
     if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
     return r;
 }
@@ -89,14 +99,14 @@ template <int LANES> struct DecodeWalk {
             sync();
         }
         const Resolved& r = batch[taken++ % BATCH];
-        flags = r.flags, seg = r.seg, span = r.span;
+        flags = r.flags(), seg = r.seg, span = r.span;
         if (flags & STOP) return;
         page = r.page;
         const int entry = entry_of(taken - 1, worker, DECODE_WARPS * gridDim.x);
-        classes.begin(a, a.tile_capacity + entry / a.kv_heads, span);
+        classes.begin(a, a.tile_capacity + entry / a.kv_heads, span, r.queries);
         const int first = span.slot;
         if (Variant::HAS_MASK || span.slot >= span.end) {
-            classes.skip(a, span, seg, r.seg_end, r.range);
+            classes.skip(a, span, seg, r.seg_end, r.range(a));
             if (first != span.slot || seg != r.seg) look_up();  // slots of another node may have the same number
         }
     }
@@ -109,7 +119,7 @@ template <int LANES> struct DecodeWalk {
     DEVICE bool advance(int slot) {
         span.slot = slot;
         classes.step(a);
-        classes.skip(a, span, seg, current().seg_end, current().range);
+        classes.skip(a, span, seg, current().seg_end, current().range(a));
         return span.slot >= span.end;
     }
 

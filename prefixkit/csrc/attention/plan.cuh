@@ -75,7 +75,7 @@ struct TileRow {
 // What queries see of their item's KV list: all of it; what is not behind themselves, or behind their reach where the
 // variant looks ahead; up to a limit for each, in the order of the queries (MaskKind of attention/bsr.py).
 enum MaskKind { ALL, OWN, LIMIT };
-constexpr int NO_END = 0x7fffffff;
+constexpr int NO_END = 1 << 30;  // differences to positions fit an int
 
 // Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
 struct Item {
@@ -117,7 +117,7 @@ struct Span {
 // The position behind the last one that query `query` of an item sees, counted from the item's first query; ascends with
 // the queries.
 DEVICE int end_seen(const Attention& a, int kind, int q_begin, int partial, int query) {
-    if (kind == LIMIT) return a.limits[partial + query] + 1;
+    if (kind == LIMIT) return min(a.limits[partial + query], NO_END - 1) + 1;
     if (Variant::LOOKS_AHEAD) return kind == OWN && a.q_reach ? int(a.q_reach[q_begin + query]) + 1 : NO_END;
     return kind == OWN ? int(a.q_positions[q_begin + query]) + 1 : NO_END;
 }
@@ -127,20 +127,32 @@ struct VisibleRange {
     int low, high;
 };
 
+// The smallest and the largest position among an item's queries, where the variant has a window or decides about blocks.
+struct QueryRange {
+    int low, high;
+};
+DEVICE bool ranges_matter(const Attention& a) { return a.window > 0 || Variant::DECIDES; }
+
 // `first`: the smallest position among the item's queries, where the variant has a window.
 DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int first) {
     const int last = item.q_end - item.q_begin - 1;
     return {a.window > 0 ? first - a.window + 1 : 0, end_seen(a, item.kind, item.q_begin, item.partial, last)};
 }
 
-// The smallest position among an item's queries; a warp works together.  Only variants with a window need it.
-DEVICE int first_position(const Attention& a, const Item& item) {
-    if (a.window == 0) return 0;
-    int first = 0x7fffffff;
-    for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) first = min(first, int(a.q_positions[i]));
+// By a warp together.
+DEVICE QueryRange query_range(const Attention& a, const Item& item) {
+    QueryRange r = {0x7fffffff, 0};
+    if (!ranges_matter(a)) return r;
+    for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) {
+        const int position = int(a.q_positions[i]);
+        r.low = min(r.low, position), r.high = max(r.high, position);
+    }
 #pragma unroll
-    for (int d = 16; d > 0; d >>= 1) first = min(first, __shfl_xor_sync(~0u, first, d));
-    return first;
+    for (int d = 16; d > 0; d >>= 1) {
+        r.low = min(r.low, __shfl_xor_sync(~0u, r.low, d));
+        if (Variant::DECIDES) r.high = max(r.high, __shfl_xor_sync(~0u, r.high, d));
+    }
+    return r;
 }
 
 DEVICE Span load_span(const Attention& a, int node, int begin, int end, const VisibleRange& range) {

@@ -5,13 +5,17 @@
 #ifdef PREFIXKIT_VARIANT
 #include PREFIXKIT_VARIANT
 #else
+#include "attention/variant_ranges.cuh"
 namespace prefixkit {
 struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false, SUMS = false;
     static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
+    static constexpr bool DECIDES = false;  // masks may be known for whole blocks
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
+    // What the masks say of all these queries and keys.
+    static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) { return {true, true}; }
 };
 }  // namespace prefixkit
 #endif

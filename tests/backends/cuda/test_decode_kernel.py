@@ -22,6 +22,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
+from prefixkit.attention.variants.gallery import streaming
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
@@ -265,12 +266,15 @@ TABLE = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.3
 MASKS = {
     "blocks": variant(mask_mod=lambda b, h, q, kv: TABLE[q // 16 % 40, kv // 16 % 40] & (kv <= q)),
     "documents": variant(mask_mod=lambda b, h, q, kv: (q // 50 == kv // 50) & (kv <= q)),
+    "streaming": streaming(4, 40),
+    "two windows": variant(mask_mod=lambda b, h, q, kv: ((q - kv < 17) | (kv % 64 < 9)) & (kv <= q)),
     "rows": variant(mask_mod=lambda b, h, q, kv: TABLE[q % 40, kv // 16 % 40] & (kv <= q)),
 }
 
 
+@pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
-def test_hidden_blocks_are_not_read(tmp_path, mask):
+def test_hidden_blocks_are_not_read(tmp_path, mask, classes):
     run, of = built(tmp_path, 64, MASKS[mask]), MASKS[mask]
     for seed in range(9):
         rng = np.random.default_rng(seed)
@@ -279,7 +283,7 @@ def test_hidden_blocks_are_not_read(tmp_path, mask):
         lengths[-1] = max(1, lengths[-1])
         snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice([1, 16, 64])))
         case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
-        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=of, classes=True)
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=of, classes=classes)
         where = case.snapshot, case.row_node, case.positions.numpy()
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
 from prefixkit.attention.variants.variant import Mod, Variant
+from prefixkit.backends.cuda.variants.range_header import ANYTHING, range_function
 from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
@@ -71,32 +72,44 @@ def header(variant: Variant) -> str | None:
     if not variant.mods and not variant.has_sinks:
         return None
     words = count()
-    scores = [_function(f"score{i}", "float", mod, words) for i, mod in enumerate(variant.score_mods)]
-    masks = [_function(f"mask{i}", "bool", mod, words) for i, mod in enumerate(variant.mask_mods)]
+    scores = [_function(f"score{i}", "float", mod, _places(mod, words)) for i, mod in enumerate(variant.score_mods)]
+    of_masks = [(mod, _places(mod, words)) for mod in variant.mask_mods]
+    masks = [_function(f"mask{i}", "bool", mod, places) for i, (mod, places) in enumerate(of_masks)]
+    ranges = {
+        i: text
+        for i, (mod, places) in enumerate(of_masks)
+        if mod.expression is not None and (text := range_function(f"range{i}", mod.expression, places.scalars))
+    }
     given = ", ".join(("score", *ARGUMENTS[1:], "words"))
     if variant.approximate:
         scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
     changed = "".join(f"        score = score{i}({given});\n" for i in range(len(scores)))
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
+    each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
+    decided = " & ".join(each) or ANYTHING
 
     def flag(holds: object) -> str:
         return "true" if holds else "false"
 
     return f"""#pragma once
 #include "attention/variant_functions.cuh"
+#include "attention/variant_ranges.cuh"
 namespace prefixkit {{
 struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
     static constexpr bool SUMS = {flag(variant.sums)};
     static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
-    static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))};
-{"".join(scores + masks)}    static DEVICE float score({_ARGUMENTS}) {{
+    static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
+{"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_ARGUMENTS}) {{
 {changed}        return score;
     }}
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
         return {shown};
+    }}
+    static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) {{
+        return {decided};
     }}
 }};
 }}  // namespace prefixkit
@@ -119,15 +132,29 @@ class _Value:
         return "long long" if self.bits > 31 else "int"
 
 
-def _function(name: str, result: str, mod: Mod, words: Iterator[int]) -> str:
-    """One traced function; ``words`` numbers the words that its values take."""
+@dataclass(frozen=True)
+class _Places:
+    """The words of a function's numbers, and of its captured tensors."""
+
+    scalars: list[list[int]]
+    tensors: list[list[int]]
+
+
+def _places(mod: Mod, words: Iterator[int]) -> _Places:
+    """``words`` numbers the words that the values of a variant's functions take, one function after the other."""
+    assert mod.expression is not None
+    scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in mod.expression.scalars]
+    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in mod.expression.tensors]
+    return _Places(scalars, tensors)
+
+
+def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
+    """One traced function."""
     expression = mod.expression
     assert expression is not None
-    at = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in expression.scalars]
-    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in expression.tensors]
     values, lines = list[_Value](), list[str]()
     for number, node in enumerate(expression.nodes):
-        value = _value(expression, node, [values[arg] for arg in node.args], at, tensors)
+        value = _value(expression, node, [values[arg] for arg in node.args], places.scalars, places.tensors)
         lines.append(f"        const {value.declared} x{number} = {value.text};\n")
         values.append(replace(value, text=f"x{number}"))
     body = "".join(lines)

@@ -97,11 +97,12 @@ struct Refill {
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
         w.all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);
-        w.range = visible_range(a, item, first_position(a, item));
+        const QueryRange queries = query_range(a, item);
+        w.range = visible_range(a, item, queries.low);
         w.flags = FIRST | (item.kind == LIMIT ? LIMITED : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
-        w.classes.begin(a, index, w.span);
+        w.classes.begin(a, index, w.span, queries);
         w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
     }
 

@@ -144,13 +144,14 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         if (TILES_ONLY && entry >= tiled)
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
         else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
-        const VisibleRange range = visible_range(a, item, first_position(a, item));
+        const QueryRange queries = query_range(a, item);
+        const VisibleRange range = visible_range(a, item, queries.low);
         const int all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);  // up to this position
         const int limited = item.kind == LIMIT ? LIMITED : 0;
         Span span = load_span(a, item.node, item.begin, item.end, range);
         BlockClasses<KV_TILE> classes;
         const bool decodes = TILES_ONLY && entry >= tiled;
-        classes.begin(a, decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads, span);
+        classes.begin(a, decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads, span, queries);
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-from prefixkit.attention.variants import Variant, alibi, compose, rounded_alibi, sliding_window, soft_cap, variant
+from prefixkit.attention.variants import (
+    Variant,
+    alibi,
+    chunked,
+    compose,
+    rounded_alibi,
+    sliding_window,
+    soft_cap,
+    variant,
+)
 from prefixkit.attention.variants.evaluate import pointwise
+from prefixkit.attention.variants.gallery import prefix_lm, streaming
 from prefixkit.attention.variants.operations import OPERATIONS
 from prefixkit.backends.cuda.variants.variant_header import HEADER, header
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
@@ -35,7 +45,14 @@ class Compiled:
     def __init__(self, folder: Path, of: Variant) -> None:
         text = header(of)
         assert text is not None
-        self._run = build(folder, "variant", {}, ((HEADER, text),), f'-DPREFIXKIT_VARIANT="{HEADER}"').apply
+        library = build(folder, "variant", {}, ((HEADER, text),), f'-DPREFIXKIT_VARIANT="{HEADER}"')
+        self._run, self._decide = library.apply, library.decide
+
+    def decide(self, of: Variant, q: Tensor, kv: Tensor) -> tuple[bool, bool]:
+        """Whether some query of a range may see some key of one, and whether some may not."""
+        given = q, kv, words_on_device(of, CPU).tensor
+        found = self._decide(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in given))
+        return bool(found & 1), bool(found & 2)
 
     def __call__(self, of: Variant, score: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """``score [b, h, q, kv]`` changed, and what is visible; ``of`` gives the values."""
@@ -72,6 +89,19 @@ def check(of: Variant, run: Compiled, rng: np.random.Generator) -> None:
     vectorised = of.change(score, *places(q, kv)).expand(SIZES)
     for each in (got, vectorised):
         torch.testing.assert_close(each.double(), want.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
+    for _ in range(20):
+        check_block(of, run, rng)
+
+
+def check_block(of: Variant, run: Compiled, rng: np.random.Generator) -> None:
+    """What is said of a block holds."""
+    sides = [torch.from_numpy(int(rng.integers(0, 400)) + np.array([0, rng.integers(0, 70)])) for _ in range(2)]
+    q, kv = (torch.arange(int(side[0]), int(side[1]) + 1) for side in sides)
+    some, not_all = run.decide(of, *sides)
+    at = torch.arange(SIZES[0])[:, None, None, None], torch.arange(SIZES[1])[:, None, None], q[:, None], kv
+    shown = of.shows(*at)
+    assert some or not shown.any(), "a block that is said to be hidden"
+    assert not_all or shown.all(), "a block that is said to be shown"
 
 
 PER_HEAD, TABLE = torch.tensor([0.5, -1.25, 3.0]), torch.randint(0, 4, (2, 5000))
@@ -172,6 +202,33 @@ def test_falcons_alibi_rounds_as_its_own_code_does(heads: int, tmp_path: Path) -
     kv = torch.arange(length)
     got, _ = Compiled(tmp_path, of)(of, torch.full((1, heads, 1, length), 0.5), torch.tensor([length]), kv)
     torch.testing.assert_close(got[0, :, 0], bias * 0.3 + 0.5, rtol=1e-6, atol=0)
+
+
+BY_RANGES: dict[str, Callable[[], Variant]] = {
+    "window": lambda: sliding_window(60),
+    "both ways": lambda: variant(mask_mod=lambda b, h, q, kv: (q - kv).abs() < 40),
+    "chunks": lambda: chunked(64),
+    "prefix": lambda: prefix_lm(100),
+    "sinks and window": lambda: streaming(4, 70),
+    "not these": lambda: variant(mask_mod=lambda b, h, q, kv: ~((kv >= 30) & (kv < 90)) & (kv <= q)),
+}
+
+
+@pytest.mark.parametrize("name", BY_RANGES)
+def test_ranges_of_positions_tell_what_is_hidden_and_what_is_shown(name: str, tmp_path: Path) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    of, rng = BY_RANGES[name](), np.random.default_rng(seed)
+    run, found = Compiled(tmp_path, of), set()
+    check(of, run, rng)
+    for first in rng.integers(0, 300, 200).tolist():
+        sides = torch.tensor([first, first + 31]), torch.tensor([16, 31]) + 16 * int(rng.integers(20))
+        q, kv = (torch.arange(int(side[0]), int(side[1]) + 1) for side in sides)
+        zero = torch.zeros(1, dtype=torch.int64)
+        shown, (some, not_all) = of.shows(zero, zero, q[:, None], kv), run.decide(of, *sides)
+        assert (some, not_all) == (bool(shown.any()), not bool(shown.all()))
+        found.add((some, not_all))
+    assert {(True, False), (True, True)} <= found
 
 
 def test_built_in_variants_compose(tmp_path: Path) -> None:
