@@ -55,15 +55,20 @@ def tree_attention(
 # pages and first_slot of the tree's nodes.
 _KERNEL_PLAN = 12
 # Classes take 2 bits, 16 a word; blocks are of 16 tokens at least.  The words of all items take 16 MiB at most, and
-# blocks that get none are compared.
-_BLOCK, _CLASSES, _MOST_WORDS = 16, 16, 1 << 22
+# blocks that get none are compared; so do the bits of blocks, 64 for each query of a tile.
+_BLOCK, _CLASSES, _MOST_WORDS, _TILE_ROWS = 16, 16, 1 << 22, 128
 
 
-def class_shape(plan: Sequence[Tensor], page_size: int) -> tuple[int, int]:
-    """Items of a plan for kernels, and words of classes for each: of as many blocks as the tree's pages can hold."""
-    items, pages, nodes = plan[1].shape[0] + plan[2].shape[0], plan[10].shape[0], plan[7].shape[0]
-    blocks = pages * -(-page_size // _BLOCK) + nodes
-    return items, max(1, min(-(-blocks // _CLASSES), _MOST_WORDS // max(1, items)))
+def class_shape(plan: Sequence[Tensor], page_size: int, gqa_group: int, bits: bool) -> tuple[int, int]:
+    """A row for each item of a plan for kernels, with words of classes for as many blocks as the tree's pages can hold
+    and one more word; behind these rows those that hold ``bits``, a counter before them.
+    """
+    tiles, pages, nodes = plan[1].shape[0], plan[10].shape[0], plan[7].shape[0]
+    items, blocks = tiles + plan[2].shape[0], pages * -(-page_size // _BLOCK) + nodes
+    words = max(1, min(-(-blocks // _CLASSES), _MOST_WORDS // max(1, items)))
+    columns = -(-(words + 1) // 2) * 2  # 8 bytes
+    most = min(tiles * words * _CLASSES * max(1, _TILE_ROWS // gqa_group) * 2, _MOST_WORDS) if bits else 0
+    return items - (-(2 + most) // columns), columns
 
 
 def classify_blocks(
@@ -82,7 +87,7 @@ def classify_blocks(
         variant: Key from ``register``.
 
     Returns:
-        ``[items, words]`` int32 for ``tree_attention`` alone to read; without elements where nothing is to be known:
+        ``[rows, words]`` int32 for ``tree_attention`` alone to read; without elements where nothing is to be known:
         plain torch, or a variant without a mask that was traced.
 
     Raises:
@@ -97,7 +102,8 @@ def classify_blocks(
     of = lookup(variant)
     if len(plan) < _KERNEL_PLAN or not of.mask_mods or not of.traced:
         return q_positions.new_empty((0, 0), dtype=torch.int32)
-    return q_positions.new_empty(class_shape(plan, page_size), dtype=torch.int32)
+    shape = class_shape(plan, page_size, heads[0] // heads[1], bits=not of.reads("h", scores=False))
+    return q_positions.new_empty(shape, dtype=torch.int32)
 
 
 def plan_under_mask(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import Variant, compose, register, sliding_window, soft_cap, variant
-from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case
+from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, Case, fill, make_snapshot
 from prefixkit.testing.gpu_forests import draw
 from tests.gpu.cases import GPU, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense
@@ -119,13 +120,35 @@ def test_large_forests_err_no_more_than_torch(name: str) -> None:
 
 
 def test_a_mask_that_shows_all_or_nothing_says_so_of_every_block() -> None:
-    """Shown blocks evaluate no mask; of an item of which nothing is visible one block is read."""
+    """Shown blocks evaluate no mask; of an item of which nothing is visible one block is read, perhaps by its bits."""
     case, options = make(3, torch.bfloat16)
     case, made = numbered(case, np.random.default_rng(3)), masks(np.random.default_rng(3))
-    for name, allowed in (("everything", {0, 2}), ("nothing", {0, 1})):
+    for name, allowed in (("everything", {0, 2}), ("nothing", {0, 1, 3})):
         *_, classes = attend(case, made[name], SHARE_ALL, options, True)
         counts, tile_items = on_gpu(case, planned(case, SHARE_ALL, **options)).plan[:2]
         (tile, decode), capacity = counts[:2].tolist(), tile_items.shape[0]
         rows = torch.cat((classes[:tile], classes[capacity : capacity + decode]))
         first = {int(word) & 3 for word in rows[:, 0]}
         assert first <= allowed and first != {0}
+
+
+@pytest.mark.parametrize("name", ["documents", "rows of a table", "by head"])
+def test_compared_blocks_of_prompts_have_bits_where_no_mask_reads_heads(name: str) -> None:
+    errors, seed = Errors(), int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    shown = torch.rand(257, 311, device=GPU) < 0.5
+    table = variant(mask_mod=lambda b, h, q, kv: shown[q % 257, kv % 311] & (kv <= q))
+    of = masks(rng) | {"rows of a table": table}
+    snapshot, pages = make_snapshot(rng, [-1, 0, 0], rng.integers(300, 900, 3).tolist(), int(rng.choice([16, 64])))
+    queries = Queries(*(np.array(x, np.int32) for x in ([0, 1, 2], [0, 0, 0], snapshot.length)))
+    case = numbered(fill(rng, snapshot, pages, queries, (8, 2, 128), torch.bfloat16, 1.0), rng)
+    found = {bits: attend(case, of[name], SHARE_ALL, {}, bits) for bits in (True, False)}
+    plan, classes = on_gpu(case, planned(case, SHARE_ALL)).plan, found[True][2]
+    assert (int(classes[plan[1].shape[0] + plan[2].shape[0], 0]) > 0) == (name != "by head")
+    exact, exact_lse = dense(case, of[name])
+    for number, (out, lse, _) in enumerate(found.values()):
+        off = float((out.double() - exact).abs().max())
+        errors.add(number, case, off, _allowed(case, of[name], exact, torch.bfloat16))
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+    errors.check()

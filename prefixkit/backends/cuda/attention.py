@@ -123,13 +123,13 @@ class TreeAttention:
             return run_program.tree_attention(
                 q, k_pages, v_pages, q_positions, bound, scale, variant, sinks, rotary_pages
             )
-        of_variant = (0, 0, 0, 0, 0)
+        of_variant = (0, 0, 0, 0, 0, 0)
         if prepared.modified:
             words = words_on_device(lookup(variant), q.device)
             words.refresh()
             sequences = sequence_numbers(plan, q.shape[0]) if prepared.reads_sequence else 0
             reach = reach_in(plan, q.shape[0]) if prepared.looks_ahead else 0
-            of_variant = words.tensor.data_ptr(), sequences, reach, *classes_in(plan)
+            of_variant = words.tensor.data_ptr(), sequences, reach, *classes_in(plan), 0
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k_pages.data_ptr() | v_pages.data_ptr() | (0 if rotary_pages is None else rotary_pages.data_ptr())) & 15:

@@ -53,9 +53,10 @@ _ATTENTION = define(
     (
         "const unsigned int*",
         "block_classes",
-        "[tile_capacity + decode_capacity, class_words] see block_classes.cuh; read where the variant has a mask",
+        "[tile_capacity + decode_capacity, class_words], a counter, bits: see block_classes.cuh; read under masks",
     ),
-    ("int", "class_words", "of an item; 0: KV tiles have no classes"),
+    ("int", "class_words", "of an item's row; 0: KV tiles have no classes"),
+    ("int", "bits_capacity", "words for bits of KV tiles; where classes are made"),
     ("const unsigned short*", "sinks", "[heads] logits; read where the variant has sinks"),
     ("int", "window", "a query at position p sees no key before p - window + 1; 0: it sees all"),
     (

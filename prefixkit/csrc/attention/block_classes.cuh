@@ -1,8 +1,8 @@
 // Classes of KV tiles under a variant's mask: those that it hides from all of an item's queries are not read, those that
 // it shows to all are not compared.
 //
-// A class takes 2 bits of a word; classify_blocks.cu writes `class_words` words for each item of both lists, tile items
-// first.  An item's KV tiles are numbered along its segments, those of every segment that is not empty from a multiple
+// A class takes 2 bits of a word; classify_blocks.cu writes a row of `class_words` words for each item of both lists, tile
+// items first.  An item's KV tiles are numbered along its segments, those of every segment that is not empty from a multiple
 // of 16 slots on.  Where there are no words, or behind an item's last, classes come of the ranges of positions of queries
 // and keys, if the masks can be known by these; else KV tiles are compared.
 #pragma once
@@ -10,7 +10,18 @@
 
 namespace prefixkit {
 
-enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2 };
+// For KV tiles with BITS it has also written which tokens each query sees: for a tile item's n-th KV tile of this class
+// the bits number `n` behind the one that the last word of the item's row names, 2 words for each of up to `bit_rows`
+// queries.  Such tiles are COMPARED by whoever does not read bits.
+enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2, BITS = 3 };
+DEVICE int bit_rows(const Attention& a) { return max(1, divide_small(128, group_of(a))); }
+// Behind the rows of all items: a counter of two words, then bits.
+DEVICE u32* bits_counter(const Attention& a) {
+    return (u32*)a.block_classes + (long long)(a.tile_capacity + a.decode_capacity) * a.class_words;
+}
+DEVICE uint2* bits_of(const Attention& a, int number) {
+    return (uint2*)(bits_counter(a) + 2) + (long long)number * bit_rows(a);
+}
 constexpr int CLASSES_PER_WORD = 16;
 constexpr u32 ALL_COMPARED = 0x55555555;
 
@@ -36,7 +47,7 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
     }
     DEVICE void look_up(const Attention& a) {
         const int at = tile / CLASSES_PER_WORD;
-        word = at < a.class_words ? words[at] : Variant::DECIDES ? decided(a, at) : ALL_COMPARED;
+        word = at < a.class_words - 1 ? words[at] : Variant::DECIDES ? decided(a, at) : ALL_COMPARED;
     }
     // Word `at` of KV tiles of this segment, a lane of each half warp for a KV tile.
     DEVICE u32 decided(const Attention& a, int at) const {
@@ -49,6 +60,8 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
         return found;
     }
     DEVICE int current() const { return word >> 2 * (tile % CLASSES_PER_WORD) & 3; }
+    // Number of the bits of the item's first KV tile that has some.
+    DEVICE int first_bits(const Attention& a) const { return a.class_words ? int(words[a.class_words - 1]) : 0; }
     // Of the KV tile `ahead` of the next one, in the same word.
     DEVICE int ahead(int count) const { return word >> 2 * ((tile + count) % CLASSES_PER_WORD) & 3; }
     DEVICE void step(const Attention& a, int count = 1) {
@@ -92,6 +105,7 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
 template <int KV> struct BlockClasses<KV, false> {
     DEVICE void begin(const Attention&, int, const Span&, QueryRange) {}
     DEVICE int current() const { return SHOWN; }
+    DEVICE int first_bits(const Attention&) const { return 0; }
     DEVICE int ahead(int) const { return SHOWN; }
     DEVICE void step(const Attention&, int = 1) {}
     DEVICE int run(int most) const { return most; }

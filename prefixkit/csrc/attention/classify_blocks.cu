@@ -4,15 +4,16 @@
 // tiling     a block takes an item, a warp a word of 16 KV tiles, two lanes one KV tile: each evaluates the mask for every
 //            query and every second token, until it has seen a hidden and a visible one.
 // cost       queries x tokens evaluations of the mask for each item, of all heads if it reads them; bytes are few.
-// limits     KV tiles behind an item's `class_words` words get no class.
+//            Of compared KV tiles of tile items a warp then writes bits, a lane for two tokens, where no mask reads heads.
+// limits     KV tiles behind an item's words get no class, and those for which there is no room have no bits.
 #include "attention/block_classes.cuh"
 
 namespace prefixkit {
 
 constexpr int CLASSIFY_WARPS = 8, DECODE_KV = 16;
 
-// Slots [low, high) of a KV tile, and the position of slot 0.
-struct Block { int low, high, position; };
+// Slots [low, high) of a KV tile that begins at slot `begin`, and the position of slot 0.
+struct Block { int begin, low, high, position; };
 
 // KV tile `tile` of an item; false behind its last.
 DEVICE bool find_block(const Attention& a, const Item& item, const VisibleRange& range, int kv, int tile, Block& found) {
@@ -21,7 +22,7 @@ DEVICE bool find_block(const Attention& a, const Item& item, const VisibleRange&
         const int tiles = tiles_of(span, kv);
         if (tile < tiles) {
             const int slot = first_slot_of(span) + tile * kv;
-            found = {max(slot, span.slot), min(slot + kv, span.end), span.position};
+            found = {slot, max(slot, span.slot), min(slot + kv, span.end), span.position};
             return true;
         }
         tile -= tiles;
@@ -45,6 +46,52 @@ DEVICE int look(const Attention& a, const Item& item, const Block& block, int ha
     return seen;
 }
 
+constexpr bool WRITES_BITS = PREFIXKIT_KV_TILE == 64 && !Variant::READS_HEAD;
+DEVICE u32 compared_in(u32 word) { return word & ~(word >> 1) & ALL_COMPARED; }
+
+// Which tokens of a KV tile each query of an item sees, as far as masks say; a warp together.
+DEVICE void write_block(const Attention& a, const Item& item, const Block& block, uint2* to) {
+    const int lane = threadIdx.x & 31;
+    for (int row = item.q_begin; row < item.q_end; ++row, ++to) {
+        const int q = int(a.q_positions[row]), b = sequence_of(a, row), kv = block.position + block.begin + lane;
+        const u32 x = __ballot_sync(~0u, kv >= 0 && Variant::mask(b, 0, q, kv, a.words));
+        const u32 y = __ballot_sync(~0u, kv + 32 >= 0 && Variant::mask(b, 0, q, kv + 32, a.words));
+        if (lane == 0) *to = make_uint2(x, y);
+    }
+}
+
+// The bits of an item's compared KV tiles, whose class becomes BITS, if there is room for all; by all warps.  `used`: the
+// words that this warp has seen.
+DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange& range, u32* words, int used) {
+    __shared__ int most, tiles, base;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) most = tiles = 0;
+    __syncthreads();
+    if (lane == 0) atomicMax(&most, used);
+    __syncthreads();
+    for (int at = threadIdx.x; at < most; at += 32 * CLASSIFY_WARPS) {
+        const u32 compared = compared_in(words[at]);
+        if (compared) atomicAdd(&tiles, __popc(compared));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) base = int(atomicAdd(bits_counter(a), u32(tiles)));
+    __syncthreads();
+    if (tiles == 0 || (long long)(base + tiles) * bit_rows(a) * 2 > a.bits_capacity) return;
+    int rank = 0;
+    for (int at = 0; at < most; ++at) {
+        for (u32 left = compared_in(words[at]); left; left &= left - 1, ++rank) {
+            if (rank % CLASSIFY_WARPS != warp) continue;
+            Block block;
+            const int tile = at * CLASSES_PER_WORD + (__ffs(left) - 1) / 2;
+            if (find_block(a, item, range, PREFIXKIT_KV_TILE, tile, block))
+                write_block(a, item, block, bits_of(a, base + rank));
+        }
+    }
+    __syncthreads();  // all warps have read the words
+    for (int at = threadIdx.x; at < most; at += 32 * CLASSIFY_WARPS) words[at] |= compared_in(words[at]) << 1;
+    if (threadIdx.x == 0) words[a.class_words - 1] = u32(base);
+}
+
 extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_blocks(const __grid_constant__ Attention a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int index = blockIdx.x; index < a.tile_capacity + a.decode_capacity; index += gridDim.x) {
@@ -56,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
         u32* words = (u32*)a.block_classes + (long long)index * a.class_words;
         bool reads = false;
         u32 first = 0;
-        for (int at = warp; at < a.class_words; at += CLASSIFY_WARPS) {
+        int used = 1;  // words of this warp and before
+        for (int at = warp; at < a.class_words - 1; at += CLASSIFY_WARPS) {
             Block block;
             const bool there = find_block(a, item, range, kv, at * CLASSES_PER_WORD + lane / 2, block);
             int seen = there ? look(a, item, block, lane & 1) : 0;
@@ -69,10 +117,12 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
             if (at == 0) first = word;
             if (lane == 0 && at > 0) words[at] = word;
             if (!__any_sync(~0u, there)) break;
+            used = at + 1;
         }
         // An item of which nothing is visible reads one KV tile all the same: its rows come out empty.
         reads = __syncthreads_or(reads);
-        if (threadIdx.x == 0) words[0] = reads ? first : u32(COMPARED);
+        if (threadIdx.x == 0) words[0] = reads ? first : u32(COMPARED), words[a.class_words - 1] = 0;
+        if (WRITES_BITS && !decodes) write_bits(a, item, range, words, used);
         __syncthreads();
     }
 }

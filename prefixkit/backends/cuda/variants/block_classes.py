@@ -41,6 +41,8 @@ def classify_blocks(
         return classes.new_empty((0, 0))
     words = words_on_device(of, device)
     words.refresh()
+    items = plan[1].shape[0] + plan[2].shape[0]
+    classes[items, :1].zero_()  # counts blocks that have bits
     work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:PLAN_TENSORS]
     fields: dict[str, int] = dict.fromkeys((leaf.path for leaf in _LAYOUT.leaves), 0) | {
         "q_positions": q_positions.data_ptr(),
@@ -49,6 +51,7 @@ def classify_blocks(
         "q_reach": reach_in(plan, len(q_positions)) if of.looks_ahead else 0,
         "block_classes": classes.data_ptr(),
         "class_words": classes.shape[1],
+        "bits_capacity": (classes.shape[0] - items) * classes.shape[1] - 2,
         "heads": query_heads,
         "kv_heads": kv_heads,
         "window": of.window or 0,
@@ -57,7 +60,7 @@ def classify_blocks(
     }
     names = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", "limits", *_NODES)
     fields |= {name: tensor.data_ptr() for name, tensor in zip(names, (*work, *nodes), strict=True)}
-    blocks = min(classes.shape[0], _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
+    blocks = min(items, _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
     launch(function, _LAYOUT, tuple(fields.values()), (blocks, 1, 1), _THREADS, 0, describe("classify_blocks", classes))
     return classes
 
@@ -81,14 +84,14 @@ def _function(variant: Variant, *signature: int) -> jit.Function | None:
 
 
 def classes_in(plan: Sequence[Tensor]) -> tuple[int, int]:
-    """Where a plan's classes of KV tiles lie, and how many words an item has; 0 where it has none."""
+    """Where a plan's classes of KV tiles lie, and how many words an item's row has; 0 where it has none."""
     if len(plan) < PLAN_TENSORS + 2 or not plan[PLAN_TENSORS + 1].numel():
         return 0, 0
     classes, items = plan[PLAN_TENSORS + 1], plan[1].shape[0] + plan[2].shape[0]
-    if classes.dtype != torch.int32 or classes.ndim != 2 or classes.shape[0] != items or not classes.is_contiguous():
+    if classes.dtype != torch.int32 or classes.ndim != 2 or classes.shape[0] <= items or not classes.is_contiguous():
         raise BadShape(
-            f"tree_attention: the plan's last tensor must be what classify_blocks returned for it, [{items}, words] "
-            f"int32, got {list(classes.shape)} {classes.dtype}"
+            f"tree_attention: the plan's classes must be what classify_blocks returned for it, int32 of more than "
+            f"{items} rows, got {list(classes.shape)} {classes.dtype}"
         )
     return classes.data_ptr(), classes.shape[1]
 

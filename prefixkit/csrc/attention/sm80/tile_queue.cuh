@@ -133,7 +133,7 @@ struct Refill {
                 const int position = was.span.position + slot;
                 // Where the first query sees the whole KV tile, so do the others.
                 const bool clipped = position > was.all_see - KV_TILE;
-                const bool masked = was.classes.ahead(mine) == COMPARED;
+                const bool masked = was.classes.ahead(mine) & COMPARED;
                 to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (was.flags & LIMITED) |
                            (clipped ? CLIPPED : 0) | (masked ? MASKED : 0) |
                            (mine == count - 1 && done ? LAST : 0) | low << 8 | high << 16;

@@ -59,12 +59,23 @@ template <class State> DEVICE bool exponentials(
         for (int i = 0; i < 2; ++i) {
             end[i] = rows.position[i] + 1;
             if (Variant::LOOKS_AHEAD || (c.flags & LIMITED)) end[i] = end_of_row(a, item, c.flags, row0 + 8 * i);
-            end[i] = (c.flags & CLIPPED ? min(c.high, end[i] - c.position) : c.high) - column;
+            end[i] = (c.flags & CLIPPED ? min(c.high(), end[i] - c.position) : c.high()) - column;
         }
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
-            if (token_of(i) < c.low - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
-        if (Variant::HAS_MASK && (c.flags & MASKED)) {
+            if (token_of(i) < c.low() - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
+        if (Variant::HAS_MASK && (c.flags & MASKED) && c.bits >= 0) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const int query = TileRow(a, item.head, min(row0 + 8 * row, item.rows - 1)).query;
+                uint2 shown = bits_of(a, c.bits)[query];
+                shown.x >>= column, shown.y >>= column;
+#pragma unroll
+                for (int i = 0; i < KV_TILE / 2; ++i)
+                    if ((i >> 1 & 1) == row && !((i < KV_TILE / 4 ? shown.x : shown.y) >> token_of(i) % 32 & 1))
+                        w.s[i] = MINUS_INFINITY;
+            }
+        } else if (Variant::HAS_MASK && (c.flags & MASKED)) {
 #pragma unroll
             for (int i = 0; i < KV_TILE / 2; ++i)
                 if (!rows.shown(a, i >> 1 & 1, position + token_of(i))) w.s[i] = MINUS_INFINITY;

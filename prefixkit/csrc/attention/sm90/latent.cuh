@@ -199,8 +199,8 @@ DEVICE void value_role(const Attention& a, const LatentShared& s, int half) {
             for (int part = 0; part < PARTS; ++part) barrier_wait(s.tile.full + 8 * (at.stage * PARTS + part), at.phase);
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.tile.kv_tiles + 16 * at.stage);
             last = uniform(kv_tile.flags) & LAST;
-            if (a.tma_groups && uniform(kv_tile.low > 0 || kv_tile.high < KV_TILE))
-                clear_values(s, s.tile.k + at.stage * K_TILE_BYTES, kv_tile.low, kv_tile.high, half);
+            if (a.tma_groups && uniform(kv_tile.low() > 0 || kv_tile.high() < KV_TILE))
+                clear_values(s, s.tile.k + at.stage * K_TILE_BYTES, kv_tile.low(), kv_tile.high(), half);
             u32 p[KV_TILE / 16][4];
             float shrink[2];
             const bool rose = take_over(s, p, shrink);

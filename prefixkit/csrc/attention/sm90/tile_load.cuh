@@ -22,8 +22,12 @@ constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUM
 
 struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
     int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: compare something
-    int low, high; // tokens [low, high) count
+    int bounds;    // tokens [low, high) count
+    int bits;      // of a MASKED KV tile, the number of its bits, or -1
     int position;  // of token 0
+
+    DEVICE int low() const { return bounds & 255; }
+    DEVICE int high() const { return bounds >> 8; }
 };
 enum { COMPARE = 16 };
 
@@ -156,7 +160,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int seg_end = item.seg_end, head = LATENT ? 0 : uniform(item.head);
-        int seg = item.seg_begin + 1;
+        int seg = item.seg_begin + 1, bits = classes.first_bits(a);
         classes.skip(a, span, seg, seg_end, range);
         for (bool more = true; more;) {
             // Finds the next segment first, so that the flag LAST is right.
@@ -167,7 +171,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
             Pages pages(a, span);
             int slot = span.slot & ~15;
             do {
-                const bool masked = classes.current() == COMPARED;
+                const bool masked = classes.current() & COMPARED;
+                const int mine = classes.current() == BITS ? bits++ : -1;
                 classes.step(a);
                 const int low = max(0, span.slot - slot), next = classes.next(a, slot + KV_TILE, span.end);
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
@@ -182,7 +187,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                                   (masked ? MASKED : 0);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
-                    if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low, high, position));
+                    if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low | high << 8, mine, position));
                     // Before a load lands, or a phase may never end.
                     const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP) : KV_TILE;
 #pragma unroll
