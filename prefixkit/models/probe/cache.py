@@ -55,6 +55,7 @@ class ProbeCache(LayeredCache):
         self.kinds: list[LayerKind] = []
         self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
         self.selections: list[Selection] = []  # of all indexers
+        self.visible: dict[tuple[Any, int | None], Visible] = {}  # by the mask, which layers share, and the window
         self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -300,9 +301,12 @@ class ProbedLayer:
             mask = self._indexed.without(mask)
             if mask is None:
                 self._refuse("attends to tokens that its indexer has not selected")
+        known = self._cache.visible
         try:
-            chunk = chunk_of(mask, length, ROWS)
-            return Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+            if (mask, window) not in known:
+                chunk = chunk_of(mask, length, ROWS)
+                known[mask, window] = Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+            return known[mask, window]
         except UnknownMask as error:
             self._refuse(str(error))
 
