@@ -19,7 +19,7 @@ TABLES = {
     ("backends/cuda/variants/block_classes.py", "_functions"): "weak, likewise, for its kernels",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
-    ("models/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
+    ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
     ("models/compile/made.py", "_made"): "weak, likewise",
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
     ("models/weights/content.py", "_contents"): "weak, likewise",

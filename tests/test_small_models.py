@@ -17,7 +17,7 @@ from prefixkit import Session
 from tests.models.generate.generating import compared
 from tests.small_models import ENDINGS, HEAD, PROMPTS, SMALL, TOKENIZER, small_model, tokens_of
 
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module", params=SMALL)

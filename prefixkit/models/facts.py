@@ -29,12 +29,12 @@ from prefixkit.models.attention_class import is_tree_class, layer_number, origin
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.layer_variants import LAYER_VARIANT, with_variants
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
 from prefixkit.models.states.mixer_class import is_mixer, mixers
+from prefixkit.models.variants.layer_variants import LAYER_VARIANT, with_variants
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
 

@@ -15,8 +15,8 @@ from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant
 from prefixkit.models.indexing.text_positions import ShownLayers
 from prefixkit.models.layer_pages import LayerPages
-from prefixkit.models.layer_scores import register_variant
 from prefixkit.models.model_errors import NotPatched
+from prefixkit.models.variants.layer_scores import register_variant
 from prefixkit.torch_private import mark_dynamic
 
 

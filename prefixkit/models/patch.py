@@ -33,15 +33,15 @@ from prefixkit.models.generate.generating_class import (
     set_mode,
     wrap_forward,
 )
-from prefixkit.models.layer_variants import (
+from prefixkit.models.own_attention.bodies import body_class, known_bodies
+from prefixkit.models.states.mixer_class import mixer_class, mixers
+from prefixkit.models.variants.layer_variants import (
     LAYER_VARIANT,
     LayerVariants,
     chosen_variants,
     set_variants,
     variants_text,
 )
-from prefixkit.models.own_attention.bodies import body_class, known_bodies
-from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.weights.content import COMPARE, SETTING, Compare
 
 log = logging.getLogger("prefixkit")

@@ -18,10 +18,10 @@ from prefixkit.models.indexing.plain_layer import PlainLayer
 from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layer import Bias, LayeredCache
 from prefixkit.models.layer_pages import LayerPages
-from prefixkit.models.masked_plans import masked_plan
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
+from prefixkit.models.variants.masked_plans import masked_plan
 
 
 def empty_mask(device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.kv.prefixes.write import check_place
 from prefixkit.models import ModelFacts, UnsupportedVariant, patched_facts
-from prefixkit.models.model_fingerprint import kv_origin
+from prefixkit.models.weights.model_fingerprint import kv_origin
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream
 from prefixkit.session.prompts import Prompt

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import Checkout, cases, main, summary, times_of
+from benchmarks.compare import Checkout, main, summary, times_of
 from benchmarks.runner import OUT_OF_TIME, ROOT, Run, arguments, identity, in_turns, spread
 
 
@@ -41,7 +41,19 @@ def test_a_run_takes_up_the_rows_of_an_earlier_one(tmp_path: Path):
 
 
 def test_a_comparison_times_both_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    given = ["--old", ROOT, "--cases", "tree", "--small", "--turns", "2", "--out", tmp_path / "out.json"]
+    given = [
+        "--old",
+        ROOT,
+        "--cases",
+        "tree",
+        "--small",
+        "--turns",
+        "2",
+        "--fresh",
+        "1",
+        "--out",
+        tmp_path / "out.json",
+    ]
     found = main([str(one) for one in given])
     rows = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [row["kind"] for row in rows] == ["tree"] and found["all"]["cases"] == 1
@@ -49,19 +61,27 @@ def test_a_comparison_times_both_checkouts(tmp_path: Path, capsys: pytest.Captur
         assert row["old"] > 0 and row["new"] > 0 and row["least"] <= row["ratio"] <= row["most"]
 
 
-def test_a_comparison_starts_processes_anew_every_few_turns(capfd: pytest.CaptureFixture[str]):
-    class Counted(Checkout):
-        def start(self) -> None:
-            super().start()
-            started.append(self.name)
+def test_a_comparison_starts_processes_anew_every_few_turns():
+    class Noting(Checkout):
+        """Notes what it is told to do, and starts no process."""
 
-    started: list[str] = []
-    checkouts = [Counted(name, ROOT) for name in ("old", "new")]
-    (case,) = ({"kind": "tree", **case} for case in cases("tree", small=True))
-    times = times_of(case, checkouts, turns=3, fresh=2)
-    for checkout in checkouts:
-        checkout.close()
-    assert started == ["old", "new"] * 2 and {name: len(of) for name, of in times.items()} == {"old": 3, "new": 3}
+        def start(self) -> None:
+            told.append(f"start {self.name}")
+
+        def close(self) -> None:
+            told.append(f"close {self.name}")
+
+        def ask(self, what: str, case: object = None) -> float:
+            told.append(f"{what} {self.name}")
+            return 1.0
+
+    told: list[str] = []
+    checkouts = [Noting(name, ROOT) for name in ("old", "new")]
+    assert times_of({"kind": "tree"}, checkouts, turns=3, fresh=2) == {"old": [1.0] * 3, "new": [1.0] * 3}
+    prepared = ["prepare old", "prepare new"]
+    again = ["close old", "start old", "prepare old", "close new", "start new", "prepare new"]
+    two_turns = ["time old", "time new", "time new", "time old"]
+    assert told == ["start old", "start new", *prepared, *two_turns, *again, "time old", "time new"]
 
 
 def test_a_summary_of_a_comparison_names_the_worst_case():

@@ -19,9 +19,10 @@ from prefixkit.testing.tiny import tiny_llama
 
 @pytest.fixture
 def thawed():
+    """A heap as in a program that freezes nothing; afterwards it is frozen again, as later tests are faster then."""
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 class Frozen:

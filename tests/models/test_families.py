@@ -14,7 +14,7 @@ from prefixkit.attention.visible import Visible
 from prefixkit.models import UnsupportedModel, is_patched, patch
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.families import attention_layers
-from prefixkit.models.layer_scores import register_variant
+from prefixkit.models.variants.layer_scores import register_variant
 from prefixkit.testing.integrity import check_tree
 from tests.models.driver import decided_by_rounding
 from tests.models.tiny_families import PECULIAR

@@ -16,9 +16,9 @@ from prefixkit import MemoryPolicy, Session, SpanTooLong, TreeCache, Unsupported
 from prefixkit.attention.variants import Variant, alibi, compose
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.states.hybrids import make_hybrid
-from tests.models.test_layer_variants import LATENT
 from tests.models.tiny_families import make_model
 from tests.models.variant_oracle import whole_pass
+from tests.models.variants.test_layer_variants import LATENT
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "stop_token_ids": ()}
 GREEDY = OPTIONS | {"temperature": 0.0}

@@ -258,7 +258,7 @@ def test_all_stores_together_stay_within_the_limit(model: Any, seed: int, little
     rng, stores = np.random.default_rng(seed), stores_of(model)
     held = []
     with Session(model) as session, Session(model, page_size=4) as other:
-        for call in range(34):
+        for call in range(21):
             prompt = rng.integers(5, 250, int(rng.integers(1, 90))).tolist()
             if call % 10 == 9:
                 held = [session.stream([prompt], **GREEDY)]

@@ -35,7 +35,7 @@ from prefixkit.kv.budget import Budget
 from prefixkit.kv.kv_pool import free_memory
 from prefixkit.kv.limits import parse_size, session_pages
 from prefixkit.models.families import text_config
-from prefixkit.models.model_fingerprint import model_fingerprint
+from prefixkit.models.weights.model_fingerprint import model_fingerprint
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.requests import requests_for
 from prefixkit.session.session import Session

@@ -48,7 +48,8 @@ class Manifest:
     Attributes:
         model: The name or folder that was given.
         dtype: Of the model.
-        fingerprint: Of the model's weights, and of the tokens that end its samples (``models/model_fingerprint.py``).
+        fingerprint: Of the model's weights, and of the tokens that end its samples
+            (``models/weights/model_fingerprint.py``).
         tokenizer: SHA-256 of the tokenizer and its chat template.
         chat: Whether prompts went through the chat template.
         params: The sampling parameters of all prompts, without ``n``.

@@ -20,10 +20,10 @@ from prefixkit.models.families import known_positions
 from prefixkit.models.generate.row_texts import check_cut, check_followed
 from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out
 from prefixkit.models.indexing.index_copies import index_dtypes
-from prefixkit.models.layer_variants import LAYER_VARIANT, refuse_changed, variants_text
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
 from prefixkit.models.step_runner import runner_of
+from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_changed, variants_text
 from prefixkit.models.weights.content import kv_version
 from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
 from prefixkit.runners.wanted_tokens import compute_wanted

@@ -17,9 +17,9 @@ from transformers import Cache, PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import known_positions
-from prefixkit.models.layer_variants import measuring
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
+from prefixkit.models.variants.layer_variants import measuring
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 

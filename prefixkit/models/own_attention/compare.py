@@ -18,9 +18,9 @@ from prefixkit.attention.visible import Visible
 from prefixkit.models.attention_class import become, original_class, run_on, subclass
 from prefixkit.models.families import text_config
 from prefixkit.models.layer import Bias
-from prefixkit.models.layer_scores import register_variant
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.variants.layer_scores import register_variant
 
 _SHORT, _LONG = 12, 512  # tokens of a text; it is longer than windows are that are shorter than this
 

@@ -55,6 +55,7 @@ class ProbeCache(LayeredCache):
         self.kinds: list[LayerKind] = []
         self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
         self.selections: list[Selection] = []  # of all indexers
+        self.visible: dict[tuple[Any, int | None], Visible] = {}  # by the mask, which layers share, and the window
         self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -69,7 +70,8 @@ class ProbeCache(LayeredCache):
 
         if module in self.states:
             refuse("runs twice in one pass, and a tree holds one state of each module")
-        made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse)
+        in_step = self.length is None  # as on a tree; what is true there need not be found in each pass
+        made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse if in_step else None)
         return made
 
     @property
@@ -300,9 +302,12 @@ class ProbedLayer:
             mask = self._indexed.without(mask)
             if mask is None:
                 self._refuse("attends to tokens that its indexer has not selected")
+        known = self._cache.visible
         try:
-            chunk = chunk_of(mask, length, ROWS)
-            return Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+            if (mask, window) not in known:
+                chunk = chunk_of(mask, length, ROWS)
+                known[mask, window] = Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+            return known[mask, window]
         except UnknownMask as error:
             self._refuse(str(error))
 

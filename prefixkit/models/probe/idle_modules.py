@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below
-from prefixkit.models.layer_variants import measuring
+from prefixkit.models.variants.layer_variants import measuring
 
 _TOKENS = 4
 

@@ -89,6 +89,7 @@ class ProbedIndexer:
         self._call, self._length, self._has_values = call, length, has_values
         self._cached: list[Tensor] = []
         self._masked = False  # whether it is told by a mask what rows see
+        self._looked: dict[Tensor, bool] = {}  # of the tensors that it is called with, which are masks
 
     def selection(self) -> Selection:
         """Run it.
@@ -168,9 +169,10 @@ class ProbedIndexer:
 
     def _is_mask(self, tensor: Tensor) -> bool:
         """Whether a tensor is the mask of the pass; ValueError where that hides more than what is after a row."""
-        found = self._looks_like_mask(tensor)
-        self._masked = self._masked or found
-        return found
+        if tensor not in self._looked:  # each run is given the same tensors, and a mask is long
+            self._looked[tensor] = self._looks_like_mask(tensor)
+        self._masked = self._masked or self._looked[tensor]
+        return self._looked[tensor]
 
     def _looks_like_mask(self, tensor: Tensor) -> bool:
         rows = self._call.total

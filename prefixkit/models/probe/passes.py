@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
-from prefixkit.models.layer_variants import measuring
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
@@ -33,6 +32,7 @@ from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.step_cache import empty_mask
+from prefixkit.models.variants.layer_variants import measuring
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
 _ATTEMPTS = 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,6 @@ from prefixkit.models.states.segment_cache import SegmentCache
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _INDEX = "layer_idx"
-
-
-class KeepsStates(Protocol):
-    """A cache of ours, as modules that keep a state use it."""
-
-    def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns for the tokens of a step."""
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:

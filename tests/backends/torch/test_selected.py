@@ -44,13 +44,16 @@ def _selected(selected: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> 
 
 def exact(case: Case, selected: Tensor, variant: Variant, bias: Tensor | None = None) -> State:
     """Row by row, for each has a mask of its own, and a bias."""
-    states = []
+    states, of_row = [], selected[0].clone()
+    added = None if bias is None else bias[0].clone()
+    score_mod = None if added is None else partial(_biased, added)
+    both = compose(variant_of(score_mod, partial(_selected, of_row), name="selected"), variant)
     for row in range(len(case.q)):
-        added = None if bias is None else partial(_biased, bias[row])
-        mine = variant_of(added, partial(_selected, selected[row]), name="selected")
+        of_row.copy_(selected[row])
+        if bias is not None and added is not None:
+            added.copy_(bias[row])
         one = slice(row, row + 1)
         where = case.snapshot, case.row_node[one], case.positions.numpy()[one], case.q[one]
-        both = compose(mine, variant)
         states.append(reference_attention(*where, case.k_pages, case.v_pages, case.scale, both, case.sinks_for(both)))
     return State(*map(torch.cat, zip(*states, strict=True)))
 

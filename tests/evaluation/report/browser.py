@@ -49,13 +49,17 @@ class Browser:
 
     def open(self, path, width, scheme="light"):
         """Show a file at a width, and wait until it is loaded."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+        self.resize(width)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         for url in ("about:blank", Path(path).as_uri()):
             self.events.clear()
             self.ask("Page.navigate", url=url)
             while not self.seen("Page.loadEventFired"):
                 self.events.append(self._next())
+
+    def resize(self, width):
+        """Show what is open at another width."""
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
 
     def value(self, expression):
         """What an expression gives on the page."""

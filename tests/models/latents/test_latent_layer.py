@@ -93,11 +93,12 @@ def test_a_tree_gives_the_logits_of_the_original_model(tiny, drive, dense_logits
         assert run.tokens_run == run.tree.snapshot().num_tokens, "a shared token runs once"
 
 
-@pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
-def test_tokens_are_those_without_the_patch(family, options, rng):
-    want, got, cache = compared(make(family), padded(rng), max_new_tokens=12, **options)
-    assert isinstance(cache, TreeCache)
-    assert torch.equal(got, want)
+def test_tokens_are_those_without_the_patch(family, rng):
+    model = make(family)
+    for options in (SAMPLED, BEAMS, {"do_sample": False}):
+        want, got, cache = compared(model, padded(rng), max_new_tokens=8, **options)
+        assert isinstance(cache, TreeCache), options
+        assert torch.equal(got, want), options
 
 
 def test_log_probabilities_are_those_without_a_tree(family, rng):
@@ -143,9 +144,9 @@ def test_a_cache_goes_on_with_more_text(kind, rng):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3"])
 def test_it_errs_no_more_than_the_unpatched_model(kind, dtype, drive, dense_logits, rng):
-    """Prompts in chunks and decode steps, against the same weights in float64: the norms over 8 models."""
+    """Prompts in chunks and decode steps, against the same weights in float64: the norms over 4 models."""
     ours = theirs = 0.0
-    for _ in range(8):
+    for _ in range(4):
         model = make_model(kind, **DENSE).to(dtype)
         exact, tokens = copy.deepcopy(model).double(), rng.integers(3, VOCAB, 60).tolist()
         run = drive(model)

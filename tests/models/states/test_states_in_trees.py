@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,16 @@ from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hy
 from tests.runners.stand_ins import Capturing, Planning
 
 
-@pytest.fixture(params=HYBRIDS)
-def model(request: pytest.FixtureRequest) -> Any:
-    return prefixkit.patch(make_hybrid(request.param))
+@pytest.fixture(scope="module", params=HYBRIDS)
+def made(request: pytest.FixtureRequest) -> Any:
+    return make_hybrid(request.param)
+
+
+@pytest.fixture
+def model(made: Any) -> Iterator[Any]:
+    """Patched, and without what an earlier test has left in it."""
+    yield prefixkit.patch(made)
+    prefixkit.unpatch(made)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from prefixkit.attention.variants import (
 from prefixkit.attention.variants.evaluate import pointwise
 from prefixkit.attention.variants.gallery import prefix_lm, streaming
 from prefixkit.attention.variants.operations import OPERATIONS
-from prefixkit.backends.cuda.variants.variant_header import HEADER, header
+from prefixkit.backends.cuda.variants.variant_header import header
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.random_variants import random_variant
 from tests.emulation.build import build
@@ -40,18 +40,24 @@ if shutil.which("g++") is None:
 
 
 class Compiled:
-    """A variant's header, compiled for the CPU."""
+    """Headers of variants, compiled together for the CPU: most of the time goes into what they all include."""
 
-    def __init__(self, folder: Path, of: Variant) -> None:
-        text = header(of)
-        assert text is not None
-        library = build(folder, "variant", {}, ((HEADER, text),), f'-DPREFIXKIT_VARIANT="{HEADER}"')
-        self._run, self._decide = library.apply, library.decide
+    def __init__(self, folder: Path, *variants: Variant) -> None:
+        texts = [header(of) for of in variants]
+        names = dict.fromkeys(text for text in texts if text is not None)
+        assert names, "a variant without functions has no header"
+        made = [(f"variant_{number}.cuh", text) for number, text in enumerate(names)]
+        listed = "".join(
+            f'#define Variant V{n}\n#include "{file}"\n#undef Variant\nAPPLY({n})\n' for n, (file, _) in enumerate(made)
+        )
+        self._library = build(folder, "variant", {}, (*made, ("variants.cuh", listed)))
+        self._number: dict[str | None, int] = {text: number for number, text in enumerate(names)}
 
     def decide(self, of: Variant, q: Tensor, kv: Tensor) -> tuple[bool, bool]:
         """Whether some query of a range may see some key of one, and whether some may not."""
         given = q, kv, words_on_device(of, CPU).tensor
-        found = self._decide(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in given))
+        decide = getattr(self._library, f"decide_{self._number[header(of)]}")
+        found = decide(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in given))
         return bool(found & 1), bool(found & 2)
 
     def __call__(self, of: Variant, score: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +65,10 @@ class Compiled:
         scores, shown = score.clone(), torch.empty(score.shape, dtype=torch.bool)
         sizes = torch.tensor(score.shape, dtype=torch.int32)
         given = sizes, q, kv, words_on_device(of, CPU).tensor, scores, shown
-        self._run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in given))
+        text = header(of)
+        assert text is not None
+        pointers = (ctypes.c_void_p * len(given))(*(tensor.data_ptr() for tensor in given))
+        getattr(self._library, f"apply_{self._number[text]}")(pointers)
         return scores, shown
 
 
@@ -134,31 +143,39 @@ MASK_MODS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*SCORE_MODS, *MASK_MODS])
-def test_each_operation_does_what_it_does_in_torch(name: str, tmp_path: Path) -> None:
+OPERATING = {name: variant(SCORE_MODS.get(name), MASK_MODS.get(name)) for name in (*SCORE_MODS, *MASK_MODS)}
+
+
+@pytest.fixture(scope="module")
+def operating(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("operating"), *OPERATING.values())
+
+
+@pytest.mark.parametrize("name", OPERATING)
+def test_each_operation_does_what_it_does_in_torch(name: str, operating: Compiled) -> None:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
-    of = variant(SCORE_MODS.get(name), MASK_MODS.get(name))
-    check(of, Compiled(tmp_path, of), np.random.default_rng(seed))
+    check(OPERATING[name], operating, np.random.default_rng(seed))
 
 
 def test_these_functions_hold_every_operation() -> None:
-    of = [variant(SCORE_MODS.get(name), MASK_MODS.get(name)) for name in (*SCORE_MODS, *MASK_MODS)]
-    used = {node.op for each in of for mod in each.mods for node in mod.expression.nodes}  # type: ignore[union-attr]
+    used = {node.op for each in OPERATING.values() for mod in each.mods for node in mod.expression.nodes}  # type: ignore[union-attr]
     assert set(OPERATIONS) <= used
 
 
-@pytest.mark.parametrize("structure", range(20))
-def test_random_compositions(structure: int, tmp_path: Path) -> None:
+def test_random_compositions(tmp_path: Path) -> None:
     """Several values of each in what was compiled once."""
     seeds = [int(seed) for seed in np.random.SeedSequence().generate_state(4)]
     print("seeds", seeds)
-    variants = [random_variant(seeds[0] + structure, seed, *SIZES[:2], sinks=False) for seed in seeds[1:]]
-    assert len({header(of) for of in variants}) == 1
-    if not variants[0].mods:
-        return  # causal attention in other words
-    run = Compiled(tmp_path, variants[0])
-    for of in variants:
+    made = [
+        [random_variant(seeds[0] + structure, seed, *SIZES[:2], sinks=False) for seed in seeds[1:]]
+        for structure in range(20)
+    ]
+    assert all(len({header(of) for of in variants}) == 1 for variants in made)
+    kept = [of for variants in made for of in variants if of.mods]  # not causal attention in other words
+    run = Compiled(tmp_path, *kept)
+    for of in kept:
+        print(of.name)
         check(of, run, np.random.default_rng(seeds[0]))
 
 

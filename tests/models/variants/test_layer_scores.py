@@ -6,7 +6,7 @@ import torch
 
 from prefixkit.attention.variants import lookup
 from prefixkit.attention.visible import ALL, Visible
-from prefixkit.models.layer_scores import register_variant
+from prefixkit.models.variants.layer_scores import register_variant
 
 
 def test_nothing_asked_is_plain_causal_attention():

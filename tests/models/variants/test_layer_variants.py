@@ -12,7 +12,7 @@ import prefixkit
 from prefixkit import TreeCache, UnsupportedVariant, patch, patched, unpatch
 from prefixkit.attention.variants import alibi, attention_sinks, compose, sliding_window, soft_cap
 from prefixkit.models import IncompleteStep, facts_of
-from prefixkit.models.layer_variants import LAYER_VARIANT
+from prefixkit.models.variants.layer_variants import LAYER_VARIANT
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.states.hybrids import make_hybrid
 from tests.models.variant_oracle import whole_pass, with_additive_mask

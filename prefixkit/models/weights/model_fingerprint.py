@@ -11,7 +11,7 @@ import torch
 from prefixkit.kv.prefixes.write import Origin
 from prefixkit.models.facts import ModelFacts
 from prefixkit.models.families import text_config
-from prefixkit.models.layer_variants import variants_text
+from prefixkit.models.variants.layer_variants import variants_text
 from prefixkit.models.weights.state import adapter_states
 
 ELEMENTS = 256  # of each tensor

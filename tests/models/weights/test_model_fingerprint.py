@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prefixkit.models import patch
-from prefixkit.models.model_fingerprint import kv_fingerprint, model_fingerprint
+from prefixkit.models.weights.model_fingerprint import kv_fingerprint, model_fingerprint
 from prefixkit.testing.tiny import tiny_llama
 
 

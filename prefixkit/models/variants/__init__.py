@@ -1,0 +1,1 @@
+"""Variants of attention that users give to layers."""
