@@ -246,7 +246,7 @@ def test_bad_arguments_are_named_before_anything_is_launched(implementation):
         with pytest.raises(BadShape, match=r"work must be the \d tensors .*, got 3"):
             attend(q, k, v, positions, plan[:3], scale, key)
         with pytest.raises(BadDtype, match=r"nodes\.pages must be torch.int32"):
-            attend(q, k, v, positions, [*plan[:9], plan[9].long(), *plan[10:]], scale, key)
+            attend(q, k, v, positions, [*plan[:10], plan[10].long(), *plan[11:]], scale, key)
     else:
         with pytest.raises(BadShape, match=r"plan must be the tensors of Step\.plan, got none"):
             attend(q, k, v, positions, [], scale, key)

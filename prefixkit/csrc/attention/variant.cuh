@@ -11,6 +11,7 @@ struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false, SUMS = false;
     static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
     static constexpr bool DECIDES = false;  // masks may be known for whole blocks
+    static constexpr bool ADDS = false;  // scores are changed, by nothing but what is added to them
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }

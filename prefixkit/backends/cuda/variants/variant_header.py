@@ -99,7 +99,7 @@ namespace prefixkit {{
 struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
-    static constexpr bool SUMS = {flag(variant.sums)};
+    static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
     static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
     static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
 {"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_ARGUMENTS}) {{
