@@ -7,8 +7,8 @@
 each question, lm-eval's default; *letters*: options of one token behind the same examples, which ``hf`` scores in one
 pass a question; *texts*: short generated texts behind the same examples.  ``--shape demo`` is SmolLM2-135M with its
 weights and tokenizer; the others have random weights, and a token is a byte.  Seconds are those of the model's answers,
-with their tokenization, after a warm-up with other text, of CPU time on a CPU; ``hf`` runs with each of the batch sizes, and the fastest
-counts.
+with their tokenization, after a warm-up with other text, on a CPU those of its time; ``hf`` runs with each of the batch
+sizes, and the fastest counts.
 """
 
 import json
