@@ -8,6 +8,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import prefixkit
+from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
@@ -108,7 +109,8 @@ def test_beside_other_samples_and_beams_each_has_what_it_asked_for(session):
 def test_a_preempted_sample_keeps_its_own(model, session):
     params = {"n": 6, "max_new_tokens": 60}
     calm = session.generate(PROMPTS, FILTERED, **params)
-    with prefixkit.Session(model, byte_tokenizer(), kv_budget=calm.report.kv_bytes_held_peak // 2) as small:
+    policy = MemoryPolicy("lru", "swap", 4)
+    with prefixkit.Session(model, byte_tokenizer(), kv_budget="72KiB", page_size=4, memory=policy) as small:
         result = small.generate(PROMPTS, FILTERED, **params)
     assert result.report.preempted_swapped + result.report.preempted_recomputed > 0
     assert [sample.tokens for sample in result] == [sample.tokens for sample in calm]
