@@ -15,14 +15,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from trl import GRPOTrainer, RLOOTrainer
 from trl.extras.profiling import profiling_context
 
 from prefixkit.engine.request import Sample
+from prefixkit.integrations.trl_importance import corrected, evaluating
 from prefixkit.models import is_patched, patch
 from prefixkit.sampling.params import Logprobs, SamplingParams
 from prefixkit.session.prompts import Unpadded
@@ -30,9 +30,6 @@ from prefixkit.session.requests import REFUSED_FIELDS, configured
 from prefixkit.session.session import Session
 
 log = logging.getLogger("prefixkit")
-
-# Fields of GRPOConfig by which TRL corrects for vLLM, with their defaults, for RLOOConfig has none.
-_CORRECTION = {"correction": True, "mode": "sequence_mask", "clip_min": None, "clip_max": 3.0}
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,13 @@ class SessionRollouts:
         """What completions come from; None before the first."""
         return self._sampler.session
 
+    def _generate(self, prompts: Any) -> Any:
+        """TRL's hook: completions, of several turns where there are tools; between them the session has its memory."""
+        try:
+            return super()._generate(prompts)  # type: ignore[misc]  # the trainer's
+        finally:
+            self._sampler.end()
+
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *given: Any, **options: Any
     ) -> Any:
@@ -106,26 +110,7 @@ class SessionRollouts:
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """TRL's hook: a batch for the loss, here with advantages under the importance correction."""
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the trainer's
-        how = _correction(self)
-        if not how["correction"]:
-            return batch
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-        sampled = batch.get("sampling_per_token_logps")
-        if sampled is None:
-            sampled = _padded(self._sampled_logps, mask)
-        if isinstance(self, GRPOTrainer):
-            difference = (_logps_before(self, batch) - sampled) * mask
-            masked = difference.abs()[mask.bool()]
-        else:
-            difference = (batch["old_logps"] - (sampled * mask).sum(1))[:, None]
-            masked = difference.abs()[:, 0] / mask.sum(1).clamp(min=1)
-        ratio = importance_ratio(difference, **{name: how[name] for name in ("mode", "clip_min", "clip_max")})
-        _log_ratio(self, masked, ratio if ratio.shape[1] == 1 else ratio[mask.bool()])
-        if getattr(self, "loss_type", None) == "vespo":
-            return {**batch, "importance_sampling_ratio": ratio}
-        advantages = batch["advantages"]
-        weighed = advantages[:, None] * ratio if isinstance(self, GRPOTrainer) else advantages * ratio[:, 0]
-        return {**batch, "advantages": weighed}
+        return corrected(self, batch, self._sampled_logps)
 
 
 class SessionGRPOTrainer(SessionRollouts, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
@@ -152,45 +137,15 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
         _check(trainer)
         ids = [_encoded(trainer, prompt) for prompt in prompts]
         completions, logprobs = sampler(trainer, ids)
+        sampler.end()
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
 
     return roll_out
 
 
-def importance_ratio(
-    difference: Tensor,
-    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
-    clip_min: float | None,
-    clip_max: float | None,
-) -> Tensor:
-    """The importance ratio as TRL takes it for vLLM.
-
-    Args:
-        difference: ``[completions, tokens]`` log-probabilities before the update less those of the rollout, 0 where
-            nothing was sampled; or ``[completions, 1]`` their sums.
-        mode: Whether the ratio is of each token or of the completion, and what becomes of one beyond the bounds: it is
-            brought to them, or 0.
-        clip_min, clip_max: The bounds; None: there is none.
-
-    Returns:
-        ``[completions, tokens]``, or ``[completions, 1]`` for completions.
-    """
-    level, _, beyond = mode.partition("_")
-    if level not in ("token", "sequence") or beyond not in ("truncate", "mask"):
-        raise ValueError(
-            f"vllm_importance_sampling_mode must be 'token_truncate', 'token_mask', 'sequence_truncate' or "
-            f"'sequence_mask', got {mode!r}"
-        )
-    ratio = (difference.sum(1, keepdim=True) if level == "sequence" else difference).exp()
-    if clip_min is None and clip_max is None:
-        return ratio
-    held = ratio.clamp(min=clip_min, max=clip_max)
-    return held if beyond == "truncate" else torch.where(held == ratio, ratio, 0)
-
-
 def _check(trainer: Any) -> None:
     """Raise ValueError, with the remedy, where a trainer's completions cannot come from a session."""
-    name, args = type(trainer).__name__, trainer.args
+    name = type(trainer).__name__
     for what, there in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if there:
             raise ValueError(
@@ -198,7 +153,7 @@ def _check(trainer: Any) -> None:
                 "parallelism (DDP), or with TRL's own generation"
             )
     for field in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(args, field, False):
+        if getattr(trainer.args, field, False):
             raise ValueError(f"{name}: {field}=True asks for another backend; leave it out")
     if getattr(trainer, "_is_vlm", False):
         raise ValueError(f"{name}: sessions sample text, and the model takes images; train with TRL's own generation")
@@ -223,7 +178,7 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         repetition_penalty=penalty,
         max_new_tokens=config.max_new_tokens,
         seed=seed,
-        stop_token_ids=tuple(config.eos_token_id),
+        stop_token_ids=tuple(trainer.eos_token_ids),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         logprobs="model" if models else "sampled",
     )
@@ -248,12 +203,15 @@ class _Sampler:
         checkpoints.
         """
         params = _params(trainer, self.rollouts, int(torch.randint(2**63 - 1, ())))
-        with profiling_context(trainer, "prefixkit.generate"), _evaluating(trainer.model), _autocast(trainer):
+        with profiling_context(trainer, "prefixkit.generate"), evaluating(trainer.model), _autocast(trainer):
             session = self._session(trainer)
             samples = session.generate([Unpadded(ids) for ids in prompt_ids], params)
-            if self.rollouts.release_memory:
-                session.release_memory()
         return [sample.tokens for sample in samples], [_logprobs(sample, self.rollouts) for sample in samples]
+
+    def end(self) -> None:
+        """Give the session's memory back, unless it is to stay."""
+        if self.session is not None and self.rollouts.release_memory:
+            self.session.release_memory()
 
     def _session(self, trainer: Any) -> Session:
         """The session, with its memory; a new one where the trainer has another model."""
@@ -286,18 +244,6 @@ def _encoded(trainer: Any, prompt: Any) -> list[int]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; then each module is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
 def _autocast(trainer: Any) -> Iterator[None]:
     """Mixed precision as in training, around all that a session does.
 
@@ -319,48 +265,3 @@ def _autocast(trainer: Any) -> Iterator[None]:
     finally:
         if wrapped is not None:
             model.forward = wrapped
-
-
-def _correction(trainer: Any) -> dict[str, Any]:
-    """The fields of the trainer's config, or their defaults."""
-    prefix = "vllm_importance_sampling_"
-    return {name: getattr(trainer.args, prefix + name, default) for name, default in _CORRECTION.items()}
-
-
-def _logps_before(trainer: Any, batch: Any) -> Tensor:
-    """``[completions, tokens]`` the model's log-probabilities before the update: TRL's, or of one more forward pass."""
-    if "old_per_token_logps" in batch:
-        known: Tensor = batch["old_per_token_logps"]
-        return known
-    ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), dim=1)
-    mask = torch.cat((batch["prompt_mask"], batch["completion_mask"]), dim=1)
-    args, length = trainer.args, batch["completion_ids"].shape[1]
-    rows = args.per_device_train_batch_size if trainer.model.training else args.per_device_eval_batch_size
-    with torch.no_grad(), _evaluating(trainer.model):  # as the completions were sampled
-        found: Tensor = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, rows)[0]
-    return found
-
-
-def _padded(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """``[rows, tokens]`` float32 with zeros behind, in the shape of the mask."""
-    found = torch.zeros(mask.shape)
-    for row, own in zip(found, rows, strict=True):
-        row[: len(own)] = torch.tensor(own)
-    return found.to(mask.device)
-
-
-def _log_ratio(trainer: Any, difference: Tensor, ratio: Tensor) -> None:
-    """Log what TRL logs of vLLM, by the same names."""
-    if not (len(difference) and ratio.numel()):
-        difference, ratio = difference.new_zeros(1), ratio.new_zeros(1)
-    own = torch.stack((difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()))
-    each = trainer.accelerator.gather(own[None])
-    found = {
-        "sampling_logp_difference/mean": each[:, 0].mean(),
-        "sampling_logp_difference/max": each[:, 1].max(),
-        "importance_sampling_ratio/min": each[:, 2].min(),
-        "importance_sampling_ratio/mean": each[:, 3].mean(),
-        "importance_sampling_ratio/max": each[:, 4].max(),
-    }
-    for name, value in found.items():
-        trainer._metrics["train" if trainer.model.training else "eval"][f"sampling/{name}"].append(value.item())

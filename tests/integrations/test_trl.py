@@ -17,9 +17,9 @@ from prefixkit.integrations.trl import (
     Rollouts,
     SessionGRPOTrainer,
     SessionRLOOTrainer,
-    importance_ratio,
     session_rollouts,
 )
+from prefixkit.integrations.trl_importance import importance_ratio
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 PROMPTS = ["one and one is", "the sum of two and two is", "a b c"]
