@@ -42,10 +42,10 @@ def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor) -> Ten
     total = weights.sum(1, dtype=torch.int64)
     left = _left(ordered, weights, records)
     own = _weigh(scores.gather(1, tokens.clamp(min=0)[:, None]), ordered[:, :1], rate)[:, 0]
+    greedy = temperature[:, 0] == 0
     share, mass = (own.double() / left).log(), left.double() / total
-    found = torch.stack((share, mass), dim=1).float()
-    found = torch.where(temperature == 0, torch.tensor([0.0, 1.0], device=found.device), found)
-    return torch.where(tokens[:, None] < 0, torch.nan, found)
+    found = torch.stack((torch.where(greedy, 0, share), torch.where(greedy, 1, mass)), dim=1)
+    return torch.where(tokens[:, None] < 0, torch.nan, found.float())
 
 
 def _penalised(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
