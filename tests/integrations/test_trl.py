@@ -220,6 +220,22 @@ def test_memory_is_given_back_before_the_update_unless_it_is_to_stay(made):
         assert seen.held == [not release] * 2
 
 
+def test_between_the_turns_of_a_conversation_kv_stays(made):
+    trainer = made()
+    prompt = list(range(60, 90))
+    ((first,), ((logprob, *_),)) = trainer._generate_single_turn([prompt], None, {}, 4)
+    assert len(first) == 8 and logprob < 0
+    trainer._generate_single_turn([[*prompt, *first, 65, 66]], None, {}, 4)
+    assert trainer.session.report.prompt_tokens_found >= len(prompt) + 7
+    trainer._generate(["a", "b"])
+    assert trainer.session.store is None
+
+
+def test_images_are_refused(made):
+    with pytest.raises(ValueError, match="prompts have images, which sessions do not take"):
+        made()._generate_single_turn([[1, 2]], [["an image"]], {}, 4)
+
+
 def test_completions_of_several_steps_are_corrected_by_the_model_that_sampled_them(made):
     model = tiny_llama(initializer_range=0.2)
     plain = copy.deepcopy(model)
