@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "engine": {"attention", "attention/gpu", "kv", "ops", "runners", "sampling", "tree"},
     "models": {"attention", "kv", "ops", "runners", "tree"},
     "session": {"attention", "backends", "engine", "kv", "models", "ops", "sampling", "tree"},
+    "integrations": {"engine", "models", "sampling", "session"},
     "evaluation/demo": set(),
     "evaluation/tasks": {"sampling"},
     "evaluation/judge": {"evaluation/tasks"},
@@ -37,6 +38,8 @@ MAY_IMPORT = {
 ONLY_IN = {
     "transformers": {"models", "evaluation/demo", "cli", "api", "testing"},
     "accelerate": {"models"},
+    "lm_eval": {"integrations"},
+    "trl": {"integrations"},
     "cuda": {"cuda", "backends"},
     "typer": {"cli", "testing"},
     "rich": {"cli"},

@@ -37,11 +37,11 @@ def test_ci_runs_the_two_commands_of_the_readme():
 
 
 def test_the_extras_are_there():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "test", "bench"}
+    assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "lm-eval", "trl", "test", "bench"}
 
 
 def test_what_the_two_commands_install_is_pinned():
-    extras = [PROJECT["optional-dependencies"][name] for name in ("campaign", "demo", "test")]
+    extras = [PROJECT["optional-dependencies"][name] for name in ("campaign", "demo", "lm-eval", "trl", "test")]
     wanted = {package(line) for lines in (PROJECT["dependencies"], *extras) for line in lines}
     assert wanted - {"prefixkit", "pip"} <= pins().keys()
     assert pins()["torch"] == "2.13.0"  # plain: a local version would tie it to one index

@@ -150,4 +150,4 @@ def _sampling(rows: list[Row]) -> Sampling:
             logits[i] = processor(logits[i])
         return logits
 
-    return Sampling(batch, max(tops), process if processed else None)
+    return Sampling(batch, max(tops), process if processed else None, any(each.drawn for each in params))

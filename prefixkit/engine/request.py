@@ -158,11 +158,14 @@ class Sample:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it is, from 0; for beams its rank, 0 the best.
         tokens: The sampled tokens, a final stop token included: a list made anew at each access from an int32 array.
-        logprobs: The model's own log-probability of each: natural logarithm, before any penalty, temperature or filter;
-            likewise, from a float32 array.
+        logprobs: The natural logarithm of each one's probability, the model's own, before any penalty, temperature or
+            filter, or, if ``SamplingParams.logprobs`` asks for it, that with which it was sampled; likewise, from a
+            float32 array.
         text: The sampled text, without the stop token, cut before the stop string.
         finish_reason: ``"stop"`` for a stop token, string or function, ``"length"`` after ``max_new_tokens``.
         score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
+        masses: With ``SamplingParams(logprobs="sampled")``, for each token the probability of all that top-k, top-p and
+            min-p left, before it was renormalised; likewise, from a float32 array.  ``None`` otherwise.
     """
 
     prompt_index: int
@@ -172,6 +175,7 @@ class Sample:
     text: str
     finish_reason: FinishReason
     score: float | None = None
+    masses: list[float] | None = None
 
 
 class _Packed:
@@ -181,13 +185,14 @@ class _Packed:
         self._name, self._dtype = name, dtype
 
     def __get__(self, sample: Any, owner: type) -> Any:
-        return self if sample is None else sample.__dict__[self._name].tolist()
+        held = self if sample is None else sample.__dict__[self._name]
+        return held.tolist() if isinstance(held, np.ndarray) else held
 
-    def __set__(self, sample: Any, numbers: ArrayLike) -> None:
-        sample.__dict__[self._name] = np.array(numbers, dtype=self._dtype)
+    def __set__(self, sample: Any, numbers: ArrayLike | None) -> None:
+        sample.__dict__[self._name] = None if numbers is None else np.array(numbers, dtype=self._dtype)
 
 
-for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32)):
+for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32), ("masses", np.float32)):
     # After the class is made, for a dataclass would take it for a default.
     setattr(Sample, _name, _Packed(_name, _dtype))
 
@@ -200,7 +205,7 @@ class TokenEvent:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it belongs to.
         token: Its id.
-        logprob: The model's own log-probability of it.
+        logprob: As in the sample.
         text: The text that has become certain with it: often its own, empty while a character or a possible stop string
             is incomplete.  A sample's events joined are its text.
         finish_reason: Set on a sample's last token only.

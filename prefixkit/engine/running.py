@@ -63,7 +63,8 @@ class RunningBatch:
         self._accepted = np.zeros(len(self._runs), np.int64)  # tokens of each that its run has looked at
         # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
-        self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        self._drawn = np.array([params.drawn for params in scheduled.sampling.batch.params], np.bool_)
+        self._tokens, self._likely = np.zeros(shape, np.int32), np.zeros((*shape, 1 + self._drawn.any()), np.float32)
         self._extend: list[tuple[Sequence, int]] = []  # what runs that do not stream go on with
 
     @property
@@ -163,11 +164,10 @@ class RunningBatch:
         alive = np.flatnonzero(self._alive)
         self._grew[alive] = self._read
         tokens = np.ascontiguousarray(self._tokens[: self._read, alive].T)
-        logprobs = self._logprobs[: self._read, alive].T
         columns = alive.tolist(), self._accepted[alive].tolist(), self._stop_state[alive].tolist()
-        for i, held, state, own, likely in zip(*columns, tokens.tolist(), logprobs.tolist(), strict=True):
+        for i, held, state, own in zip(*columns, tokens.tolist(), strict=True):
             if held < len(own):
-                self._streaming[i].hold(own[held:], likely[held:], state)
+                self._streaming[i].hold(own[held:], self._likely[held : self._read, i], state)
         sequences = [self.scheduled.rows[i][0] for i in columns[0]]
         if self._read > 1:
             self.tree.extend_leaves(sequences, tokens)
@@ -181,8 +181,8 @@ class RunningBatch:
         rows, at = self._rows_of_steps.pop(0), self._read
         if at == len(self._tokens):
             self._tokens = np.vstack((self._tokens, np.zeros_like(self._tokens)))
-            self._logprobs = np.vstack((self._logprobs, np.zeros_like(self._logprobs)))
-        self._tokens[at, rows], self._logprobs[at, rows] = results.tokens, results.logprobs
+            self._likely = np.vstack((self._likely, np.zeros_like(self._likely)))
+        self._tokens[at, rows], self._likely[at, rows] = results.tokens, results.likely(self._drawn[rows])
         self._read += 1
         if results.logits is not None:
             for state, logits in zip(self.scheduled.prompts, results.logits, strict=True):
@@ -216,9 +216,8 @@ class RunningBatch:
             asked[followed[states == MET]] = True
         for i in rows[asked].tolist():
             new = slice(int(self._accepted[i]), self._read)
-            own, likely = self._tokens[new, i].tolist(), self._logprobs[new, i].tolist()
-            self._accepted[i] = self._read
-            if (sample := self._streaming[i].accept(own, likely, self.call.on_token)) is not None:
+            own, self._accepted[i] = self._tokens[new, i].tolist(), self._read
+            if (sample := self._streaming[i].accept(own, self._likely[new, i], self.call.on_token)) is not None:
                 self._alive[i] = False
                 self._grew[i] = self._read - 1  # the last token never joins the tree
                 finish(self._streaming[i], [sample])

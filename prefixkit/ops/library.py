@@ -138,7 +138,9 @@ def advance(
         arguments.expect(op, name, tensor, f"[at least {rows}]", tensor.ndim == 1 and tensor.shape[0] >= rows)
 
 
-def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+def sample(
+    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
     A row that is not active is unchanged.  Of each other row the token and its log-probability are written, the token's
@@ -153,6 +155,8 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
             holds token ``t``.  Read where there is a repetition penalty.
         tokens: ``[rows]`` int64, written.
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
+        drawn: ``[rows, 2]`` float32, contiguous, written: the logarithm of the probability with which the token was
+            sampled, and the mass that the filters left, NaN where there is no token; None: not wanted.
     """
     op, device = "sample", logits.device
     fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
@@ -168,6 +172,7 @@ def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logpro
         ("seen", seen, torch.int32, (words(vocab),)),
         ("tokens", tokens, torch.int64, ()),
         ("logprobs", logprobs, torch.float32, ()),
+        *(() if drawn is None else (("drawn", drawn, torch.float32, (2,)),)),
     ):
         shape = tensor.shape
         fits = len(shape) == 1 + len(width) and shape[0] >= rows and shape[1:] == width and tensor.is_contiguous()
@@ -301,7 +306,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (latent_attention, (), None),
     (merge_states, (), merge_states),
     (advance, ("length", "tokens", "positions", "slots"), advance),
-    (sample, ("records", "seen", "tokens", "logprobs"), sample),
+    (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
     (expert_product, (), arguments.check_experts),
 )

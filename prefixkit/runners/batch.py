@@ -81,11 +81,13 @@ class Sampling:
         batch: Sampling parameters of each sequence; greedy ones of a beam.
         top: Likeliest tokens that come back of each greedy row, for beam searches; 0 for none.
         process: Logits processors, if there are any: called once for each step, on the host.
+        drawn: Whether it is wanted with which probability tokens are sampled.
     """
 
     batch: SamplingBatch
     top: int = 0
     process: Process | None = None
+    drawn: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +97,8 @@ class Results:
     Attributes:
         tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken.
         logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them.
+        drawn: ``[R, 2]`` float32, where it is wanted: the logarithm of the probability with which each was sampled, and
+            the mass that the filters left.
         top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.
         top_logprobs: ``[R, top]`` float32 likewise.
         logits: ``[P, vocab]`` float32, where they are wanted.
@@ -107,10 +111,18 @@ class Results:
     logprobs: NDArray[np.float32] = _none(0, dtype=np.float32)
     top_tokens: NDArray[np.int64] = _none(0, 0)
     top_logprobs: NDArray[np.float32] = _none(0, 0, dtype=np.float32)
+    drawn: NDArray[np.float32] | None = None
     logits: Tensor | None = None
     target_logprobs: Tensor | None = None
     target_greedy: Tensor | None = None
     hidden: Tensor | None = None
+
+    def likely(self, rows: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """``[R, 1]`` log-probabilities; or ``[R, 2]`` and masses, which are those ``drawn`` for some ``rows [R]``."""
+        if self.drawn is None:
+            return self.logprobs[:, None]
+        plain = np.stack((self.logprobs, np.ones_like(self.logprobs)), axis=1)
+        return np.where(rows[:, None], self.drawn, plain)
 
 
 # To take others in costs the host some 20 us a row: of this number of rows, several steps of a small model.

@@ -52,11 +52,13 @@ class GraphOutput(NamedTuple):
         top: Likeliest tokens of each row that it gives beside the sampled one; 0 for none.
         uploads_batch: Whether it copies its batch from the staging buffers at each replay: batches of beams, and those
             whose logits the host processes, change at every step.
+        drawn: Whether it gives the probabilities with which tokens were sampled.
     """
 
     samples: bool
     top: int = 0
     uploads_batch: bool = False
+    drawn: bool = False
 
 
 @dataclass(eq=False)
@@ -119,9 +121,10 @@ def capture_step(
         if not output.samples:
             captured.logits = logits
             return
-        sampled = arrays.sampler.sample(logits)
+        _, logprobs = arrays.sampler.sample(logits, output.drawn)
         if output.top:
-            arrays.ring.copy(*sampled, top_tokens(logits, output.top, sampled[1]))
+            sampled = arrays.sampler.sampled(len(logits), output.drawn)
+            arrays.ring.copy(*sampled, top_tokens(logits, output.top, logprobs))
 
     try:
         captured.graph = capture(run)
@@ -138,4 +141,4 @@ def output_for(sampling: Sampling | None) -> GraphOutput:
     if sampling is None or sampling.process is not None:
         return GraphOutput(samples=False, uploads_batch=sampling is not None)
     top = max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0
-    return GraphOutput(samples=True, top=top, uploads_batch=top > 0)
+    return GraphOutput(samples=True, top=top, uploads_batch=top > 0, drawn=sampling.drawn)

@@ -154,20 +154,21 @@ class EagerRunner:
         """Next tokens of rows; without ``sampling`` they are those of the step before."""
         rows, vocab = logits.shape
         if sampling is not None:
-            self._top, self._process = sampling.top, sampling.process
+            self._top, self._process, self._drawn = sampling.top, sampling.process, sampling.drawn
         if not rows:
             return Results()
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
         scores = logits if self._process is None else self._process(logits.clone())
-        tokens, logprobs = sampler.sample(scores.to(sampler.device))
+        tokens, logprobs = sampler.sample(scores.to(sampler.device), self._drawn)
         self._last = tokens.cpu().numpy().copy()
         if self._process is not None:  # the log-probability is the model's own
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, torch.nan, models.to(tokens.device))
         ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
-        return Results(self._last, logprobs.cpu().numpy().copy(), ids, best)
+        drawn = sampler.drawn[:rows].cpu().numpy().copy() if self._drawn else None
+        return Results(self._last, logprobs.cpu().numpy().copy(), ids, best, drawn)
 
     def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:
         """A sampler for at least ``rows`` rows, reused for the next batch."""

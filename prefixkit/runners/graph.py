@@ -192,7 +192,7 @@ class GraphRunner:
         assert arrays is not None, "launched before"
         if isinstance(oldest, Results):
             return oldest
-        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top)
+        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top, self._output.drawn)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self.eager.sample(logits, sampling)
@@ -270,7 +270,7 @@ class GraphRunner:
                 self._unread.append(self.eager.sample(logits, self._sampling))
                 return
             if not self._output.top:
-                arrays.ring.copy(arrays.sampler.tokens[: self._rows], arrays.sampler.logprobs[: self._rows])
+                arrays.ring.copy(*arrays.sampler.sampled(self._rows, self._output.drawn))
             self._unread.append((arrays.ring.record(first=self._output.top > 0), self._rows))
 
     def _tree_after(self, steps: int) -> StepTree:

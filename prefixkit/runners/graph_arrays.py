@@ -48,6 +48,7 @@ class Ring:
     def __init__(self, rows: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.tokens, self.logprobs = self._buffers(_RING, rows)
+        _, self.drawn = self._buffers(_RING, rows, 2)
         events = range(_RING if self._on_gpu else 0)
         self._ready = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
         self._top = {0: self._buffers(rows, 0)}
@@ -58,11 +59,15 @@ class Ring:
         if count not in self._top:
             self._top[count] = self._buffers(self._rows, count)
 
-    def copy(self, tokens: Tensor, logprobs: Tensor, top: tuple[Tensor, Tensor] | None = None) -> None:
+    def copy(
+        self, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None, top: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Copy a step's rows to the next index, or with ``top`` to the first, which a CUDA graph can capture."""
         index, rows = 0 if top is not None else self._sent % _RING, len(tokens)
         self.tokens[index, :rows].copy_(tokens, non_blocking=True)
         self.logprobs[index, :rows].copy_(logprobs, non_blocking=True)
+        if drawn is not None:
+            self.drawn[index, :rows].copy_(drawn, non_blocking=True)
         if top is not None:
             for host, device in zip(self._top[top[0].shape[1]], top, strict=True):
                 host[:rows].copy_(device, non_blocking=True)
@@ -81,13 +86,16 @@ class Ring:
         if self._on_gpu:
             self._ready[(self._sent - 1) % _RING].synchronize()
 
-    def read(self, index: int, rows: int, top: int, count: int) -> Results:
-        """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied."""
+    def read(self, index: int, rows: int, top: int, count: int, drawn: bool) -> Results:
+        """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied, and with
+        how they were ``drawn``, if it copied that.
+        """
         if self._on_gpu:
             self._ready[index].synchronize()
         ids, logprobs = self._top[top]
         sampled = self.tokens[index, :rows].numpy().copy(), self.logprobs[index, :rows].numpy().copy()
-        return Results(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy())
+        how = self.drawn[index, :rows].numpy().copy() if drawn else None
+        return Results(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy(), how)
 
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""

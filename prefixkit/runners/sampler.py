@@ -31,6 +31,8 @@ class Sampler:
         rows, vocab: Most rows, and the length of each.
         tokens: ``[rows]`` int64, what was sampled last; rows that are not active keep theirs.
         logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
+        drawn: ``[rows, 2]`` float32, where it was asked for: the logarithm of the probability with which the token was
+            sampled, and the mass that the filters left.
         steps: ``[rows]`` int32 view, how many tokens a row has sampled: the counter of its random stream.  A step adds
             1.
         active: ``[rows]`` int32 view, 0 for rows that are left alone; kernels may write it.
@@ -55,6 +57,7 @@ class Sampler:
         self.seen = torch.zeros(rows, words(vocab), dtype=torch.int32, device=self.device)
         self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
         self.logprobs = torch.full((rows,), torch.nan, dtype=torch.float32, device=self.device)
+        self.drawn = torch.full((rows, 2), torch.nan, dtype=torch.float32, device=self.device)
 
     def upload_params(self, rows: slice | Sequence[int] | Ids, batch: SamplingBatch) -> None:
         """Give rows their parameters, and make them active: one copy on the current stream, without a
@@ -97,11 +100,16 @@ class Sampler:
             state[:count] = state.index_select(0, index)
         self.active[count:] = 0
 
-    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def sampled(self, rows: int, drawn: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens and log-probabilities of the first rows, and how they were drawn, where that was asked for."""
+        return self.tokens[:rows], self.logprobs[:rows], self.drawn[:rows] if drawn else None
+
+    def sample(self, logits: Tensor, drawn: bool = False) -> tuple[Tensor, Tensor]:
         """Sample a token for every active row of the first ``n``, on the current stream; a CUDA graph can capture it.
 
         Args:
             logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
+            drawn: Whether :attr:`drawn` is wanted.
 
         Returns:
             ``tokens[:n]`` and ``logprobs[:n]``, always in the same buffers.
@@ -114,7 +122,8 @@ class Sampler:
                 f"logits must have shape [at most {self.rows}, {self.vocab}], got {list(logits.shape)}; "
                 "make a sampler for more rows, or for this vocabulary"
             )
-        torch.ops.prefixkit.sample(logits, self._records, self.seen, self.tokens, self.logprobs)
+        state = self._records, self.seen, self.tokens, self.logprobs
+        torch.ops.prefixkit.sample(logits, *state, self.drawn if drawn else None)
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 

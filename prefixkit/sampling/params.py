@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_ITEMS = 2**22  # of an argument that is a list: more come of an iterator without an end
 StopFunction = Callable[[list[int], str], bool]
+Logprobs = Literal["model", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class SamplingParams:
             included, and ``[1, vocab]`` float32 logits, and returns the logits to sample from: a logits processor of
             transformers, or a ``LogitsProcessorList``, is one.  It sees the steps of its sample alone, in order, so it
             may keep state.  What it returns then goes through the filters above.
+        logprobs: What a sample's log-probabilities are of: ``"model"``, the model's own, the log-softmax of the logits
+            as they come; ``"sampled"``, the probability with which each token was sampled, after processors, penalty,
+            temperature and filters.  Then the sample has ``masses`` too.
     """
 
     forks = False  # whether sequences of a run part
@@ -63,6 +67,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
     stop: tuple[str | StopFunction, ...] = ()
     logits_processors: Callable[[], LogitsProcessor] | None = None
+    logprobs: Logprobs = "model"
 
     def __post_init__(self) -> None:
         # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
@@ -98,6 +103,8 @@ class SamplingParams:
                 f"logits_processors must be a function that makes one for each sample, got "
                 f"{type(self.logits_processors).__name__}; wrap it: lambda: LogitsProcessorList(...)"
             )
+        if self.logprobs not in ("model", "sampled"):
+            raise ValueError(f"logprobs must be 'model' or 'sampled', got {self.logprobs!r}")
 
     @property
     def runs(self) -> int:
@@ -116,6 +123,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @cached_property
+    def drawn(self) -> bool:
+        """Whether log-probabilities are wanted that are not the model's: where all is off, those sampled are."""
+        off = self.temperature == self.repetition_penalty == self.top_p == 1 and self.top_k == self.min_p == 0
+        return self.logprobs == "sampled" and not (off and self.logits_processors is None)
+
 
 class SamplingFields(TypedDict, total=False):
     """The fields of :class:`SamplingParams` as keyword arguments; ``n`` and ``seed`` may be lists, one per prompt."""
@@ -131,6 +144,7 @@ class SamplingFields(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     stop: str | StopFunction | Sequence[str | StopFunction] | None
     logits_processors: Callable[[], LogitsProcessor] | None
+    logprobs: Logprobs
 
 
 def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:

@@ -24,7 +24,8 @@ both, bit by bit.  The vocabulary is never sorted.
    cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in whole numbers of 128 bits.
 
 The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last
-place.
+place.  So are the probability with which the token was sampled, its weight over the sum of the kept weights (1 in
+greedy rows), and the mass that the filters left, that sum over the sum of all weights.
 
 Top-p ranks only the tokens that may belong to the nucleus: those below (1 - p) / V together hold less than 1 - p, so
 they lie outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  So do transformers'
@@ -64,6 +65,7 @@ def sample_tokens(
     params: SamplingParams | Sequence[SamplingParams],
     uniforms: NDArray[np.float64],
     histories: Sequence[Ids] | None = None,
+    drawn: Floats | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for every row.
 
@@ -73,6 +75,8 @@ def sample_tokens(
         uniforms: ``[rows]`` float64 in [0, 1), one for each row (``rng.uniforms``); greedy rows ignore theirs.
         histories: For each row the tokens its sequence holds, prompt included, in any order and as often as they occur;
             only the repetition penalty needs them.
+        drawn: ``[rows, 2]`` float32, written: the logarithm of the probability with which the token was sampled, and
+            the mass that the filters left.
 
     Returns:
         tokens: ``[rows]`` int64.
@@ -95,7 +99,8 @@ def sample_tokens(
         raw = torch.log_softmax(some, dim=-1, out=log_softmax[: len(some)])
         _check_finite(raw, logits, begin)
         scores = _scores(some.numpy(), each[part], seen[part])
-        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch), device="cpu")
+        own = None if drawn is None else drawn[part]
+        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch, own), device="cpu")
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
 
@@ -190,16 +195,22 @@ def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
 
 
 def _sample_rows(
-    scores: Floats, params: Sequence[SamplingParams], uniforms: NDArray[np.float64], scratch: Scratch
+    scores: Floats,
+    params: Sequence[SamplingParams],
+    uniforms: NDArray[np.float64],
+    scratch: Scratch,
+    drawn: Floats | None,
 ) -> list[int]:
     tokens, whole = [0] * len(params), []
     for row, own in enumerate(params):
         if own.greedy:
             tokens[row] = int(np.argmax(scores[row]))  # the first of equals
-        elif (some := _candidates(scores[row], own)) is not None:
+            if drawn is not None:
+                drawn[row] = 0, 1
+        elif drawn is None and (some := _candidates(scores[row], own)) is not None:
             # They hold the likeliest token, so they weigh what they weigh among all.
             (held,) = weigh(scores[row, some][None], [own.temperature])
-            tokens[row] = int(some[_sample_weighed(scores[row, some], held, None, own, float(uniforms[row]))])
+            tokens[row] = int(some[_sample_weighed(scores[row, some], held, None, own, float(uniforms[row]))[0]])
         else:
             whole.append(row)
     if whole:
@@ -207,19 +218,26 @@ def _sample_rows(
         weights = weigh(some_scores, [params[row].temperature for row in whole], scratch)
         sums = block_sums(weights)
         for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
-            tokens[row] = _sample_weighed(score, weight, blocks, params[row], float(uniforms[row]))
+            tokens[row], left = _sample_weighed(score, weight, blocks, params[row], float(uniforms[row]))
+            if drawn is not None:
+                drawn[row] = math.log(float(weight[tokens[row]]) / left), left / int(blocks[-1])
     return tokens
 
 
 def _sample_weighed(
     scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, params: SamplingParams, uniform: float
-) -> int:
-    """A token by its place among these; ``blocks`` are their sums, where they are known."""
+) -> tuple[int, int]:
+    """A token by its place among these, and what all weigh that the filters leave.
+
+    ``blocks`` are the sums of the weights, where they are known.
+    """
     kept = kept_tokens(scores, weights, params, None if blocks is None else int(blocks[-1]))
     if kept is None:
-        return invert(weights, block_sums(weights[None])[0] if blocks is None else blocks, uniform)
+        blocks = block_sums(weights[None])[0] if blocks is None else blocks
+        return invert(weights, blocks, uniform), int(blocks[-1])
     held = weights[kept]
-    return int(kept[invert(held, block_sums(held[None])[0], uniform)])
+    (blocks,) = block_sums(held[None])
+    return int(kept[invert(held, blocks, uniform)]), int(blocks[-1])
 
 
 def _candidates(scores: Floats, params: SamplingParams) -> Positions | None:

@@ -184,9 +184,8 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
     return [replace(one, params=own) for one, own in zip(asked, each, strict=True)]
 
 
-def _configured(facts: ModelFacts, names: Iterable[str]) -> dict[str, Any]:
-    """Fields of the model's generation config, without those that change nothing."""
-    config = facts.generation_config
+def configured(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Fields of a generation config, without those that change nothing; none where it is None."""
     fields = [(name, getattr(config, name, None)) for name in names]
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
@@ -203,7 +202,7 @@ def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[
         names |= {"repetition_penalty", "stop_strings"}
     if beams or any(own.logits_processors is None for own in samples):
         names.update(logits)
-    if asked := _configured(facts, sorted(names)):
+    if asked := configured(facts.generation_config, sorted(names)):
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         processors = "" if beams or asked.keys() - set(logits) else "pass logits_processors for it, "
         raise ValueError(
@@ -242,10 +241,8 @@ def params_of_each(
     """
     changes: dict[str, Any] = {**fields}
     if params is None:
-        configured = (
-            "repetition_penalty stop_strings" if kinds[0] is SamplingParams else "length_penalty early_stopping"
-        )
-        found = _configured(facts, configured.split())
+        asked = "repetition_penalty stop_strings" if kinds[0] is SamplingParams else "length_penalty early_stopping"
+        found = configured(facts.generation_config, asked.split())
         if "stop_strings" in found:
             found["stop"] = found.pop("stop_strings")
         changes = found | changes

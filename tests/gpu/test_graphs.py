@@ -54,6 +54,18 @@ def test_tokens_are_those_of_single_steps(model: torch.nn.Module, temperature: f
     assert fast.report.kv_bytes_read == slow.report.kv_bytes_read
 
 
+def test_probabilities_of_samples_are_those_of_single_steps(model: torch.nn.Module) -> None:
+    asked = requests(11, n=8, temperature=0.8, top_p=0.9, max_new_tokens=40, seed=4, logprobs="sampled")
+    fast, slow = make_engine(model, asked), make_engine(model, asked, graphs=False)
+    found, expected = fast.run(asked), slow.run(asked)
+    assert texts(found) == texts(expected)
+    assert fast.report.graph_steps == fast.report.decode_steps == 39
+    for one, other in zip(found, expected, strict=True):
+        assert one.masses is not None and other.masses is not None
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one.masses, other.masses, rtol=1e-4)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_any_head_size_gives_the_tokens_of_single_steps(head_dim: int) -> None:
     """Of Hopper's kernel, of the portable one, and of its tiles of 64 rows."""

@@ -54,6 +54,12 @@ def none(rows):
     return [np.zeros(0, dtype=np.int64)] * len(rows)
 
 
+def assert_drawn(drawn, logits, params, keys, steps, histories):
+    expected = np.zeros((len(params), 2), np.float32)
+    sample_tokens(logits.float(), params, uniforms(keys, steps), histories, expected)
+    np.testing.assert_allclose(drawn.cpu().numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
 def assert_sampled(tokens, logprobs, logits, params, keys, steps, histories):
     expected, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories)
     wrong = [(row, params[row]) for row in (tokens.cpu() != expected).nonzero()[:, 0].tolist()]
@@ -70,8 +76,9 @@ def test_tokens_are_those_of_the_cpu(way, vocab, dtype):
     logits, params, keys, steps, histories = case(vocab, rows, vocab, dtype)
     sampler = poisoned(rows, vocab)
     sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
-    tokens, logprobs = sampler.sample(on_gpu(logits))
+    tokens, logprobs = sampler.sample(on_gpu(logits), drawn=True)
     assert_sampled(tokens, logprobs, logits, params, keys, steps, histories)
+    assert_drawn(sampler.drawn, logits, params, keys, steps, histories)
     assert sampler.steps.tolist() == (steps + 1).tolist()
     for row, each in enumerate(params):
         if each.repetition_penalty != 1:

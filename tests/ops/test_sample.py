@@ -48,10 +48,14 @@ def test_tokens_are_those_of_the_specification_step_after_step(vocab: int, dtype
     sampler.upload_params(range(rows), SamplingBatch(params, keys, steps, histories))
     for step in range(4):
         logits = rows_of(np.random.default_rng(step), rows, vocab, dtype)
-        tokens, logprobs = sampler.sample(logits)
-        expected = sample_tokens(logits.float(), params, uniforms(keys, steps + step), histories)
+        drawn = np.zeros((rows, 2), np.float32)
+        tokens, logprobs = sampler.sample(logits, drawn=step % 2 == 1)
+        how = drawn if step % 2 == 1 else None
+        expected = sample_tokens(logits.float(), params, uniforms(keys, steps + step), histories, how)
         assert torch.equal(tokens, expected[0])
         assert torch.equal(logprobs, expected[1])
+        if how is not None:
+            assert np.array_equal(sampler.drawn[:rows].numpy(), how)
         histories = [np.append(held, token) for held, token in zip(histories, tokens.tolist(), strict=True)]
         for row, each in enumerate(params):
             if each.repetition_penalty != 1:

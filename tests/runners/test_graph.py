@@ -79,6 +79,22 @@ def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(de
     assert_all_given_back(made)
 
 
+def test_the_probabilities_of_samples_come_from_graphs_as_they_come_step_by_step(decoding):
+    drawn = SamplingParams(
+        n=5, temperature=0.8, top_p=0.9, max_new_tokens=14, logprobs="sampled", stop_token_ids=(3, 4)
+    )
+    beams = BeamParams(3, max_new_tokens=6, stop_token_ids=(3,))
+    requests = [Request(0, np.arange(9), drawn), Request(1, np.arange(4), SamplingParams(n=2, max_new_tokens=14))]
+    for asked in (requests, [*requests, Request(2, np.arange(3), beams)]):
+        made, _ = decoding()
+        plain, _ = make_engine()
+        found = made.run(asked)
+        assert found == plain.run(asked)
+        assert all(len(sample.masses) == len(sample.tokens) and min(sample.masses) >= 0.9 for sample in found[:5])
+        assert all(sample.masses is None for sample in found[5:])
+        assert made.report.graph_steps == made.report.decode_steps > 12
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_beams_run_in_graphs_beside_samples_and_are_what_they_would_be_step_by_step(decoding, page_size):
     params = [

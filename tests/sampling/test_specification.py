@@ -22,6 +22,14 @@ from prefixkit.sampling.specification import kept_tokens, sample_tokens
 from prefixkit.sampling.weights import weigh
 
 ALMOST_1 = 1 - 2**-53
+PROCESSED = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 7},
+    {"top_p": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"min_p": 0.1, "repetition_penalty": 1.4},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.7, "min_p": 0.05},
+]
 
 
 def normal(seed, rows, vocab, spread):
@@ -314,3 +322,30 @@ def test_arguments_that_do_not_fit_say_so():
 def test_no_rows_sample_nothing():
     tokens, logprobs = sample_tokens(torch.zeros(0, 50), SamplingParams(), np.zeros(0))
     assert tokens.shape == logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize("fields", PROCESSED, ids=str)
+def test_a_token_is_drawn_with_the_probability_that_the_processors_of_transformers_leave_it(fields):
+    logits, history = normal(5, 8, 50, 2.0), torch.arange(10).expand(8, 10)
+    params, drawn = SamplingParams(**fields), np.zeros((8, 2), np.float32)
+    u = np.random.default_rng(5).random(8)
+    tokens, _ = sample_tokens(logits, params, u, [history[0].numpy()] * 8, drawn)
+    warped = TemperatureLogitsWarper(params.temperature)(
+        history, RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, logits)
+    )
+    filters = LogitsProcessorList()
+    if params.top_k:
+        filters.append(TopKLogitsWarper(params.top_k))
+    filters += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    filters += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    left = filters(history, warped.clone())
+    expected = left.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    np.testing.assert_allclose(drawn[:, 0], expected, atol=3e-6)
+    masses = (warped.double().softmax(-1) * left.isfinite()).sum(-1)
+    np.testing.assert_allclose(drawn[:, 1], masses, rtol=3e-6)
+
+
+def test_a_greedy_token_is_drawn_for_certain():
+    drawn = np.zeros((3, 2), np.float32)
+    sample_tokens(normal(6, 3, 9, 1.0), SamplingParams(temperature=0), np.zeros(3), drawn=drawn)
+    assert drawn.tolist() == [[0, 1]] * 3

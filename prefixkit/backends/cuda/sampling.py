@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import KERNEL_VARIABLE, SAMPLE, WARPS, SampleTiling, sample_name, sample_tiling
+from prefixkit.backends.torch.drawn import write_drawn
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 
@@ -19,8 +20,18 @@ _MANY_ROWS = 512
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-    """``sample``."""
+def sample(
+    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+) -> None:
+    """``sample``.  What the kernel does not give, how tokens were drawn, is computed beside it, by torch."""
+    if drawn is None:
+        return _launch(logits, records, seen, tokens, logprobs)
+    seen_before = seen[: len(logits)].clone()  # the kernel adds the tokens
+    _launch(logits, records, seen, tokens, logprobs)
+    write_drawn(logits, records, seen_before, tokens, drawn)
+
+
+def _launch(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
     rows, vocab = logits.shape
     portable = os.environ.get(KERNEL_VARIABLE, "") == "portable"
     tiling = _tiling(logits.device.index, vocab, portable, 2 if rows >= _MANY_ROWS else 3)

@@ -12,9 +12,12 @@ from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import BrokenLogits, sample_tokens
 
 
-def sample(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+def sample(
+    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+) -> None:
     """``sample``."""
-    state = [part[: len(logits)] for part in (records, seen, tokens, logprobs)]
+    written = (records, seen, tokens, logprobs) if drawn is None else (records, seen, tokens, logprobs, drawn)
+    state = [part[: len(logits)] for part in written]
     on_host = [part.cpu() for part in state]  # on a CPU the tensors themselves
     _sample(logits, *(part.numpy() for part in on_host))
     for part, changed in zip(state, on_host, strict=True):
@@ -28,6 +31,7 @@ def _sample(
     seen: NDArray[np.int32],
     tokens: NDArray[np.int64],
     logprobs: NDArray[np.float32],
+    drawn: NDArray[np.float32] | None = None,
 ) -> None:
     """The same for arrays, in place."""
     table = records.view(RECORD)[:, 0]
@@ -36,8 +40,11 @@ def _sample(
         return
     every = len(rows) == len(logits)
     active = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
-    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows])
+    how = None if drawn is None else np.full((len(rows), 2), np.nan, np.float32)
+    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows], how)
     tokens[rows], logprobs[rows] = sampled, sampled_logprobs
+    if drawn is not None:
+        drawn[rows] = how
     table["step"][rows] += 1
     whole = sampled >= 0
     word = rows[whole], sampled[whole] >> 5
@@ -45,23 +52,26 @@ def _sample(
 
 
 def _sample_rows(
-    logits: Tensor, table: np.ndarray, seen: NDArray[np.int32]
+    logits: Tensor, table: np.ndarray, seen: NDArray[np.int32], drawn: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens and log-probabilities; -1 and NaN for rows that cannot be sampled from."""
+    """Tokens and log-probabilities; -1 and NaN for rows that cannot be sampled from, NaN in ``drawn`` too."""
     params, numbers = params_of(table), uniforms(table["key"], table["step"])
     histories = [np.zeros(0, dtype=np.int64)] * len(params)
     for row in np.flatnonzero(table["penalty"] != 1).tolist():
         histories[row] = tokens_of(seen[row])
     try:
-        tokens, logprobs = sample_tokens(logits, params, numbers, histories)
+        tokens, logprobs = sample_tokens(logits, params, numbers, histories, drawn)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
     except BrokenLogits:  # of some row
         pass
     all_tokens, all_logprobs = np.full(len(params), -1), np.full(len(params), np.nan, np.float32)
+    if drawn is not None:
+        drawn[:] = np.nan  # some rows may have been written
     for row in range(len(params)):
         one = slice(row, row + 1)
+        own = None if drawn is None else drawn[one]
         try:
-            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one])
+            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one], own)
             all_tokens[row], all_logprobs[row] = int(tokens), float(logprobs)
         except BrokenLogits:
             continue

@@ -18,6 +18,8 @@ from prefixkit.runners.batch import Results
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.radix import PrefixTree, Sequence
 
+Floats = NDArray[np.float32]
+
 
 class RowSampling(NamedTuple):
     """How the next token of each of a run's sequences is chosen.
@@ -115,12 +117,10 @@ class StreamingRun(Run, Protocol):
     def by_token(self) -> bool:
         """Whether tokens have to be accepted one by one."""
 
-    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> None:
-        """Take tokens that do not end it."""
+    def hold(self, tokens: list[int], likely: Floats, stop_state: int) -> None:
+        """Take tokens that do not end it; ``likely [tokens, 1 or 2]`` are their log-probabilities, and masses."""
 
-    def accept(
-        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
-    ) -> Sample | None:
+    def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
         """Take tokens of which none but the last can end it; returns the sample if that did."""
 
 

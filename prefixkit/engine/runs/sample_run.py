@@ -14,7 +14,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
-from prefixkit.engine.runs.run_protocol import RowSampling
+from prefixkit.engine.runs.run_protocol import Floats, RowSampling
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
@@ -40,7 +40,7 @@ class SampleRun:
         processor: Changes its logits first.
         stop_filter: Tells when it may have met a stop string; None: nothing does, and each token is looked at.
         stop_state: What the filter has noted of it.
-        tokens, logprobs: Those sampled so far.
+        tokens, logprobs, masses: Those sampled so far; no masses where they are not wanted.
     """
 
     streams: ClassVar[bool] = True
@@ -56,6 +56,7 @@ class SampleRun:
     stop_state: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    masses: list[float] = field(default_factory=list)
     recomputing: bool = False
     _accepted: int = 0  # tokens that `stop` has seen
 
@@ -149,16 +150,12 @@ class SampleRun:
             return self.state.request.tokens
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
-    def hold(self, tokens: list[int], logprobs: list[float], stop_state: int) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
+    def hold(self, tokens: list[int], likely: Floats, stop_state: int) -> None:
+        self._take(tokens, likely)
         self.stop_state = stop_state
 
-    def accept(
-        self, tokens: list[int], logprobs: list[float], on_token: Callable[[TokenEvent], None] | None
-    ) -> Sample | None:
-        self.tokens += tokens
-        self.logprobs += logprobs
+    def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
+        self._take(tokens, likely)
         stopped = self.stop.push(self.tokens[self._accepted :])
         self._accepted = len(self.tokens)
         if not stopped and (functions := self.params.stop_functions):
@@ -169,11 +166,17 @@ class SampleRun:
         if on_token is not None:
             text = self.stop.delta() + ("" if reason is None else self.stop.rest())
             index = self.state.request.prompt_index
-            on_token(TokenEvent(index, self.index, tokens[-1], logprobs[-1], text, reason))
+            on_token(TokenEvent(index, self.index, tokens[-1], self.logprobs[-1], text, reason))
         if reason is not None:
             return self._sample(reason)
         self.stop_filter = None  # where it has told of a stop string, there was none
         return None
+
+    def _take(self, tokens: list[int], likely: Floats) -> None:
+        self.tokens += tokens
+        self.logprobs += likely[:, 0].tolist()
+        if self.params.logprobs == "sampled":
+            self.masses += likely[:, 1].tolist() if self.params.drawn else [1.0] * len(tokens)
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
         """Take its sequence out of the tree; where ``retain``, the KV of all but the last token stays in the cache."""
@@ -203,7 +206,8 @@ class SampleRun:
             logprobs=self.logprobs,
             text=self.stop.text(),
             finish_reason=reason,
+            masses=self.masses or None,
         )
-        self.tokens, self.logprobs = [], []
+        self.tokens, self.logprobs, self.masses = [], [], []
         del self.stop
         return sample

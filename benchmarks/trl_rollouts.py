@@ -1,0 +1,158 @@
+"""A step of TRL's GRPO: rollouts from a session on the model that trains, beside TRL's own ways; on one GPU.
+
+    python -m benchmarks.trl_rollouts --out benchmarks/results/h200_trl.json
+    python -m benchmarks.trl_rollouts --shape SmolLM2-135M --device cpu --prompts 2 --samples 4 --length 64 --new 8
+
+*generate*: TRL as it is; *batching*: with ``use_transformers_continuous_batching``; *patched*: TRL as it is, on a
+patched model; *session*: ``SessionGRPOTrainer``; *held*: the same, with pool and graphs kept over the update;
+*compiled*: that, with compiled layers.  Each trains a model of the same random weights in bfloat16 on prompts of
+``--length`` random letters (a token each), ``--samples`` completions of up to ``--new`` tokens for each, at temperature
+1, or as ``--temperature`` and ``--top-p`` say.  Seconds are medians of the steps after the first: of the rollout, and
+of the whole step, with rewards, gradient checkpointing and AdamW.  ``peak_gib`` is of all that torch held on the GPU.
+"""
+
+import random
+import statistics
+import string
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+import prefixkit
+from benchmarks.runner import Row, Run, arguments, failure, free_memory
+from benchmarks.shapes import SHAPES
+
+SYSTEMS = ["generate", "batching", "patched", "session", "held", "compiled"]
+
+
+def main() -> None:
+    sizes = {"prompts": 32, "samples": 8, "length": 512, "new": 256, "rows": 16, "steps": 4}
+    how = {"temperature": 1.0, "top_p": 1.0}
+    options = arguments(__doc__, shape="Llama-3.2-1B", device="cuda", systems=SYSTEMS, **sizes, **how)
+    run = Run(options, options.device)
+    for name in options.systems:
+        run.add("systems", {"system": name, "shape": options.shape, **measured(name, options)})
+        free_memory()
+    run.finish()
+
+
+def measured(name: str, options: Any) -> Row:
+    """Seconds of a system's rollouts and steps, the first apart, and the peak of memory."""
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trainer_of(name, options, folder)
+            rollouts, steps = Clock(options.device), Clock(options.device)
+            trainer._generate_single_turn = rollouts.around(trainer._generate_single_turn)
+            trainer.add_callback(steps_of(steps))
+            trainer.train()
+        lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "reward" in entry]
+        row: Row = {"mean_length": statistics.mean(lengths)}
+        for what, clock in (("rollout", rollouts), ("step", steps)):
+            row |= {f"first_{what}_s": round(clock.times[0], 3), f"{what}_s": round(clock.later, 3)}
+        if options.device == "cuda":
+            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return row
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        return {"failed": failure(error)}
+
+
+class Clock:
+    """Seconds of each of a number of turns, with all that a device has to do for them."""
+
+    def __init__(self, device: str) -> None:
+        self.times, self._began, self._wait = list[float](), 0.0, device == "cuda"
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> None:
+        self.times.append(self._now() - self._began)
+
+    def around(self, verb: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            self.start()
+            found = verb(*given, **named)
+            self.stop()
+            return found
+
+        return call
+
+    @property
+    def later(self) -> float:
+        return statistics.median(self.times[1:] or self.times)
+
+    def _now(self) -> float:
+        if self._wait:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def trainer_of(name: str, options: Any, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from prefixkit.integrations.trl import Rollouts, SessionGRPOTrainer
+    from prefixkit.testing.tiny import byte_tokenizer
+
+    drawn, completions = random.Random(0), options.prompts * options.samples
+    letters = [
+        "".join(drawn.choices(string.ascii_letters, k=options.length)) for _ in range(options.steps * options.prompts)
+    ]
+    rows = min(options.rows, completions)
+    config = GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=completions // rows,
+        steps_per_generation=completions // rows,
+        num_generations=options.samples,
+        max_completion_length=options.new,
+        max_steps=options.steps,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        beta=0.0,
+        learning_rate=1e-6,
+        bf16=options.device == "cuda",
+        use_cpu=options.device == "cpu",
+        gradient_checkpointing=True,
+        use_transformers_continuous_batching=name == "batching",
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    model = SHAPES[options.shape].build(options.device, torch.float32 if options.device == "cpu" else torch.bfloat16)
+    model.train()
+    if name == "patched":
+        prefixkit.patch(model)
+    ours = name in ("session", "held", "compiled")
+    own = {"rollouts": Rollouts(release_memory=name == "session", compiled=name == "compiled")} if ours else {}
+    return (SessionGRPOTrainer if ours else GRPOTrainer)(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": text} for text in letters]),
+        processing_class=byte_tokenizer(),
+        **own,
+    )
+
+
+def steps_of(clock: Clock) -> Any:
+    """A callback that times whole steps."""
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *given: Any, **named: Any) -> None:
+            clock.start()
+
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            clock.stop()
+
+    return Steps()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""With which probability tokens were sampled, by torch on any device: what the sampling kernel does not give.
+
+The arithmetic is that of ``sampling.specification``, bit by bit.  Nothing waits for the device, so a CUDA graph can
+capture it.  It sorts the vocabulary, which takes longer than the sampling itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefixkit.ops.sampling_records import RECORD
+from prefixkit.sampling.weights import EXP2, FLOOR, LOG2E, TOP
+
+_ELEMENTS_AT_ONCE = 2**22  # of the sorted scores, which take 32 bytes each with all that is made of them
+
+
+def write_drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, drawn: Tensor) -> None:
+    """Write how tokens were drawn; see the op ``sample`` for its tensors.
+
+    Args:
+        logits, records: As for the op.
+        seen: As it was before.
+        tokens: What it has sampled.
+        drawn: Written in active rows.
+    """
+    at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+    for begin in range(0, len(logits), at_once):
+        rows = slice(begin, min(begin + at_once, len(logits)))
+        found = _drawn(logits[rows].float(), records[rows], seen[rows], tokens[rows])
+        active = _field(records[rows], "active")[:, None] != 0
+        drawn[rows] = torch.where(active, found, drawn[rows])
+
+
+def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor) -> Tensor:
+    """``[n, 2]`` logarithms of probabilities, and masses, of so many rows."""
+    temperature = _field(records, "temperature")[:, None]
+    scores = _penalised(logits, seen, _field(records, "penalty")[:, None])
+    ordered = scores.sort(1, descending=True).values
+    rate = (torch.full_like(temperature, float(LOG2E)) / temperature).clamp(min=torch.finfo(torch.float32).tiny)
+    weights = _weigh(ordered, ordered[:, :1], rate)  # descending too, for they rise with the scores
+    total = weights.sum(1, dtype=torch.int64)
+    left = _left(ordered, weights, records)
+    own = _weigh(scores.gather(1, tokens.clamp(min=0)[:, None]), ordered[:, :1], rate)[:, 0]
+    greedy = temperature[:, 0] == 0
+    share, mass = (own.double() / left).log(), left.double() / total
+    found = torch.stack((torch.where(greedy, 0, share), torch.where(greedy, 1, mass)), dim=1)
+    return torch.where(tokens[:, None] < 0, torch.nan, found.float())
+
+
+def _penalised(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    bits = torch.arange(32, dtype=torch.int32, device=seen.device)
+    held = ((seen[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    return torch.where(held & (penalty != 1), torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _weigh(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
+    """``weights.weigh``: whole numbers in float32."""
+    power = ((scores - top) * rate).clamp(min=FLOOR)
+    whole = power.floor()
+    power = power - whole
+    weights = power * (TOP * float(EXP2[0]))
+    for factor in EXP2[1:-1]:
+        weights = (weights + TOP * float(factor)) * power
+    weights = weights + TOP * float(EXP2[-1])
+    scale = ((whole.to(torch.int32) + 127) << 23).view(torch.float32)  # 2**whole
+    return (weights * scale).floor()
+
+
+def _left(scores: Tensor, weights: Tensor, records: Tensor) -> Tensor:
+    """``[n]`` int64: what all tokens that the filters leave weigh together; scores and weights descend."""
+    vocab = scores.shape[1]
+    top_k, top_p, min_p = (_field(records, name) for name in ("top_k", "top_p", "min_p"))
+    off = (top_k <= 0) | (top_k >= vocab)
+    least = scores.gather(1, (top_k.long() - 1).clamp(0, vocab - 1)[:, None])
+    weights = weights * (off[:, None] | (scores >= least))
+    sums = weights.cumsum(1, dtype=torch.int64)
+    total = sums[:, -1]
+    need = torch.minimum((top_p * total).ceil().clamp(min=1).to(torch.int64), total)
+    nucleus = torch.where(top_p < 1, 1 + (sums < need[:, None]).sum(1), vocab)
+    exact = (min_p * TOP).ceil()
+    floor = exact.float()
+    floor = torch.where(floor.double() < exact, floor.nextafter(torch.full_like(floor, torch.inf)), floor)
+    likely = (weights >= floor[:, None]).sum(1)
+    last = torch.minimum(nucleus, likely).clamp(min=1) - 1  # none is likely where weights are NaN, as in greedy rows
+    return sums.gather(1, last[:, None])[:, 0]
+
+
+def _field(records: Tensor, name: str) -> Tensor:
+    """A field of each record."""
+    dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]  # it has fields
+    held = records[:, offset // 4 : (offset + dtype.itemsize) // 4].contiguous()
+    return held.view({"f4": torch.float32, "f8": torch.float64, "i4": torch.int32}[dtype.str[1:]])[:, 0]

@@ -1,0 +1,1 @@
+"""prefixkit under tools that people already use: one file each, on top of sessions."""

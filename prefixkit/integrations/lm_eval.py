@@ -1,0 +1,267 @@
+"""lm-evaluation-harness over a session: contexts that requests share are computed once.
+
+    python -m prefixkit.integrations.lm_eval run --model prefixkit --model_args pretrained=NAME --tasks hellaswag
+
+is lm-eval's own command line (lm-eval 0.4.13) with the model type ``prefixkit`` beside its own.  In Python,
+``lm_eval.simple_evaluate(model=PrefixLM(model, tokenizer=tokenizer), tasks=...)`` takes a model that is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from tqdm import tqdm
+
+from prefixkit.engine.request import Sample
+from prefixkit.models import is_patched, patch
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.session.prompts import Unpadded
+from prefixkit.session.session import Session
+
+# Distinct tokens of one call of ``Session.score``: progress is shown, and lm-eval's cache written, after each call.
+TOKENS_PER_CALL = 2**15
+# What a task's ``generation_kwargs`` may set, with transformers' own values for what neither they nor the model's
+# ``generation_config`` set.
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_WITHOUT_EFFECT = {"use_cache", "do_sample"}  # on what is generated, once the temperature says whether to sample
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A request of ``_loglikelihood_tokens``, cut to what the model can see.
+
+    Attributes:
+        index: Its place among the requests.
+        context, continuation: Token ids, at least one of each.
+        key: What lm-eval's cache knows it by; None for a window of a rolling request.
+    """
+
+    index: int
+    context: Sequence[int]
+    continuation: Sequence[int]
+    key: tuple[str, str] | None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Generation requests with one text and the same options, which get different samples.
+
+    Attributes:
+        indices: Their places among the requests.
+        context, options: As the requests have them.
+        tokens: The text's token ids.
+        until: What ends a sample.
+        params: How to sample.
+    """
+
+    indices: list[int]
+    context: str
+    options: dict[str, Any]
+    tokens: list[int]
+    until: list[str]
+    params: SamplingParams
+
+
+@register_model("prefixkit")
+class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
+    """lm-eval's ``hf`` model, over :meth:`prefixkit.Session.score` and :meth:`prefixkit.Session.stream`.
+
+    Requests run in the order of their tokens, in calls of some 32,000 distinct tokens, whatever ``batch_size`` says; it
+    counts rolling windows alone, which are scored so many at a time.  Log-probabilities are float32, as with
+    ``softmax_dtype="float32"``.
+
+    Args:
+        pretrained: A name, a folder or a loaded model, which stays patched.
+        kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
+        options: Those of ``HFLM``.
+
+    Attributes:
+        session: What the model runs in.
+
+    Raises:
+        ValueError: the model is an encoder with a decoder.
+        UnsupportedModel: see :func:`prefixkit.patch`.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        kv_budget: float | str | None = None,
+        page_size: int = 16,
+        compiled: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(pretrained, **options)
+        if self.backend != "causal":
+            raise ValueError(
+                f"{type(self.model).__name__} is evaluated as {self.backend!r}, and prefixkit runs decoders alone; "
+                "use --model hf"
+            )
+        if not is_patched(self.model):
+            patch(self.model)
+        self.session = Session(self.model, self.tokenizer, kv_budget=kv_budget, page_size=page_size, compiled=compiled)
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        """For ``batch_size="auto"``: how many rolling windows are scored at a time; nothing is tried out."""
+        return int(self.max_batch_size)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether greedy decoding gives it.
+
+        Texts longer than the model are cut on the left, as ``HFLM`` cuts them.  ``override_bs`` has no effect: nothing
+        is padded.
+        """
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        scored = sorted(
+            (_Scored(index, *self._cut(context, own), key) for index, (key, context, own) in enumerate(requests)),
+            key=lambda one: [*one.context, *one.continuation],
+        )
+        bar = self._bar(len(requests), "loglikelihood", disable_tqdm)
+        for part in _in_calls(scored):
+            prompts = [Unpadded(one.context) for one in part]
+            with self._autocast():
+                scores = self.session.score(prompts, [[Unpadded(one.continuation)] for one in part])
+            for one, (score,) in zip(part, scores, strict=True):
+                found[one.index] = (score.total, score.is_greedy)
+                if one.key is not None:  # rolling requests are cached as a whole
+                    self.cache_hook.add_partial("loglikelihood", one.key, found[one.index])
+            bar.update(len(part))
+        bar.close()
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """A text for each request, sampled as its ``generation_kwargs`` say, cut before what it is generated until.
+
+        Equal requests get different samples, whose seed is torch's, which lm-eval sets (``--seed``).
+
+        Raises:
+            ValueError: ``generation_kwargs`` set what sessions do not have, or leave no room for the context.
+        """
+        found = [""] * len(requests)
+        wanted = self._wanted([request.args for request in requests])
+        bar = self._bar(len(requests), "generate_until", disable_tqdm)
+        with self._autocast():
+            for sample in self._samples(wanted):
+                one = wanted[sample.prompt_index]
+                index = one.indices[sample.index]
+                found[index] = self._text(sample.tokens, one.until)
+                self.cache_hook.add_partial("generate_until", (one.context, one.options), found[index])
+                bar.update(1)
+        bar.close()
+        return found
+
+    def _samples(self, wanted: list[_Wanted]) -> Iterator[Sample]:
+        if not wanted:
+            return iter(())
+        return self.session.stream([Unpadded(one.tokens) for one in wanted], [one.params for one in wanted])
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        if not 0 < len(continuation) <= self.max_length or not context:
+            raise ValueError(
+                f"a context of {len(context)} tokens with a continuation of {len(continuation)} cannot be scored: the "
+                f"first needs at least one, the second one to {self.max_length}; raise max_length, or mend the task"
+            )
+        return context[-(self.max_length + 1 - len(continuation)) :], continuation
+
+    def _wanted(self, given: Sequence[tuple[str, dict[str, Any]]]) -> list[_Wanted]:
+        alike = defaultdict[tuple[str, str], list[int]](list)
+        for index, (context, options) in enumerate(given):
+            alike[context, json.dumps(options, sort_keys=True, default=repr)].append(index)
+        return [self._one_wanted(indices, *given[indices[0]]) for indices in alike.values()]
+
+    def _one_wanted(self, indices: list[int], context: str, given: dict[str, Any]) -> _Wanted:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        until = [text for text in handle_stop_sequences(options.pop("until"), eos=eos) if text]
+        most = options.pop("max_gen_toks")
+        if most >= self.max_length:
+            raise ValueError(
+                f"max_gen_toks={most} leaves no room for a context in the model's {self.max_length} tokens; ask for "
+                "fewer, or raise max_length"
+            )
+        ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - most, truncation=self.truncation)
+        tokens = ids[0].tolist()
+        if (length := options.pop("max_length", None)) is not None:
+            most = max(1, length - len(tokens))
+        params = SamplingParams(
+            n=len(indices),
+            max_new_tokens=most,
+            seed=torch.initial_seed() % 2**64,
+            stop=tuple(until),
+            **self._sampling(options),
+        )
+        return _Wanted(indices, context, given, tokens, until, params)
+
+    def _sampling(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Fields of SamplingParams, from normalised generation options and the model's generation config."""
+        asked = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
+        if asked.get("num_beams") in (None, 1):
+            asked.pop("num_beams", None)
+        if unknown := sorted(asked.keys() - _SAMPLING.keys()):
+            raise ValueError(
+                f"generation_kwargs set {unknown[0]}={asked[unknown[0]]!r}, which sessions do not have; they have "
+                f"do_sample, until, max_gen_toks and {', '.join(_SAMPLING)}: leave it out, or use --model hf"
+            )
+        config = getattr(self.model, "generation_config", None)
+        configured = {name: getattr(config, name, None) for name in _SAMPLING}
+        known = {name: value for name, value in configured.items() if value is not None}
+        fields = {**_SAMPLING, **known, **asked}
+        if not options["do_sample"]:
+            fields = {"temperature": 0.0, "repetition_penalty": fields["repetition_penalty"]}
+        return fields
+
+    def _text(self, tokens: list[int], until: list[str]) -> str:
+        """The text of a sample, as ``HFLM`` cuts it: what was thought is left out, and what follows a stop string."""
+        end = self.think_end_token
+        if isinstance(end, int) and end in tokens:
+            tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
+        text = self.tok_decode(tokens)
+        if isinstance(end, int):
+            text = text.lstrip()
+        cut: str = postprocess_generated_text(text, until, end if isinstance(end, str) else None)
+        return cut
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _bar(self, total: int, what: str, disable: bool) -> Any:
+        return tqdm(total=total, disable=disable or self.rank != 0, desc=f"Running {what} requests")
+
+
+def _in_calls(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
+    """Requests in the order of their tokens, cut into calls of some ``TOKENS_PER_CALL`` distinct tokens."""
+    part, distinct, before = list[_Scored](), 0, np.empty(0, np.int64)
+    for one in scored:
+        tokens = np.array([*one.context, *one.continuation])
+        length = min(len(tokens), len(before))
+        differ = np.flatnonzero(tokens[:length] != before[:length])
+        distinct += len(tokens) - (int(differ[0]) if len(differ) else length)
+        if part and distinct > TOKENS_PER_CALL:
+            yield part
+            part, distinct = [], len(tokens)
+        part.append(one)
+        before = tokens
+    if part:
+        yield part
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
