@@ -262,7 +262,7 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
         const float sum = lanes_sum<4, 32>(s.sum[i]), weight = lanes_sum<4, 32>(s.weight[i]);
         const int row = 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
-        const float lse = sum > 0.f ? (s.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        const float lse = sum > 0.f ? (s.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
         const long long at =
             finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + lane / 4;

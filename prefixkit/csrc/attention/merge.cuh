@@ -66,7 +66,7 @@ DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const floa
 // Writes a head; `column(j)` is where this lane's vector j begins, and one lane `writes` the log-sum-exp.
 template <int VECTORS, class Column>
 DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, bool writes, Column column) {
-    float lse = f.total > 0.f ? f.top + LN2 * log2_fast(f.total) : MINUS_INFINITY;
+    float lse = f.total > 0.f ? f.top + LN2 * log2_rounded(f.total) : MINUS_INFINITY;
     const float factor = (f.total > 0.f ? reciprocal(f.total) : 0.f) * finish_sum(lse, head, a.sinks);
     const long long at = (long long)row * a.heads + head;
 #pragma unroll

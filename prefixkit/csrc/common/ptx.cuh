@@ -130,6 +130,8 @@ DEVICE u32 pack_rounded(float low, float high) {
     return PREFIXKIT_HALF ? pack(low, high) : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// Within a unit in the last place, where the other errs by up to 2^-22: for log-sum-exps, once a row.
+DEVICE float log2_rounded(float x) { return log2f(x); }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // a / b for 0 <= a < 8192 and 0 < b < 1024, in a few instructions.

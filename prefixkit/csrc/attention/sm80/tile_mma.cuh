@@ -202,7 +202,7 @@ DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
             const int row = stripe_row(s, half);
             if (row >= item.rows()) continue;
             const TileRow of(a, item.head(), item.row0() + row);
-            const float lse = sum > 0.f ? (w.top[s][half] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+            const float lse = sum > 0.f ? (w.top[s][half] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
             float factor = sum > 0.f ? 1.f / sum : 0.f;
             const long long at = finish_row(a, item.q_begin, item.partial, of, lse, factor, column == 0) * D + column;
 #pragma unroll

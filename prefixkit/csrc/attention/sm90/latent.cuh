@@ -117,7 +117,7 @@ DEVICE void finish_scores(const Attention& a, const LatentShared& s, const TileI
         const float weight = lanes_sum<1, 4>(w.weight[i]), sum = lanes_sum<1, 4>(w.sum[i]);
         const int row = row0 + 8 * i;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
-        const float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        const float lse = sum > 0.f ? (w.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         const bool writes = row < item.rows && (threadIdx.x & 3) == 0;
         finish_row(a, item.q_begin, item.partial, TileRow(a, item.head, min(row, item.rows - 1)), lse, factor, writes);
         if ((threadIdx.x & 3) == 0) store_shared1(s.factor + 4 * row, factor);

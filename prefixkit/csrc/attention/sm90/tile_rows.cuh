@@ -107,7 +107,7 @@ DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, 
         const float weight = w.rest[i] + w.weight[2 * i], sum = lanes_sum<1, 4>(w.sum[i]);
         const int row = row0 + 8 * i;
         factor[i] = weight > 0.f ? reciprocal(weight) : 0.f;
-        const float lse = sum > 0.f ? (w.base[i] + log2_fast(sum)) * LN2 : MINUS_INFINITY;
+        const float lse = sum > 0.f ? (w.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         const bool writes = row < item.rows && (threadIdx.x & 3) == 0;
         at[i] = V_DIM * finish_row(a, item.q_begin, item.partial, TileRow(a, item.head, row), lse, factor[i], writes);
     }

@@ -116,6 +116,7 @@ DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
 DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
+DEVICE float log2_rounded(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1.f / x; }
 DEVICE int divide_small(int a, int b) { return a / b; }
 
