@@ -220,8 +220,8 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         bool visible = token >= low && token < high;
         if (flags & CLIPPED) visible = visible && position < s.end[i & 1];
         const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
-        x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position,
-                        a.words);
+        x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1],
+                        c.position + lane / 4, 8 * (i / 2), a.words);
         if (Variant::HAS_MASK && (flags & MASKED))
             visible = visible && Variant::mask(s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
         if (!visible) x[i] = MINUS_INFINITY;

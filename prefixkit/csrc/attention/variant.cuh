@@ -13,7 +13,10 @@ struct Variant {
     static constexpr bool DECIDES = false;  // masks may be known for whole blocks
     static constexpr bool ADDS = false;  // scores are changed, by nothing but what is added to them
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
-    static DEVICE float score(float score, int b, int h, int q_idx, int kv_idx, const int* words) { return score; }
+    // A key's position is kv_base + kv_offset, of which kernels that unroll their loops know the second part.
+    static DEVICE float score(float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words) {
+        return score;
+    }
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
     // What the masks say of all these queries and keys.
     static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) { return {true, true}; }
@@ -31,10 +34,10 @@ constexpr int MASKED = 32;
 constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
 
 // From q . k to the exponent of 2.  `sequence` counts where the variant reads it.
-DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, int head, int q_position, int kv_position,
-                      const int* words) {
+DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, int head, int q_position, int kv_base,
+                      int kv_offset, const int* words) {
     if constexpr (!Variant::HAS_SCORE) return dot * scale_log2;
-    return Variant::score(dot * scale, sequence, head, q_position, kv_position, words) * LOG2E;
+    return Variant::score(dot * scale, sequence, head, q_position, kv_base, kv_offset, words) * LOG2E;
 }
 
 // Adds the head's sink to a finished log-sum-exp; returns the factor for the output, which is a mean: of a variant that

@@ -19,7 +19,8 @@ template <class V> static void apply(const Block& a) {
         for (int h = 0; h < a.sizes[1]; ++h)
             for (int i = 0; i < a.sizes[2]; ++i)
                 for (int j = 0; j < a.sizes[3]; ++j, ++at) {
-                    a.scores[at] = V::score(a.scores[at], b, h, int(a.q[i]), int(a.kv[j]), a.words);
+                    const int kv = int(a.kv[j]), offset = j % 4 * 8;  // in two parts, as kernels have it
+                    a.scores[at] = V::score(a.scores[at], b, h, int(a.q[i]), kv - offset, offset, a.words);
                     a.shown[at] = V::mask(b, h, int(a.q[i]), int(a.kv[j]), a.words);
                 }
 }

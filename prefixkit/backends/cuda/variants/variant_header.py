@@ -22,6 +22,8 @@ HEADER = "variant_body.cuh"
 # Positions, sequence numbers, heads and numbers are below 2**28, or numbers take 64 bits: sums of eight fit 32 bits.
 _POSITION_BITS = 28
 _ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words"
+# A key's position comes in two parts, of which kernels know the second when they are compiled.
+_SCORE_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words"
 _NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
 _ELEMENTS = {
     torch.float32: "float",
@@ -80,11 +82,12 @@ def header(variant: Variant) -> str | None:
         for i, (mod, places) in enumerate(of_masks)
         if mod.expression is not None and (text := range_function(f"range{i}", mod.expression, places.scalars))
     }
-    given = ", ".join(("score", *ARGUMENTS[1:], "words"))
     if variant.approximate:
         scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
-    changed = "".join(f"        score = score{i}({given});\n" for i in range(len(scores)))
+    changed = "".join(
+        f"        score = score{i}(score, b, h, q_idx, kv_base, kv_offset, words);\n" for i in range(len(scores))
+    )
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
     each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
     decided = " & ".join(each) or ANYTHING
@@ -102,7 +105,7 @@ struct Variant {{
     static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
     static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
     static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
-{"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_ARGUMENTS}) {{
+{"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_SCORE_ARGUMENTS}) {{
 {changed}        return score;
     }}
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
@@ -118,18 +121,34 @@ struct Variant {{
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in C++: its variable, its type, and for integers the bits of its largest magnitude."""
+    """A value in C++: its variable, its type, and for integers the bits of its largest magnitude.
+
+    ``slope``: of integers that are ``base + slope * kv_offset``.
+    """
 
     text: str
     type: Type
     bits: int = 0
     positive: bool = False  # or 0, as positions and heads are
+    base: str = ""
+    slope: int = 0
 
     @property
     def declared(self) -> str:
         if self.type is not Type.INT:
             return str(self.type.value)
         return "long long" if self.bits > 31 else "int"
+
+    @property
+    def as_float(self) -> str:
+        """Where the offset is known to the compiler, one conversion serves all keys of a KV tile: they take as long as
+        eight multiplications.  Below 2^24 it is exact either way.
+        """
+        if self.type is Type.FLOAT:
+            return self.text
+        if not self.slope:
+            return f"float({self.text})"
+        return f"(float({self.base}) + {float(self.slope)}f * float(kv_offset))"
 
 
 @dataclass(frozen=True)
@@ -152,13 +171,35 @@ def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
     """One traced function."""
     expression = mod.expression
     assert expression is not None
-    values, lines = list[_Value](), list[str]()
+    of_scores, values, lines = result == "float", list[_Value](), list[str]()
+    if of_scores:
+        lines.append("        const int kv_idx = kv_base + kv_offset;\n")
     for number, node in enumerate(expression.nodes):
-        value = _value(expression, node, [values[arg] for arg in node.args], places.scalars, places.tensors)
+        args = [values[arg] for arg in node.args]
+        value = _value(expression, node, args, places.scalars, places.tensors)
         lines.append(f"        const {value.declared} x{number} = {value.text};\n")
+        if of_scores and (slope := _slope(node, args)) and value.bits <= 31:
+            bases = [replace(arg, text=arg.base if arg.slope else arg.text) for arg in args]
+            base = _value(expression, node, bases, places.scalars, places.tensors).text if args else "kv_base"
+            lines.append(f"        const int y{number} = {base};\n")
+            value = replace(value, base=f"y{number}", slope=slope)
         values.append(replace(value, text=f"x{number}"))
+    given = _SCORE_ARGUMENTS if of_scores else _ARGUMENTS
     body = "".join(lines)
-    return f"    static DEVICE {result} {name}({_ARGUMENTS}) {{\n{body}        return {values[-1].text};\n    }}\n"
+    return f"    static DEVICE {result} {name}({given}) {{\n{body}        return {values[-1].text};\n    }}\n"
+
+
+def _slope(node: Node, args: list[_Value]) -> int:
+    """How much an integer grows with a key's position, where that is the same everywhere; 0 where it is not known."""
+    if node.type is not Type.INT:
+        return 0
+    if node.op == "argument":
+        return int(ARGUMENTS[node.slot] == "kv_idx")
+    if node.op == "neg":
+        return -args[0].slope
+    if node.op in ("add", "sub"):
+        return args[0].slope + (args[1].slope if node.op == "add" else -args[1].slope)
+    return 0
 
 
 def _value(
@@ -240,7 +281,10 @@ def _operation(node: Node, args: list[_Value]) -> _Value:
     if op in _INFIX:
         if kind is Type.INT:
             bits = min(grown.get(op, bits), 63)
-        operands = [_wide(arg, bits) if kind is Type.INT else arg.text for arg in args]
+        if kind is Type.INT:
+            operands = [_wide(arg, bits) for arg in args]
+        else:
+            operands = [arg.as_float if kind is Type.FLOAT else arg.text for arg in args]
         positive = op in ("add", "mul", "and", "or") and all(arg.positive for arg in args)
         return _Value(f"{operands[0]} {_INFIX[op]} {operands[1]}", kind, bits, positive)
     texts = [arg.text for arg in args]
@@ -266,13 +310,11 @@ def _operation(node: Node, args: list[_Value]) -> _Value:
         return _Value(f"{texts[0]} / {texts[1]}", kind)
     if op in ("floordiv", "mod"):
         return _Value(f"float_{op}({texts[0]}, {texts[1]})", kind)
-    floats = ", ".join(
-        text if arg.type is Type.FLOAT else f"float({text})" for arg, text in zip(args, texts, strict=True)
-    )
+    floats = ", ".join(arg.as_float for arg in args)
     return _Value(f"{_OF_FLOATS[op]}({floats})", kind)
 
 
 def _cast(value: _Value, kind: Type) -> str:
     if kind is Type.BOOL:
         return f"{value.text} != 0"
-    return f"(long long){value.text}" if kind is Type.INT else f"float({value.text})"
+    return f"(long long){value.text}" if kind is Type.INT else value.as_float

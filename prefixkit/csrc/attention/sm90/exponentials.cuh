@@ -24,8 +24,8 @@ struct ScoredRows {
         }
     }
     // The score of a row, natural, from q . k.
-    DEVICE float changed(const Attention& a, float dot, int row, int kv_position) const {
-        return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_position, a.words);
+    DEVICE float changed(const Attention& a, float dot, int row, int kv_base, int kv_offset) const {
+        return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words);
     }
     DEVICE bool shown(const Attention& a, int row, int kv_position) const {
         return Variant::mask(sequence[row], head[row], position[row], kv_position, a.words);
@@ -47,7 +47,7 @@ template <class State> DEVICE bool exponentials(
         const ScoredRows rows(a, item, row0);
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
-            w.s[i] = rows.changed(a, w.s[i], i >> 1 & 1, position + token_of(i)) * LOG2E;
+            w.s[i] = rows.changed(a, w.s[i], i >> 1 & 1, position, token_of(i)) * LOG2E;
     } else {
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;

@@ -52,7 +52,7 @@ DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const 
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
-            w.s[i] = exp2_fast(rows.changed(a, w.s[i], i >> 1 & 1, position + token_of(i)) * LOG2E - w.base[i >> 1 & 1]);
+            w.s[i] = exp2_fast(rows.changed(a, w.s[i], i >> 1 & 1, position, token_of(i)) * LOG2E - w.base[i >> 1 & 1]);
     } else {
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
