@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "prefixkit"
 # Tables of the whole process.  Each entry is made once, or by one operation of a dict, so threads need no lock beside
 # those that the modules have.
 TABLES = {
-    ("attention/variants/variant.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
-    ("attention/variants/variant.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
+    ("attention/variants/registry.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
+    ("attention/variants/registry.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
     ("ops/backend.py", "_registered"): "backends register themselves when they are imported",
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
     ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",

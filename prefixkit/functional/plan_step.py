@@ -111,7 +111,7 @@ def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
     k_pages, v_pages = attention.pool.pages(0)
     _, page_size, kv_heads, head_dim = k_pages.shape
     shape = [attention.num_qo_heads, kv_heads, head_dim, v_pages.shape[3]]
-    return plan_under_mask(step.plan, step.positions, shape, page_size, attention.key)
+    return plan_under_mask(step.plan, step.positions, shape, page_size, attention.keys[0])
 
 
 def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Queries:
@@ -133,4 +133,5 @@ def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Que
 def _build(
     attention: TreeAttention, batch: StepTree, tokens: NDArray[np.integer], last_rows: NDArray[np.int64]
 ) -> Step:
-    return build_step(batch, tokens, last_rows, attention.planner, attention.pool.spec.device)
+    counts = (1,) * len(attention.planners)
+    return build_step(batch, tokens, last_rows, attention.planners, attention.pool.spec.device, counts)

@@ -1,0 +1,156 @@
+"""StreamingLLM in the op by itself: attention at positions in the cache, against a cache that is rotated anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import prefixkit
+from prefixkit import variants
+from prefixkit.attention.reference import reference_attention
+from prefixkit.attention.variants import BadVariant, Variant, compose
+from tests.functional.own_model import DIM, HEADS, KV_HEADS, VOCAB, Errors, pool_of, torch_attention
+from tests.functional.test_transforms import rotate
+
+ROTARY = prefixkit.variant(query=rotate, key=rotate)
+
+
+def streaming(sinks: int, window: int) -> Variant:
+    return compose(variants.streaming_llm(sinks, window), ROTARY)
+
+
+class Texts:
+    """Random numbers of each token of sequences, and what a cache that is rotated anew at each step makes of them."""
+
+    def __init__(self, rng: np.random.Generator, sinks: int, window: int, dtype: torch.dtype) -> None:
+        self.rng, self.sinks, self.window, self.dtype = rng, sinks, window, dtype
+        self.kv: dict[int, dict[int, Tensor]] = {}  # by sequence and position: [2, KV_HEADS, DIM]
+
+    def numbers(self, rows: int, heads: int) -> Tensor:
+        return torch.from_numpy(self.rng.standard_normal((rows, heads, DIM), dtype=np.float32)).to(self.dtype)
+
+    def rerotated(self, kv: dict[int, Tensor], position: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention as the paper has it, in float64: keys of the cache at positions 0, 1, 2, ..., the query last.
+
+        Returns out, lse, and out of torch's attention in the numbers' own dtype, in which models rotate.
+        """
+        held = [at for at in range(position + 1) if at < self.sinks or position - at < self.window]
+        k, v = torch.stack([kv[at] for at in held], 1).repeat_interleave(HEADS // KV_HEADS, 2)
+        cached = torch.arange(len(held))
+        wide = rotate(q[None].double(), cached[-1:])[0], rotate(k.double(), cached)
+        score = torch.einsum("hd,nhd->hn", *wide) / DIM**0.5
+        exact = torch.einsum("hn,nhd->hd", score.softmax(-1), v.double())
+        own = rotate(q[None], cached[-1:])[0], rotate(k, cached).transpose(0, 1), v.transpose(0, 1)
+        return exact, score.logsumexp(-1), torch_attention(*own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sinks", "window", "page_size"), [(4, 16, 4), (1, 1, 1), (3, 9, 16), (5, 40, 8), (20, 7, 4)])
+def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
+    sinks: int, window: int, page_size: int, dtype: torch.dtype
+) -> None:
+    """Prompts that share more than a window, others shorter than the sinks; samples that fork, grow and end, while what
+    they no longer see is released.
+    """
+    errors = Errors()
+    for seed in range(2):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        texts, pool = Texts(rng, sinks, window, dtype), pool_of(dtype, page_size)
+        attention = prefixkit.TreeAttention(pool, HEADS, streaming(sinks, window))
+        shared = rng.integers(0, VOCAB, 50)
+        prompts = [np.append(shared, 1), np.append(shared, rng.integers(0, VOCAB, 9)), [7], shared[:2]]
+        tree, samples = prefixkit.tree_from_tokens(pool, prompts)
+        kv: dict[int, dict[int, Tensor]] = {}
+        for turn in range(40):
+            step = prefixkit.plan(attention, tree, samples)
+            q, *new = (texts.numbers(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+            prefixkit.append(step, 0, *new)
+            out, lse = prefixkit.attend(step, 0, q)
+            remember(kv, samples, step, new)
+            prefixkit.commit(step)
+            for sample, row in zip(samples, step.last_rows.tolist(), strict=True):
+                *exact, theirs = texts.rerotated(kv[sample.id], sample.length - 1, q[row])
+                errors.add_numbers((out[row], lse[row]), (exact[0], exact[1]), theirs)
+            if turn == 10:
+                for fork in tree.fork(samples[1], 2):
+                    kv[fork.id] = dict(kv[samples[1].id])
+                    samples.append(fork)
+            if turn == 20:
+                tree.release(samples.pop(0))
+            tree.extend_each(samples, rng.integers(0, VOCAB, len(samples)))
+            if turn % 5 == 0:
+                prefixkit.release_unseen(attention, tree, samples)
+    errors.check(lse=1e-5 if dtype == torch.float32 else 0.05)
+
+
+def remember(kv: dict[int, dict[int, Tensor]], samples: list[Any], step: Any, new: list[Tensor]) -> None:
+    """K and V of a step's rows, for all sequences that hold them."""
+    nodes = {node: begin for node, begin in zip(step.nodes, np.cumsum([0, *_rows(step)]).tolist(), strict=False)}
+    runs = step.step.plans[0].tree.queries
+    begins = dict(zip(step.nodes, runs.begin.tolist(), strict=True))
+    ends = dict(zip(step.nodes, runs.end.tolist(), strict=True))
+    for sample in samples:
+        own = kv.setdefault(sample.id, {})
+        for node in sample.path():
+            if node in nodes:
+                for at in range(begins[node], ends[node]):
+                    row = nodes[node] + at - begins[node]
+                    own.setdefault(node.start + at, torch.stack([of[row] for of in new]))
+
+
+def _rows(step: Any) -> list[int]:
+    runs = step.step.plans[0].tree.queries
+    return (runs.end - runs.begin).tolist()
+
+
+def test_every_row_of_a_step_is_that_of_the_oracle() -> None:
+    """Inner rows too, under a bias by distance, which is the distance in the cache."""
+    nearer = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score - 0.05 * (q_idx - kv_idx))
+    for seed in range(6):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        sinks, window = int(rng.integers(1, 12)), int(rng.integers(1, 20))
+        variant = compose(streaming(sinks, window), nearer)
+        texts, pool, plain = (
+            Texts(rng, sinks, window, torch.float32),
+            pool_of(torch.float32, 4),
+            pool_of(torch.float32, 4),
+        )
+        attention, raw = prefixkit.TreeAttention(pool, HEADS, variant), prefixkit.TreeAttention(plain, HEADS)
+        prefix = rng.integers(0, VOCAB, int(rng.integers(1, 30)))
+        prompts = [np.append(prefix, rng.integers(0, VOCAB, int(rng.integers(1, 30)))) for _ in range(4)]
+        tree, samples = prefixkit.tree_from_tokens(pool, prompts)
+        step = prefixkit.plan(attention, tree, samples)
+        q, *kv = (texts.numbers(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        for each in (step, prefixkit.plan(raw, tree, samples)):
+            prefixkit.append(each, 0, *kv)
+        out, lse = prefixkit.attend(step, 0, q)
+        batch = step.step.plans[0].tree
+        where = batch.snapshot, batch.queries.row_node(), batch.positions
+        exact = reference_attention(*where, q, *plain.pages(0), DIM**-0.5, variant)
+        torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=3e-6)
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
+
+
+def test_a_bias_by_distance_needs_no_rotation() -> None:
+    """As the paper has it for ALiBi: distances to the sinks are those in the cache."""
+    assert not compose(variants.streaming_llm(2, 4), variants.alibi([1.0])).transforms
+
+
+@pytest.mark.parametrize(
+    "other", [variants.document(torch.zeros(4, dtype=torch.int64)), variants.sigmoid(), variants.streaming_llm(4, 8)]
+)
+def test_what_cannot_stand_beside_positions_in_the_cache_is_refused(other: Variant) -> None:
+    with pytest.raises(BadVariant, match="moves positions together"):
+        compose(variants.streaming_llm(4, 16), other)
+
+
+@pytest.mark.parametrize("arguments", [(0, 4), (4, 0), (4.0, 4)])
+def test_sizes_are_checked(arguments: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="streaming_llm: (sinks|window) must be an integer of at least 1"):
+        variants.streaming_llm(*arguments)
