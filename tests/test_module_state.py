@@ -18,6 +18,7 @@ TABLES = {
     ("backends/cuda/variants/variant_words.py", "_words_of"): "weak: what kernels read of a variant belongs to it",
     ("backends/cuda/variants/block_classes.py", "_functions"): "weak, likewise, for its kernels",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
+    ("models/facts.py", "_rotations"): "weak, likewise",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
     ("models/compile/made.py", "_made"): "weak, likewise",

@@ -23,7 +23,6 @@ from prefixkit.attention.variants.variant import CAUSAL, Variant
 from prefixkit.tree.snapshot import TreeSnapshot
 
 Numbers = NDArray[np.integer]
-_GROUPED = "len h dim -> len (h group) dim"
 
 
 class Exact(NamedTuple):
@@ -117,10 +116,9 @@ def attention_over(
     """``q [rows, heads, head_dim]`` against the keys in ``slots [len]``; ``causal`` hides those after a query."""
     heads, page_size, of = q.shape[1], k_pages.shape[1], variant.transforms.of
     group = heads // k_pages.shape[2]
-    k, v = (
-        repeat(of(kind, pages[slots // page_size, slots % page_size].double(), kv_positions), _GROUPED, group=group)
-        for kind, pages in (("key", k_pages), ("value", v_pages))
-    )
+    k, v = (pages[slots // page_size, slots % page_size].double() for pages in (k_pages, v_pages))
+    k, v = of("key", k, kv_positions), of("value", v, kv_positions)
+    k, v = (repeat(each, "len h dim -> len (h group) dim", group=group) for each in (k, v))
     head = torch.arange(heads, device=q.device)[:, None, None]
 
     def scores(positions: Tensor) -> Tensor:

@@ -30,18 +30,20 @@ def trimmed(tree: StepTree, unseen: Ints, until: int | None = None) -> StepTree:
     on; pages stay as they are.  Query rows lie at the ends of what is left, whatever their positions.
     """
     old, queries = tree.snapshot, tree.queries
-    most = np.iinfo(np.int32).max if until is None else np.maximum(until - old.start, 0)
-
-    def left(tokens: Ints, unseen: Ints, most: Ints | int) -> Ints:
-        return np.clip(tokens - unseen, 0, most)
-
+    far = np.full(old.num_nodes, np.iinfo(np.int32).max, np.int32)
+    most = far if until is None else np.maximum(until - old.start, 0)
     snapshot = replace(
         old,
         start=old.start + unseen,
-        length=left(old.length, unseen, most),
-        computed=left(old.computed, unseen, most),
+        length=_left(old.length, unseen, most),
+        computed=_left(old.computed, unseen, most),
         first_slot=old.first_slot + unseen,
     )
     at = queries.node
-    end = left(queries.end, unseen[at], most if until is None else most[at])
+    end = _left(queries.end, unseen[at], most[at])
     return StepTree(snapshot, Queries(at, end - (queries.end - queries.begin), end))
+
+
+def _left(tokens: Ints, unseen: Ints, most: Ints) -> Ints:
+    left: Ints = np.clip(tokens - unseen, 0, most)
+    return left

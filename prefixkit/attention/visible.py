@@ -40,7 +40,7 @@ class Visible:
         return self != ALL
 
     def begin(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The first visible position of queries at ``positions``; of one that sees nothing, a later one than its own."""
+        """The first visible position of queries at ``positions``; of one that sees nothing, later than it stands."""
         first = np.full(np.shape(positions), self.first, dtype=np.int64)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)

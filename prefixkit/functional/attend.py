@@ -142,7 +142,7 @@ class TreeStep:
 
 
 def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
-    """Write K and V of a step's tokens to the pages of a layer, before the layer attends, as the variant transforms them.
+    """Write K and V of a step's tokens, as the variant transforms them, to the pages of a layer, before it attends.
 
     Args:
         step: The step.
@@ -155,11 +155,11 @@ def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
         BadTransform: a transform makes something else.
         IndexError: the pool has no such layer.
     """
-    transforms, pages = step.attention.variant.transforms, step.attention.pool.pages(layer)
+    transforms, (k_pages, v_pages) = step.attention.variant.transforms, step.attention.pool.pages(layer)
     if transforms.key or transforms.value:
-        check_append(key, value, *pages, step.slots, "append")
+        check_append(key, value, k_pages, v_pages, step.slots, "append")
         key, value = transforms.of("key", key, step.positions), transforms.of("value", value, step.positions)
-    torch.ops.prefixkit.kv_append(key, value, *pages, step.slots)
+    torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, step.slots)
 
 
 def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

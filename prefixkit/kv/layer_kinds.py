@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from prefixkit.attention.latent_parts import LatentPart, Part
+from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL, Visible
+from prefixkit.tree.pages import pages_for
+
+# Tokens by which a sequence grows at most before pages are given back, and what then is worth a new plan.
+MOST_AHEAD, LEAST_UNSEEN = 256, 64
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class LayerKind:
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
         variant: What the user of the model adds to the layer's own attention (``patch``); None for nothing.
+        rotation: How queries turn with their position, where the variant asks for them at two; None: they do not.
     """
 
     heads: int
@@ -118,6 +125,12 @@ class LayerKind:
     biased: bool = False
     compressed: tuple[Compressed, ...] = ()
     variant: Variant | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether queries attend at positions in the cache: to a window by one plan, and to sinks by another."""
+        return self.variant is not None and self.variant.streaming is not None
 
     @property
     def read_range(self) -> Visible:
@@ -142,7 +155,11 @@ class LayerKind:
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
-        """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
+        """What plans for it must be made for: one; or one for each of the two parts of attention over latents, or for
+        the window and the sinks.
+        """
+        if self.variant is not None and self.streams:
+            return tuple(PlanKind(self.shape, part.visible, self.expands) for part in self.variant.parts)
         if not self.absorbs:
             others = self.selects is not None, self.biased, bool(self.compressed)
             return (PlanKind(self.shape, self.read_range, self.expands, *others),)
@@ -167,3 +184,37 @@ class LayerKind:
         if self.variant is not None:
             text += f", with the variant {self.variant.name}"
         return text + (f", {self.visible}" if self.visible != ALL else "")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What sequences that grow have to hold, where no layer sees the rest: other pages are given back.
+
+    Attributes:
+        sinks: So many of their first tokens.
+        window: And of their last ones.
+    """
+
+    sinks: int
+    window: int
+
+    def end(self, length: int) -> int:
+        """Behind the last position that a sequence of this length, its last token uncomputed, need not hold."""
+        return length - self.window
+
+    def most_pages(self, page_size: int) -> int:
+        """Pages that a sequence may take beside those of its prompt, whatever its length becomes."""
+        return pages_for(self.sinks, page_size) + pages_for(self.window + MOST_AHEAD + LEAST_UNSEEN, page_size) + 3
+
+
+def held_of(layers: Sequence[LayerKind]) -> Held | None:
+    """What growing sequences have to hold where layers attend at positions in the cache; None: everything, because
+    there are no such layers, or others see all.
+    """
+    streaming = [kind.variant.streaming for kind in layers if kind.variant is not None]
+    found = [one for one in streaming if one is not None]
+    others = [kind.read_range for kind in layers if not kind.streams]
+    if not found or any(seen.window is None and seen.chunk is None for seen in others):
+        return None
+    window = max([one.window for one in found] + [max(seen.window or 0, seen.chunk or 0) for seen in others])
+    return Held(max(one.sinks for one in found), window)

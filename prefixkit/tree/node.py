@@ -38,7 +38,7 @@ class Node:
     Attributes:
         id: unique within the tree, never reused.
         parent: None for the root, and for a node that has left the tree.
-        branches: children by their :attr:`key`, in order of arrival.  Siblings may begin with the same token (forks do);
+        branches: children by :attr:`key`, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
         next_in_page: the node that holds the next slots after this node's end in its last page; None while they are
             free.
@@ -315,7 +315,8 @@ class Node:
         self.checkpoints = {at - count: slot for at, slot in self.checkpoints.items() if at > count}
         self.content = next(_contents)
         if self.previous_in_page is not None:
-            self.previous_in_page.next_in_page = self.previous_in_page = None
+            self.previous_in_page.next_in_page = None
+            self.previous_in_page = None
         parent.adopt(self)
         return pages
 

@@ -90,22 +90,14 @@ def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
 
 def remember(kv: dict[int, dict[int, Tensor]], samples: list[Any], step: Any, new: list[Tensor]) -> None:
     """K and V of a step's rows, for all sequences that hold them."""
-    nodes = {node: begin for node, begin in zip(step.nodes, np.cumsum([0, *_rows(step)]).tolist(), strict=False)}
     runs = step.step.plans[0].tree.queries
-    begins = dict(zip(step.nodes, runs.begin.tolist(), strict=True))
-    ends = dict(zip(step.nodes, runs.end.tolist(), strict=True))
+    rows = np.cumsum(runs.end - runs.begin) - runs.end  # of each node, the row of its token 0
     for sample in samples:
         own = kv.setdefault(sample.id, {})
-        for node in sample.path():
-            if node in nodes:
-                for at in range(begins[node], ends[node]):
-                    row = nodes[node] + at - begins[node]
-                    own.setdefault(node.start + at, torch.stack([of[row] for of in new]))
-
-
-def _rows(step: Any) -> list[int]:
-    runs = step.step.plans[0].tree.queries
-    return (runs.end - runs.begin).tolist()
+        for node in (node for node in sample.path() if node in step.nodes):
+            run = step.nodes.index(node)
+            for at in range(runs.begin[run], runs.end[run]):
+                own.setdefault(node.start + at, torch.stack([of[rows[run] + at] for of in new]))
 
 
 def test_every_row_of_a_step_is_that_of_the_oracle() -> None:
@@ -152,5 +144,5 @@ def test_what_cannot_stand_beside_positions_in_the_cache_is_refused(other: Varia
 
 @pytest.mark.parametrize("arguments", [(0, 4), (4, 0), (4.0, 4)])
 def test_sizes_are_checked(arguments: tuple[Any, Any]) -> None:
-    with pytest.raises(ValueError, match="streaming_llm: (sinks|window) must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"streaming_llm: (sinks|window) must be an integer of at least 1"):
         variants.streaming_llm(*arguments)

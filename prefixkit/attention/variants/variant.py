@@ -16,7 +16,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -106,13 +106,17 @@ class Variant:
         flags = self.has_sinks, self.looks_ahead, self.approximate, self.sums
         return len(self.score_mods), self.window, self.chunk, *flags, *astuple(self.cut), *streaming
 
-    @cached_property
+    @property
     def parts(self) -> tuple[Variant, ...]:
         """What ops compute of it, which knows scores alone: itself without transforms; of a streaming one, attention to
-        the window, and then that to the sinks.
+        the window, and then that to the sinks.  They live as long as it does.
         """
+        return self._parts if self.transforms or self.streaming is not None else (self,)
+
+    @cached_property
+    def _parts(self) -> tuple[Variant, ...]:
         if self.streaming is None:
-            return (replace(self, transforms=Transforms()) if self.transforms else self,)
+            return (replace(self, transforms=Transforms()),)
         first, last = self.streaming.sinks, self.streaming.last
         scores = replace(self, transforms=Transforms(), streaming=None, cut=Visible(first=first))
         return scores, replace(scores, mask_mods=(), window=None, has_sinks=False, cut=Visible(until=first, last=last))
@@ -334,6 +338,7 @@ def compose(*variants: Variant) -> Variant:
         approximate=any(part.approximate for part in parts),
         sums=any(part.sums for part in parts),
         serials=tuple(serial for part in parts for serial in part.serials),
+        cut=reduce(Visible.within, (part.cut for part in parts)),
         transforms=sum((part.transforms for part in parts), Transforms()),
         streaming=streaming[0].streaming if streaming else None,
     )
