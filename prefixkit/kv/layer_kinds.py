@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,10 +11,6 @@ from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL, Visible
-from prefixkit.tree.pages import pages_for
-
-# Tokens by which a sequence grows at most before pages are given back, and what then is worth a new plan.
-MOST_AHEAD, LEAST_UNSEEN = 256, 64
 
 
 @dataclass(frozen=True)
@@ -184,37 +179,3 @@ class LayerKind:
         if self.variant is not None:
             text += f", with the variant {self.variant.name}"
         return text + (f", {self.visible}" if self.visible != ALL else "")
-
-
-@dataclass(frozen=True)
-class Held:
-    """What sequences that grow have to hold, where no layer sees the rest: other pages are given back.
-
-    Attributes:
-        sinks: So many of their first tokens.
-        window: And of their last ones.
-    """
-
-    sinks: int
-    window: int
-
-    def end(self, length: int) -> int:
-        """Behind the last position that a sequence of this length, its last token uncomputed, need not hold."""
-        return length - self.window
-
-    def most_pages(self, page_size: int) -> int:
-        """Pages that a sequence may take beside those of its prompt, whatever its length becomes."""
-        return pages_for(self.sinks, page_size) + pages_for(self.window + MOST_AHEAD + LEAST_UNSEEN, page_size) + 3
-
-
-def held_of(layers: Sequence[LayerKind]) -> Held | None:
-    """What growing sequences have to hold where layers attend at positions in the cache; None: everything, because
-    there are no such layers, or others see all.
-    """
-    streaming = [kind.variant.streaming for kind in layers if kind.variant is not None]
-    found = [one for one in streaming if one is not None]
-    others = [kind.read_range for kind in layers if not kind.streams]
-    if not found or any(seen.window is None and seen.chunk is None for seen in others):
-        return None
-    window = max([one.window for one in found] + [max(seen.window or 0, seen.chunk or 0) for seen in others])
-    return Held(max(one.sinks for one in found), window)

@@ -24,8 +24,9 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.spans import LooksAhead
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL
+from prefixkit.kv.held import Held, held_of
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.kv.layer_kinds import CachedTensor, Held, LayerKind, PlanKind, held_of
+from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, layer_number, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
