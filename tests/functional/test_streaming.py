@@ -28,7 +28,6 @@ class Texts:
 
     def __init__(self, rng: np.random.Generator, sinks: int, window: int, dtype: torch.dtype) -> None:
         self.rng, self.sinks, self.window, self.dtype = rng, sinks, window, dtype
-        self.kv: dict[int, dict[int, Tensor]] = {}  # by sequence and position: [2, KV_HEADS, DIM]
 
     def numbers(self, rows: int, heads: int) -> Tensor:
         return torch.from_numpy(self.rng.standard_normal((rows, heads, DIM), dtype=np.float32)).to(self.dtype)
@@ -48,43 +47,47 @@ class Texts:
         return exact, score.logsumexp(-1), torch_attention(*own)
 
 
+def grow(rng: np.random.Generator, texts: Texts, page_size: int, errors: Errors, device: str = "cpu") -> None:
+    """Prompts that share more than a window, others shorter than the sinks; samples that fork, grow and end, while what
+    they no longer see is released.
+    """
+    pool = pool_of(texts.dtype, page_size, device=device)
+    attention = prefixkit.TreeAttention(pool, HEADS, streaming(texts.sinks, texts.window))
+    shared = rng.integers(0, VOCAB, 50)
+    prompts = [np.append(shared, 1), np.append(shared, rng.integers(0, VOCAB, 9)), [7], shared[:2]]
+    tree, samples = prefixkit.tree_from_tokens(pool, prompts)
+    kv: dict[int, dict[int, Tensor]] = {}
+    for turn in range(40):
+        step = prefixkit.plan(attention, tree, samples)
+        q, *new = (texts.numbers(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        prefixkit.append(step, 0, *(of.to(device) for of in new))
+        out, lse = (of.cpu() for of in prefixkit.attend(step, 0, q.to(device)))
+        remember(kv, samples, step, new)
+        prefixkit.commit(step)
+        for sample, row in zip(samples, step.last_rows.tolist(), strict=True):
+            *exact, theirs = texts.rerotated(kv[sample.id], sample.length - 1, q[row])
+            errors.add_numbers((out[row], lse[row]), (exact[0], exact[1]), theirs)
+        if turn == 10:
+            for fork in tree.fork(samples[1], 2):
+                kv[fork.id] = dict(kv[samples[1].id])
+                samples.append(fork)
+        if turn == 20:
+            tree.release(samples.pop(0))
+        tree.extend_each(samples, rng.integers(0, VOCAB, len(samples)))
+        if turn % 5 == 0:
+            prefixkit.release_unseen(attention, tree, samples)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("sinks", "window", "page_size"), [(4, 16, 4), (1, 1, 1), (3, 9, 16), (5, 40, 8), (20, 7, 4)])
 def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
     sinks: int, window: int, page_size: int, dtype: torch.dtype
 ) -> None:
-    """Prompts that share more than a window, others shorter than the sinks; samples that fork, grow and end, while what
-    they no longer see is released.
-    """
     errors = Errors()
     for seed in range(2):
         print("seed", seed)
         rng = np.random.default_rng(seed)
-        texts, pool = Texts(rng, sinks, window, dtype), pool_of(dtype, page_size)
-        attention = prefixkit.TreeAttention(pool, HEADS, streaming(sinks, window))
-        shared = rng.integers(0, VOCAB, 50)
-        prompts = [np.append(shared, 1), np.append(shared, rng.integers(0, VOCAB, 9)), [7], shared[:2]]
-        tree, samples = prefixkit.tree_from_tokens(pool, prompts)
-        kv: dict[int, dict[int, Tensor]] = {}
-        for turn in range(40):
-            step = prefixkit.plan(attention, tree, samples)
-            q, *new = (texts.numbers(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
-            prefixkit.append(step, 0, *new)
-            out, lse = prefixkit.attend(step, 0, q)
-            remember(kv, samples, step, new)
-            prefixkit.commit(step)
-            for sample, row in zip(samples, step.last_rows.tolist(), strict=True):
-                *exact, theirs = texts.rerotated(kv[sample.id], sample.length - 1, q[row])
-                errors.add_numbers((out[row], lse[row]), (exact[0], exact[1]), theirs)
-            if turn == 10:
-                for fork in tree.fork(samples[1], 2):
-                    kv[fork.id] = dict(kv[samples[1].id])
-                    samples.append(fork)
-            if turn == 20:
-                tree.release(samples.pop(0))
-            tree.extend_each(samples, rng.integers(0, VOCAB, len(samples)))
-            if turn % 5 == 0:
-                prefixkit.release_unseen(attention, tree, samples)
+        grow(rng, Texts(rng, sinks, window, dtype), page_size, errors)
     errors.check(lse=1e-5 if dtype == torch.float32 else 0.05)
 
 
@@ -129,9 +132,19 @@ def test_every_row_of_a_step_is_that_of_the_oracle() -> None:
         torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
 
 
-def test_a_bias_by_distance_needs_no_rotation() -> None:
-    """As the paper has it for ALiBi: distances to the sinks are those in the cache."""
-    assert not compose(variants.streaming_llm(2, 4), variants.alibi([1.0])).transforms
+def test_pages_are_given_back_of_what_has_a_window_alone() -> None:
+    pool = pool_of(torch.float32, 4)
+    windowed, whole = (prefixkit.TreeAttention(pool, HEADS, *of) for of in ((variants.sliding_window(5),), ()))
+    tree, samples = prefixkit.tree_from_tokens(pool, [range(40)])
+    with pytest.raises(ValueError, match="under variant 'causal' later queries may see all tokens"):
+        prefixkit.release_unseen(whole, tree, samples)
+    assert prefixkit.release_unseen(windowed, tree, samples) == 0, "nothing has KV"
+    step = prefixkit.plan(windowed, tree, samples)
+    prefixkit.commit(step)
+    assert prefixkit.release_unseen(windowed, tree, samples) == 8 and samples[0].length == 40
+    tree.release(samples[0])
+    with pytest.raises(ValueError, match="has been released"):
+        prefixkit.release_unseen(windowed, tree, samples)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def token_by_token(
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(_identity)
     with torch.no_grad():
-        rows = [other(torch.tensor([[token]]), use_cache=False).logits[0, 0] for token in tokens]
+        rows = [other(torch.tensor([[token]], device=other.device), use_cache=False).logits[0, 0] for token in tokens]
     return torch.stack(rows)
 
 
@@ -70,7 +70,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     cache: RotatingCache = module.__dict__[NAME]
     k, v = cache.take(key[0], value[0])
-    at = torch.arange(k.shape[1])
+    at = torch.arange(k.shape[1], device=k.device)
     q = query[0]
     if cache.rotate is not None:
         k, q = cache.rotate(k, at), cache.rotate(q, at[-1:])

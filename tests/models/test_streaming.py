@@ -22,7 +22,7 @@ def rotary(base: float, dims: int, interleaved: bool = False, scale: float = 1.0
     frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        angle = positions[:, None] * frequencies
+        angle = positions[:, None] * frequencies.to(x.device)
         cos, sin = angle.cos(), angle.sin()
         turning, still = x[..., :dims].double(), x[..., dims:]
         first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
