@@ -1,7 +1,8 @@
 """StreamingLLM on one GPU: attention at positions in the cache, beside caches whose keys are rotated at each token.
 
-    python -m benchmarks.streaming [--parts attention,memory] [--batches 1,32] [--tokens 100000] [--out FILE]
-    python -m benchmarks.streaming --tiny --device cpu       all of it in seconds, for its own sake; times mean nothing
+    python -m benchmarks.streaming --parts attention,memory [--batches 1,32] [--tokens 100000] [--out FILE]
+    python -m benchmarks.streaming --parts model --device cpu --out FILE    the demo's model, from the package index
+    python -m benchmarks.streaming --parts attention,memory --tiny --device cpu    in seconds; times mean nothing
 
 A layer of a 13B Llama: bfloat16, 40 heads of 128, 4 sinks and a window of 2,048 tokens.  ``attention``: a decode step
 of each batch size, as a captured graph over layers that rotate past the L2, contenders in turns, medians.  A step
@@ -19,16 +20,22 @@ rotates its query and key, writes K and V, and attends.  Rotations are compiled,
 ``memory``: sequences that grow to ``--tokens`` tokens, one layer, pages given back every 256 tokens, which are replays
 of a captured step on a GPU: tokens so far, pages in use and tokens that these hold (``held``), and microseconds of a
 step with all that the host does, medians over the first and the last tenth of the tokens.
+
+``model``: nats a token of SmolLM2-135M-Instruct, made for 8,192 positions, on a text of 12,288 tokens (sources
+of the standard library), means over each 1,024: with ``variants.streaming_llm(4, 1020)``, with the same tokens seen
+at their positions in the text (``streaming``), with a window of 1,024, and with all.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,9 +45,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import prefixkit
 from benchmarks.runner import Replay, Row, Run, arguments, failure, free_memory, in_turns, input_sets, wall_seconds
 from prefixkit import variants
+from prefixkit.evaluation.demo.model import load_demo
 from prefixkit.functional.attend import TreeStep
 
-PARTS = ["attention", "memory"]
+PARTS = ["attention", "memory", "model"]
 EVERY = 256  # tokens after which pages are given back
 
 
@@ -293,6 +301,26 @@ def _graphs(shape: Shape, attention: prefixkit.TreeAttention, tree: prefixkit.Pr
     return decode
 
 
+def model_rows(device: str, tokens: int = 12_288, window: int = 1020) -> Iterator[Row]:
+    """Of each variant, how well a text is told far behind the positions that a model was made for."""
+    model, tokenizer = load_demo()
+    model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    source = "".join(Path(str(module.__file__)).read_text() for module in (argparse, inspect))
+    text = tokenizer(source)["input_ids"][:tokens]
+    of = {
+        "streaming_llm": variants.streaming_llm(4, window),
+        "streaming": variants.streaming(4, window),
+        "window": variants.sliding_window(4 + window),
+        "all": None,
+    }
+    for name, variant in of.items():
+        began = time.perf_counter()
+        (score,) = prefixkit.score(prefixkit.patch(model, variant=variant), None, text[:1], [text[1:]])
+        nats = -np.array(score.logprobs)
+        means = [round(float(nats[at : at + 1024].mean()), 3) for at in range(0, tokens, 1024)]
+        yield {"part": "model", "variant": name, "nats": means, "seconds": round(time.perf_counter() - began, 1)}
+
+
 def options_of(given: list[str] | None) -> argparse.Namespace:
     return arguments(
         __doc__, given, parts=PARTS, batches=[1, 32], tokens=100_000, turns=3, tiny=False, device={"default": "cuda"}
@@ -312,6 +340,9 @@ def main(given: list[str] | None = None) -> Row:
         if "memory" in options.parts:
             run.add("rows", memory_row(shape, batch, options.tokens))
             free_memory()
+    if "model" in options.parts:
+        for row in model_rows(options.device):
+            run.add("rows", row)
     run.finish()
     return run.result
 

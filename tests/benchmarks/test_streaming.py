@@ -10,7 +10,19 @@ from benchmarks.streaming import EVERY, main
 
 def test_contenders_agree_and_memory_is_flat(tmp_path: Path) -> None:
     out = tmp_path / "streaming.json"
-    given = ["--tiny", "--device", "cpu", "--batches", "1,2", "--tokens", str(4 * EVERY), "--turns", "1"]
+    given = [
+        "--parts",
+        "attention,memory",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--batches",
+        "1,2",
+        "--tokens",
+        str(4 * EVERY),
+        "--turns",
+        "1",
+    ]
     main([*given, "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert [(row["part"], row["batch"]) for row in rows] == [

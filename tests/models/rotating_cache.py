@@ -61,12 +61,21 @@ def token_by_token(
 
 
 def _identity(module: nn.Module, args: Any, made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of YaRN, keys and queries keep their factor."""
     cos, sin = made
-    return torch.ones_like(cos), torch.zeros_like(sin)
+    return torch.full_like(cos, getattr(module, "attention_scaling", 1.0)), torch.zeros_like(sin)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **others: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     cache: RotatingCache = module.__dict__[NAME]
     k, v = cache.take(key[0], value[0])
@@ -76,9 +85,13 @@ def _attention(
         k, q = cache.rotate(k, at), cache.rotate(q, at[-1:])
     groups = q.shape[0] // k.shape[0]
     scores = q.double() @ k.repeat_interleave(groups, 0).transpose(1, 2).double() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if cache.slopes is not None:
         scores = scores + cache.slopes.double()[:, None, None] * (at - at[-1])
-    out = scores.softmax(-1) @ v.repeat_interleave(groups, 0).double()
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.double()[:, None, None]), -1)
+    out = scores.softmax(-1)[..., : len(at)] @ v.repeat_interleave(groups, 0).double()
     return out.to(query.dtype).transpose(0, 1)[None], None
 
 

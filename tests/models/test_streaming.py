@@ -17,10 +17,12 @@ from tests.models.rotating_cache import token_by_token
 from tests.models.test_layer_variants import LATENT
 
 
-def rotary(base: float, dims: int, interleaved: bool = False, scale: float = 1.0) -> Any:
+def rotary(base: float, dims: int, interleaved: bool = False) -> Any:
     """Rotary embedding as the paper has it, in float64."""
-    frequencies = base ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    return of_frequencies(base ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims), dims, interleaved)
 
+
+def of_frequencies(frequencies: Tensor, dims: int, interleaved: bool) -> Any:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angle = positions[:, None] * frequencies.to(x.device)
         cos, sin = angle.cos(), angle.sin()
@@ -50,6 +52,26 @@ def logits_on_tree(drive: Any, model: Any, texts: list[list[int]], variant: Any,
         run.tree.insert(text)
     run.run(budget=budget)
     return [run.logits_of(text) for text in texts]
+
+
+def measured(model: Any) -> Any:
+    """What was measured of a patched model's rotation, as the paper rotates."""
+    (rotation,) = {kind.rotation for kind in facts_of(model).layers}
+    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
+    return of_frequencies(frequencies, 2 * len(frequencies), rotation.interleaved)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt_oss", "glm", "ernie4_5", "stablelm", "nemotron", "phi", "olmo3", "granite"]
+)
+def test_families_with_caps_sinks_partial_and_scaled_rotation(family: str, tiny, drive, rng) -> None:
+    """Their own windows hold as much as the cache."""
+    model, text = tiny(family), rng.integers(3, 128, 24).tolist()
+    run = drive(model, variant=variants.streaming_llm(2, 4))
+    run.tree.insert(text)
+    run.run(budget=7)
+    want = token_by_token(model, text, 2, 4, measured(run.model))
+    assert torch.allclose(run.logits_of(text), want, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
