@@ -33,9 +33,13 @@ class Held:
         return pages_for(self.sinks, page_size) + pages_for(grown, page_size) + 3
 
     def pages_left(self, sample: TreeSequence, page_size: int) -> int:
-        """Of these, those that a sample may take yet."""
-        node = sample.node
-        taken = node.num_pages + node.reserved if node.grows_in_place else 0
+        """Of these, those that a sample may take yet, beside its leaf's and those of its first tokens above a gap."""
+        node, taken = sample.node, 0
+        if node.grows_in_place:
+            taken = node.num_pages + node.reserved
+            above = node.parent
+            if above is not None and node.behind_gap and not (above.sequences or above.cached or above.children[1:]):
+                taken += above.num_pages
         return max(0, self.most_pages(page_size) - taken)
 
     def release(self, tree: PrefixTree, sample: TreeSequence) -> None:

@@ -106,7 +106,8 @@ def patch(
             measured at the first call, see :func:`kv_spec`; with a ``variant``, now.
         UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
             attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
-            one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that of no attention layer; nothing was changed.
+            one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that
+            of no attention layer; nothing was changed.
         ValueError: ``tree_cache`` or ``compare_weights`` is none of these.
         TypeError: ``variant`` is none of these, or its functions capture what has no content to go by.
     """

@@ -68,18 +68,19 @@ def test_samples_are_exact_far_beyond_the_window(plain: Any, model: Any, prompts
     check(plain, prompts, [samples[1], samples[6]])
 
 
-def test_pages_stay_as_they_are(model: Any, prompts: list[list[int]]) -> None:
-    """A store that holds a part of the tokens is enough."""
-    held, most = Held(SINKS, WINDOW), list[int]()
+@pytest.mark.parametrize("prompt", [0, 3], ids=["long prompt", "shorter than the sinks"])
+def test_pages_stay_as_they_are(prompt: int, model: Any, prompts: list[list[int]]) -> None:
+    """A store is enough that holds the prompt, and of a sample what it says."""
+    held, most, prompts = Held(SINKS, WINDOW), list[int](), prompts[prompt : prompt + 1]
     spec = prefixkit.models.kv_spec(model)
-    pages = held.most_pages(16) + 5
+    pages = held.most_pages(16) + -(-len(prompts[0]) // 16)
     with Session(model, kv_budget=pages * 16 * spec.bytes_per_token) as session:
         tree = session.store.tree
 
         def watch(sampled: int) -> None:
             most.append(pages_in_use(tree))
 
-        result = session.generate(prompts[:1], max_new_tokens=700, on_step=watch, seed=3, **OPTIONS)
+        result = session.generate(prompts, max_new_tokens=700, on_step=watch, seed=3, **OPTIONS)
         assert session.store.tree is tree
         check_tree(tree)
     assert len(result[0].tokens) == 700 and max(most) <= pages < 700 // 16
