@@ -108,7 +108,8 @@ class Planner(ABC):
             self._key = key
             self._begin = self.visible.begin(tree.positions) if self.visible.limits else None
             self.plans_made += 1
-        self._last.visible, self._last.adds = self.visible, self.visible.until is not None
+        self._last.visible = self.visible
+        self._last.adds |= self.visible.until is not None
         return self._last, tensors
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
