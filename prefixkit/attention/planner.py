@@ -58,9 +58,9 @@ class StepPlan:
 
     def kv_tokens(self, tree: StepTree) -> tuple[int, int]:
         """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared, which no
-        plan counts that adds to another.
+        plan counts that adds to another over the same tokens.
         """
-        if self.adds:
+        if self.adds and self.visible.until is None:
             return self.kv_tokens_read(tree.length), 0
         return self.kv_tokens_read(tree.length), int(self.visible.count(tree.positions).sum())
 

@@ -132,6 +132,16 @@ def test_every_row_of_a_step_is_that_of_the_oracle() -> None:
         torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
 
 
+def test_a_step_counts_what_both_parts_read() -> None:
+    pool = pool_of(torch.float32, 4)
+    attention = prefixkit.TreeAttention(pool, HEADS, streaming(4, 16))
+    tree, (one, other) = prefixkit.tree_from_tokens(pool, [[*range(50), 1], [*range(50), 2]])
+    prefixkit.commit(prefixkit.plan(attention, tree, [one, other]))
+    tree.extend_each([one, other], [3, 4])
+    step = prefixkit.plan(attention, tree, [one, other])
+    assert step.kv_tokens[1] == 2 * (4 + 16) and step.kv_tokens[0] in (4 + 14 + 2 * 2, 2 * (4 + 16))
+
+
 def test_pages_are_given_back_of_what_has_a_window_alone() -> None:
     pool = pool_of(torch.float32, 4)
     windowed, whole = (prefixkit.TreeAttention(pool, HEADS, *of) for of in ((variants.sliding_window(5),), ()))

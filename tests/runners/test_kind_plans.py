@@ -90,7 +90,7 @@ def test_each_row_reads_what_it_sees_once_and_little_more(visible: Visible, seed
             assert set(seen) <= set(keys) <= set(want)
         plan = kind.plan_of(grown)
         read, unshared = plan.kv_tokens(grown)
-        assert unshared == (0 if plan.adds else int(visible.count(grown.positions).sum()))
+        assert unshared == int(visible.count(grown.positions).sum())
         if visible.limits:
             # A shared node is read from where the query sees it that sees most of it.
             lowest = int(visible.begin(grown.positions).min())
