@@ -44,7 +44,7 @@ def plan(
 
     Raises:
         ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries; nothing is to run.
+            its queries, or some of these were given back; nothing is to run.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
     _check_pages(attention.pool, tree)
@@ -91,6 +91,7 @@ def _plan_sequences(
             "plan: num_queries must be one number or one for each sequence, of at least 1 and at most the sequence's "
             f"tokens; got {num_queries!r} for sequences of {length.tolist()} tokens"
         )
+    _check_held(sequences, length - count)
     snapshot, nodes = tree.snapshot(), tree.nodes()
     ends = np.array([sequence.node.index for sequence in sequences], np.int64)
     if ends.min() < 0:
@@ -102,6 +103,21 @@ def _plan_sequences(
     step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
     running = [nodes[node] for node in batch.queries.node.tolist()]
     return TreeStep(attention, step, tree, running, _masked(attention, step))
+
+
+def _check_held(sequences: Sequence[TreeSequence], begin: NDArray[np.int64]) -> None:
+    """Raise ValueError unless sequences hold their tokens from positions ``begin`` on."""
+    for sequence, first in zip(sequences, begin.tolist(), strict=True):
+        node = sequence.node
+        while first < node.start:
+            if node.behind_gap:
+                raise ValueError(
+                    f"plan: num_queries asks for tokens of sequence {sequence.id} from position {first} on, but those "
+                    f"before {node.start} were given back (release_unseen); ask for at most "
+                    f"{sequence.length - node.start}"
+                )
+            assert node.parent is not None, "the root starts at 0"
+            node = node.parent
 
 
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
