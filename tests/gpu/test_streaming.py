@@ -16,8 +16,8 @@ from prefixkit.functional.attend import TreeStep
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, Errors, pool_of
 from tests.functional.test_streaming import Texts, grow, streaming
 from tests.gpu.test_model import model_of
-from tests.models.rotating_cache import token_by_token
-from tests.models.test_streaming import rotary
+from tests.models.variants.rotating_cache import token_by_token
+from tests.models.variants.test_streaming import rotary
 
 GPU = "cuda"
 STEPS, UPLOADS = 32, 4

@@ -16,8 +16,8 @@ from prefixkit.kv.held import Held
 from prefixkit.models.generate.tree_cache import TreeCache as Cache
 from prefixkit.testing.integrity import check_tree
 from prefixkit.testing.tiny import tiny_llama
-from tests.models.rotating_cache import token_by_token
-from tests.models.test_streaming import rotary
+from tests.models.variants.rotating_cache import token_by_token
+from tests.models.variants.test_streaming import rotary
 
 SINKS, WINDOW = 4, 24
 VARIANT = variants.streaming_llm(SINKS, WINDOW)

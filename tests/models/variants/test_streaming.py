@@ -13,8 +13,8 @@ import prefixkit
 from prefixkit import UnsupportedVariant, patch, variants
 from prefixkit.attention.variants import compose
 from prefixkit.models import facts_of
-from tests.models.rotating_cache import token_by_token
-from tests.models.test_layer_variants import LATENT
+from tests.models.variants.rotating_cache import token_by_token
+from tests.models.variants.test_layer_variants import LATENT
 
 
 def rotary(base: float, dims: int, interleaved: bool = False) -> Any:

@@ -12,10 +12,10 @@ import prefixkit
 from prefixkit import UnsupportedVariant, patch, variants
 from prefixkit.attention.variants import BadTransform, compose
 from prefixkit.models import facts_of, kv_spec
-from prefixkit.models.model_fingerprint import kv_origin
 from prefixkit.models.weights.content import kv_version
-from tests.models.test_layer_variants import LATENT, check, texts_of
+from prefixkit.models.weights.model_fingerprint import kv_origin
 from tests.models.variant_oracle import whole_pass
+from tests.models.variants.test_layer_variants import LATENT, check, texts_of
 
 
 def norm(x: Tensor, positions: Tensor) -> Tensor:
