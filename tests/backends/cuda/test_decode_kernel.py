@@ -194,6 +194,7 @@ def attend(
             0,
             kinds.ctypes.data,
             kinds.shape[1],
+            0,
             0 if case.sinks is None else case.sinks.data_ptr(),
             variant.window or 0,
         ),
