@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prefixkit.functional.attend import attend as attend
     from prefixkit.functional.attend import commit as commit
     from prefixkit.functional.attend import merge as merge
+    from prefixkit.functional.attend import release_unseen as release_unseen
     from prefixkit.functional.build_trees import kv_pool as kv_pool
     from prefixkit.functional.build_trees import tree_from_parents as tree_from_parents
     from prefixkit.functional.build_trees import tree_from_tokens as tree_from_tokens
@@ -72,7 +73,10 @@ _NAMES = {
     "prefixkit.kv.store": ("SpanTooLong",),
     "prefixkit.engine.sharing_report": ("Report",),
     "prefixkit.engine.request": ("BeamParams", "Request", "Sample", "TokenEvent"),
-    "prefixkit.functional.attend": ("TreeAttention", "TreeStep", "append", "attend", "commit", "merge"),
+    "prefixkit.functional.attend": (
+        *("TreeAttention", "TreeStep", "append", "attend", "commit"),
+        *("merge", "release_unseen"),
+    ),
     "prefixkit.functional.build_trees": ("kv_pool", "tree_from_parents", "tree_from_tokens"),
     "prefixkit.functional.cascade": ("tree_from_cascade",),
     "prefixkit.functional.given_pages": ("kv_pool_from_tensors",),

@@ -20,6 +20,7 @@ from prefixkit.attention.variants.gallery import full as full
 from prefixkit.attention.variants.gallery import not_mask as not_mask
 from prefixkit.attention.variants.gallery import prefix_lm as prefix_lm
 from prefixkit.attention.variants.gallery import streaming as streaming
+from prefixkit.attention.variants.gallery import streaming_llm as streaming_llm
 from prefixkit.attention.variants.neighborhoods import natten_1d as natten_1d
 from prefixkit.attention.variants.neighborhoods import natten_2d as natten_2d
 from prefixkit.attention.variants.neighborhoods import tile_order as tile_order

@@ -10,14 +10,15 @@ PACKAGE = Path(__file__).parents[1] / "prefixkit"
 # Tables of the whole process.  Each entry is made once, or by one operation of a dict, so threads need no lock beside
 # those that the modules have.
 TABLES = {
-    ("attention/variants/variant.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
-    ("attention/variants/variant.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
+    ("attention/variants/registry.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
+    ("attention/variants/registry.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
     ("ops/backend.py", "_registered"): "backends register themselves when they are imported",
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
     ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",
     ("backends/cuda/variants/variant_words.py", "_words_of"): "weak: what kernels read of a variant belongs to it",
     ("backends/cuda/variants/block_classes.py", "_functions"): "weak, likewise, for its kernels",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
+    ("models/facts.py", "_rotations"): "weak, likewise",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
     ("models/compile/made.py", "_made"): "weak, likewise",

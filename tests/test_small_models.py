@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import prefixkit
-from prefixkit import Session
+from prefixkit import Session, variants
 from tests.models.generate.generating import compared
 from tests.small_models import ENDINGS, HEAD, PROMPTS, SMALL, TOKENIZER, small_model, tokens_of
 
 NEW = 16
+SOURCES = Path(prefixkit.__file__).parent / "tree"
 
 
 @pytest.fixture(scope="module", params=SMALL)
@@ -142,3 +145,19 @@ def test_in_bfloat16_it_errs_no_more_than_the_unpatched_model(loaded: Any) -> No
         ours.append(torch.tensor(sample.logprobs) - right)
         theirs.append(plain - right)
     assert torch.cat(ours).norm() <= 1.5 * torch.cat(theirs).norm()
+
+
+def test_at_positions_in_the_cache_a_text_goes_on_far_behind_what_was_learnt() -> None:
+    """The hybrid has learnt texts of 384 bytes.  Its attention sees 4 sinks and 252 bytes here, 3,500 bytes on."""
+    model = small_model("hybrid")
+    tokens = tokens_of("".join(path.read_text() for path in sorted(SOURCES.glob("*.py"))))[:4000]
+    whole = losses(model, tokens)
+    prefixkit.patch(model, variant=variants.streaming_llm(4, 252))
+    (score,) = prefixkit.score(model, None, tokens[:1], [tokens[1:]])
+    streamed = -torch.tensor(score.logprobs)
+    assert streamed[1500:].mean() < whole[1500:].mean() - 0.05
+    assert streamed[1500:].mean() < streamed[:500].mean()
+    (sample,) = prefixkit.generate(
+        model, TOKENIZER, PROMPTS[:1], max_new_tokens=330, temperature=0.5, seed=1, stop_token_ids=()
+    )
+    assert -np.mean(sample.logprobs[256:]) < 1.3, "it goes on with what it finds likely"

@@ -86,6 +86,17 @@ def decompose(
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
     """
     tree.check()
+    return decompose_unchecked(tree, shape, cost, shared, visible)
+
+
+def decompose_unchecked(
+    tree: StepTree,
+    shape: HeadShape,
+    cost: CostModel,
+    shared: NDArray[np.bool_] | None = None,
+    visible: Visible = ALL,
+) -> BSR:
+    """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows."""
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
         shared = decide_sharing(tree, shape, cost, visible)
@@ -111,15 +122,20 @@ def decompose(
 
 
 def _trimmed(rows: BSR, tree: StepTree, visible: Visible) -> BSR:
-    """The rows without what lies before their visible ranges; a shared-prefix row that no query sees is left out."""
+    """The rows without what lies outside their visible ranges; a row that no query sees is left out, but for an
+    own-node row, whose leaf may grow into sight.
+    """
     start, length = tree.snapshot.start, tree.snapshot.length
     row = np.repeat(np.arange(len(rows.causal)), np.diff(rows.indptr))
     first = visible.begin(lowest_positions(tree.positions, rows.q_begin, rows.q_end))
     begin = np.clip(first[row] - start[rows.node], 0, length[rows.node]).astype(np.int32)
-    seen = begin < length[rows.node]
+    end, grows = rows.end, rows.causal
+    if visible.until is not None:  # each query sees some of these in another row, if not in its own
+        end, grows = np.minimum(end, np.maximum(visible.until - start[rows.node], 0)), np.zeros_like(grows)
+    seen = begin < np.minimum(end, length[rows.node])
     last = rows.indptr[1:] - 1
     # A row is of the node that comes last: that segment stays, whatever the node's length, while the row does.
-    stays = np.logical_or.reduceat(seen, rows.indptr[:-1]) | rows.causal
+    stays = np.logical_or.reduceat(seen, rows.indptr[:-1]) | grows
     seen[last] = stays
     count = np.bincount(row[seen], minlength=len(stays))[stays]
     return replace(
@@ -130,7 +146,7 @@ def _trimmed(rows: BSR, tree: StepTree, visible: Visible) -> BSR:
         indptr=indptr_of(count),
         node=rows.node[seen],
         begin=begin[seen],
-        end=rows.end[seen],
+        end=end[seen],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -58,12 +58,11 @@ class StepPlan:
 
     def kv_tokens(self, tree: StepTree) -> tuple[int, int]:
         """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared, which no
-        plan counts that adds to another.
+        plan counts that adds to another over the same tokens.
         """
-        if self.adds:
+        if self.adds and self.visible.until is None:
             return self.kv_tokens_read(tree.length), 0
-        positions = tree.positions
-        return self.kv_tokens_read(tree.length), int((positions + 1 - self.visible.begin(positions)).sum())
+        return self.kv_tokens_read(tree.length), int(self.visible.count(tree.positions).sum())
 
     def kv_tokens_read(self, length: Ints) -> int:
         """Token KVs that attention reads in one layer, when node ``n`` holds ``length[n]`` tokens."""
@@ -98,6 +97,8 @@ class Planner(ABC):
         Raises:
             ValueError: the queries leave out KV that they need.
         """
+        if self.visible.last is not None:
+            tree = replace(tree, last=self.visible.last)
         snapshot, queries = tree.snapshot, tree.queries
         key = (snapshot.tree, snapshot.version, queries.node.tobytes(), (queries.end - queries.begin).tobytes(), device)
         if self._last is not None and key == self._key and self._still_fits(tree):
@@ -108,6 +109,7 @@ class Planner(ABC):
             self._begin = self.visible.begin(tree.positions) if self.visible.limits else None
             self.plans_made += 1
         self._last.visible = self.visible
+        self._last.adds |= self.visible.until is not None
         return self._last, tensors
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
@@ -118,6 +120,8 @@ class Planner(ABC):
         """Whether the last plan reads all that the queries see now, and little more."""
         if self._begin is None:
             return True
+        if tree.positions.min() < max(self.visible.first, self.visible.until or 0):
+            return False  # a leaf that grows into sight, or out of it
         moved = self.visible.begin(tree.positions) - self._begin
         return bool(moved.min() >= 0 and moved.max() <= MOST_UNSEEN)
 

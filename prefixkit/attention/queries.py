@@ -55,11 +55,13 @@ class StepTree:
         snapshot, queries: These.
         later: ``[rows]`` how many tokens of its node after its own each row may see, under variants that look ahead;
             None: all that have KV.
+        last: The position at which query rows stand at most (:class:`Visible`); None: where they are.
     """
 
     snapshot: TreeSnapshot
     queries: Queries
     later: Ints | None = None
+    last: int | None = None
 
     @cached_property
     def own_rows(self) -> Ints:
@@ -93,8 +95,9 @@ class StepTree:
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
-        """``[rows]`` the position of each query row in its sequence."""
-        return self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
+        """``[rows]`` the position of each query row in its sequence, or where it stands instead."""
+        own = self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
+        return own if self.last is None else np.minimum(own, self.last)
 
     @cached_property
     def reach(self) -> NDArray[np.int64]:

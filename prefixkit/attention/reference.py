@@ -2,7 +2,9 @@
 
 A query at node ``n`` and position ``p`` attends to every token of ``n``'s proper ancestors, and to ``n``'s tokens at
 positions up to ``p``, or to all of them where its variant looks ahead.  Query head ``h`` reads KV head
-``h // (heads // kv_heads)``.  The functions of a variant are called as they were given.
+``h // (heads // kv_heads)``.  The functions of a variant are called as they were given, those of whole rows too: on
+queries, on all keys and values that a query sees, and on outputs.  Under a streaming variant queries meet the sinks at
+their position in the cache.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def reference_attention(
         query_position: ``[rows]`` its position in the sequence.
         q: ``[rows, heads, head_dim]`` any float dtype, on any device.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype; heads of V may have another size.
+            Of a variant with transforms of keys or values they hold what these are given.
         scale: Factor on ``q . k``.
         variant: What else happens to the scores.
         sinks: ``[heads]`` logits that join the softmax's denominator, for a variant that has sinks.
@@ -111,23 +114,35 @@ def attention_over(
     sinks: Tensor | None = None,
 ) -> Exact:
     """``q [rows, heads, head_dim]`` against the keys in ``slots [len]``; ``causal`` hides those after a query."""
-    heads, page_size = q.shape[1], k_pages.shape[1]
+    heads, page_size, of = q.shape[1], k_pages.shape[1], variant.transforms.of
     group = heads // k_pages.shape[2]
-    k, v = (
-        repeat(pages[slots // page_size, slots % page_size].double(), "len h dim -> len (h group) dim", group=group)
-        for pages in (k_pages, v_pages)
-    )
-    score = scale * einsum(q.double(), k, "rows heads dim, len heads dim -> heads rows len")
-    places = rows.sequences[:, None], torch.arange(heads, device=q.device)[:, None, None], rows.positions[:, None]
-    for mod in variant.score_mods:
-        score = pointwise(mod.function, score, *places, kv_positions).double()
-    visible = (kv_positions <= places[2]) | (not causal)
+    k, v = (pages[slots // page_size, slots % page_size].double() for pages in (k_pages, v_pages))
+    k, v = of("key", k, kv_positions), of("value", v, kv_positions)
+    k, v = (repeat(each, "len h dim -> len (h group) dim", group=group) for each in (k, v))
+    head = torch.arange(heads, device=q.device)[:, None, None]
+
+    def scores(positions: Tensor) -> Tensor:
+        """``[heads, rows, len]`` of queries at these positions."""
+        asked = of("query", q.double(), positions)
+        score = scale * einsum(asked, k, "rows heads dim, len heads dim -> heads rows len")
+        for mod in variant.score_mods:
+            places = rows.sequences[:, None], head, positions[:, None], kv_positions
+            score = pointwise(mod.function, score, *places).double()
+        return score
+
+    score, places = scores(rows.positions), (rows.sequences[:, None], head, rows.positions[:, None], kv_positions)
+    visible, shown = (kv_positions <= places[2]) | (not causal), torch.ones_like(kv_positions, dtype=torch.bool)
     for mod in variant.mask_mods:
-        visible = visible & pointwise(mod.function, *places, kv_positions)
-    score = score.masked_fill(~visible, -torch.inf)
+        shown = shown & pointwise(mod.function, *places)
+    if (streaming := variant.streaming) is not None:
+        is_sink = kv_positions < streaming.sinks
+        score = torch.where(is_sink, scores(streaming.in_cache(rows.positions)), score)
+        shown = shown | is_sink
+    score = score.masked_fill(~(visible & shown), -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
     if variant.has_sinks:
         assert sinks is not None, "the variant has sinks"
         lse = torch.logaddexp(lse, sinks.double()[:, None])
     weight = torch.exp(score if variant.sums else score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return Exact(einsum(weight, v, "heads rows len, len heads dim -> rows heads dim"), lse.T)
+    out = einsum(weight, v, "heads rows len, len heads dim -> rows heads dim")
+    return Exact(of("output", out, rows.positions), lse.T)

@@ -156,13 +156,14 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
     snapshot, queries = tree.snapshot, tree.queries
     begin = visible.begin(snapshot.start[queries.node].astype(np.int64) + queries.begin)
     end = snapshot.start.astype(np.int64) + snapshot.length
+    seen = end if visible.until is None else np.minimum(end, visible.until)
     most, total, widest = np.zeros((3, snapshot.num_nodes), dtype=np.int64)
     node = snapshot.parent[queries.node]
     # From node to node towards the roots, until nothing is in sight.
     while len(at := np.flatnonzero((node >= 0) & (end[node] > begin))):
         node, begin = node[at], begin[at]
-        tokens = np.minimum(end[node] - begin, snapshot.length[node])
-        np.add.at(most, node, 1)
+        tokens = np.maximum(seen[node] - np.maximum(begin, snapshot.start[node]), 0)
+        np.add.at(most, node, tokens > 0)
         np.add.at(total, node, tokens)
         np.maximum.at(widest, node, tokens)
         node = snapshot.parent[node]

@@ -1,4 +1,4 @@
-"""A step's tree without what none of its queries sees: for planners that read nodes from their first token on."""
+"""A step's tree without what none of its queries sees: for planners that read nodes as a whole."""
 
 from __future__ import annotations
 
@@ -19,19 +19,31 @@ def unseen_tokens(tree: StepTree, visible: Visible) -> Ints:
     read = np.flatnonzero(end > begin)
     first = visible.begin(lowest_positions(tree.positions, begin[read], end[read]))
     unseen = np.zeros(snapshot.num_nodes, dtype=np.int32)
-    unseen[read] = np.clip(first - snapshot.start[read], 0, snapshot.length[read])
+    # A leaf may grow into sight: then what is unseen of it is more than it has.
+    most = np.where(tree.own_rows[read] > 0, np.iinfo(np.int32).max, snapshot.length[read])
+    unseen[read] = np.clip(first - snapshot.start[read], 0, most)
     return unseen
 
 
-def trimmed(tree: StepTree, unseen: Ints) -> StepTree:
-    """The same queries over nodes without their first ``unseen`` tokens, whose pages stay as they are."""
+def trimmed(tree: StepTree, unseen: Ints, until: int | None = None) -> StepTree:
+    """The same queries over nodes without their first ``unseen`` tokens, and without those at positions from ``until``
+    on; pages stay as they are.  Query rows lie at the ends of what is left, whatever their positions.
+    """
     old, queries = tree.snapshot, tree.queries
+    far = np.full(old.num_nodes, np.iinfo(np.int32).max, np.int32)
+    most = far if until is None else np.maximum(until - old.start, 0)
     snapshot = replace(
         old,
         start=old.start + unseen,
-        length=old.length - unseen,
-        computed=np.maximum(old.computed - unseen, 0),
+        length=_left(old.length, unseen, most),
+        computed=_left(old.computed, unseen, most),
         first_slot=old.first_slot + unseen,
     )
-    cut = unseen[queries.node]
-    return StepTree(snapshot, Queries(queries.node, queries.begin - cut, queries.end - cut))
+    at = queries.node
+    end = _left(queries.end, unseen[at], most[at])
+    return StepTree(snapshot, Queries(at, end - (queries.end - queries.begin), end))
+
+
+def _left(tokens: Ints, unseen: Ints, most: Ints) -> Ints:
+    left: Ints = np.clip(tokens - unseen, 0, most)
+    return left

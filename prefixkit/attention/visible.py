@@ -15,40 +15,54 @@ class Visible:
     Attributes:
         window: A query at position ``p`` sees no key at ``p - window`` or before; None for no limit.
         chunk: It sees no key before the multiple of ``chunk`` at or before ``p``; None for no limit.
+        first: No query sees a key before this position.
+        until: No query sees a key at this position or after it; None for no limit.
+        last: Queries stand at this position at most, wherever they are in the text; None: where they are.
 
     Raises:
-        ValueError: one of them is below 1.
+        ValueError: ``window``, ``chunk`` or ``until`` is below 1.
     """
 
     window: int | None = None
     chunk: int | None = None
+    first: int = 0
+    until: int | None = None
+    last: int | None = None
 
     def __post_init__(self) -> None:
-        for name, size in (("window", self.window), ("chunk", self.chunk)):
+        for name, size in (("window", self.window), ("chunk", self.chunk), ("until", self.until)):
             if size is not None and size < 1:
                 raise ValueError(f"Visible: {name} must be at least 1 token, got {size}")
 
     @property
     def limits(self) -> bool:
         """Whether anything is out of sight, in a text that is long enough."""
-        return self.window is not None or self.chunk is not None
+        return self != ALL
 
     def begin(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The first visible position of queries at ``positions``, at least 0."""
-        first = np.zeros(np.shape(positions), dtype=np.int64)
+        """The first visible position of queries at ``positions``; of one that sees nothing, later than it stands."""
+        first = np.full(np.shape(positions), self.first, dtype=np.int64)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)
         if self.chunk is not None:
             first = np.maximum(first, positions // self.chunk * self.chunk)
         return first
 
+    def count(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """How many keys queries at ``positions`` see."""
+        end = positions + 1 if self.until is None else np.minimum(positions + 1, self.until)
+        seen: NDArray[np.int64] = np.maximum(end - self.begin(positions), 0)
+        return seen
+
     def within(self, other: Visible) -> Visible:
         """What is read where another limits it too: never less than both show."""
-        sizes = ([size for size in pair if size] for pair in zip(astuple(self), astuple(other), strict=True))
-        return Visible(*(min(each, default=None) for each in sizes))
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        window, chunk, _, until, last = (min((size for size in pair if size), default=None) for pair in pairs)
+        return Visible(window, chunk, max(self.first, other.first), until, last)
 
     def __str__(self) -> str:
-        parts = [f"{name} {size}" for name, size in (("window", self.window), ("chunk", self.chunk)) if size]
+        names = "window", "chunk", "first", "until", "last"
+        parts = [f"{name} {size}" for name, size in zip(names, astuple(self), strict=True) if size]
         return ", ".join(parts) or "all tokens"
 
 

@@ -75,6 +75,9 @@ class Loop:
         running.read_all(self._finish)
         self.scheduler.start_ahead(running.scheduled)
         running.commit()
+        if (held := self.store.held) is not None:
+            for run in self.scheduler.runs:  # samples, all of them
+                held.release(self._tree, run.sequences[0])
         self._running, self._ended = None, running
         if (started := self.scheduler.take_started()) is not None:
             first = RunningBatch(self._tree, self.runner, started, self.call)

@@ -12,6 +12,7 @@ from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
 from prefixkit.kv.budget import Budget
+from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import call_pages
 from prefixkit.kv.store import KVStore
@@ -38,6 +39,7 @@ def pool_pages(
     page_size: int,
     free: int,
     workspace: int = 0,
+    held: Held | None = None,
 ) -> int:
     """How many pages to make: what all requests need at once, within what :func:`call_pages` allows.
 
@@ -45,20 +47,22 @@ def pool_pages(
         ValueError: see :func:`call_pages`.
     """
     most = call_pages(spec, kv_budget, page_size, free, workspace)
-    need = pages_needed(requests, page_size)
+    need = pages_needed(requests, page_size, held=held)
     if most < need:
         log.info("KV pool: %d of the %d pages that all requests need at once; the rest waits", most, need)
     return max(1, min(need, most))
 
 
-def pages_needed(requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING) -> int:
+def pages_needed(
+    requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING, held: Held | None = None
+) -> int:
     """Most pages of all requests, what they share counted once, while ``most_running`` samples run at a time."""
     prompts = samples = runs = largest = 0
     before = np.empty(0, np.int32)
     # What a prompt shares with any before it in this order, it shares with the last of them.
     for request in admission_order(requests):
         prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
-        pages, count = pages_per_run(request.params, page_size), len(request.sample_indices)
+        pages, count = pages_per_run(request.params, page_size, held), len(request.sample_indices)
         pages *= _BEAMS_PAGES if request.params.forks else 1
         samples, runs, largest = samples + count * pages, runs + count, max(largest, pages)
         before = request.tokens
@@ -93,15 +97,16 @@ def _layer_configs(config: Any) -> list[Any]:
     return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
-def pages_per_run(params: SamplingParams | BeamParams, page_size: int) -> int:
+def pages_per_run(params: SamplingParams | BeamParams, page_size: int, held: Held | None = None) -> int:
     """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
 
     The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
     that runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.
-    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.
+    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.  A sample gives
+    back all but what it has ``held``.
     """
     tokens = params.max_new_tokens - 1
-    pages = pages_for(tokens, page_size)
+    pages = _grown(tokens, page_size, held)
     return params.sequences_per_run * (min(tokens, pages + 2) if params.forks else pages)
 
 
@@ -125,15 +130,30 @@ def have_states(store: KVStore, requests: Sequence[Request], most_running: int) 
     store.have_slots(wanted + STATES_PER_PROMPT, 2 * STATES_PER_PROMPT + largest, remedy)
 
 
-def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int) -> int:
+def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens: int, held: Held | None = None) -> int:
     """Pages that a sample, or a search, may take with the next ``tokens`` tokens of each sequence."""
-    return params.sequences_per_run * pages_for(min(params.max_new_tokens - 1, tokens), page_size)
+    return params.sequences_per_run * _grown(min(params.max_new_tokens - 1, tokens), page_size, held)
+
+
+def _grown(tokens: int, page_size: int, held: Held | None) -> int:
+    """Pages of ``tokens`` tokens behind a prompt, or of what is held of them."""
+    pages = pages_for(tokens, page_size)
+    return pages if held is None else min(pages, held.most_pages(page_size))
 
 
 def check_fits(requests: Iterable[Request], budget: Budget) -> None:
-    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone."""
+    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone; ValueError if
+    beams are to fork where samples give KV back.
+    """
+    size, held = budget.tree.page_size, budget.held
     for request in requests:
-        if pages := budget.pages_lacking(request.tokens, pages_per_run(request.params, budget.tree.page_size)):
+        if held is not None and request.params.forks:
+            raise ValueError(
+                "beam search: the model attends at positions in the cache (variants.streaming_llm), and KV that leaves "
+                "the window is given back, while beams fork from one another; sample, patch the model with "
+                "variants.streaming, or call model.generate(num_beams=...), which holds all KV"
+            )
+        if pages := budget.pages_lacking(request.tokens, pages_per_run(request.params, size, held)):
             what = f"{len(request.tokens)} prompt tokens, max_new_tokens={request.params.max_new_tokens}"
             one = f"one sequence of prompt {request.prompt_index} ({what})"
             raise budget.error(one, pages, "lower max_new_tokens" + " or num_beams" * request.params.forks)

@@ -61,7 +61,12 @@ def first_tokens(rows: list[Row]) -> Scheduled | None:
 
 
 def next_step(
-    tree: PrefixTree, rows: list[Row], prompts: list[RequestState], prefill_chunk: int, computing: bool = False
+    tree: PrefixTree,
+    rows: list[Row],
+    prompts: list[RequestState],
+    prefill_chunk: int,
+    computing: bool = False,
+    most_steps: int = sys.maxsize,
 ) -> Scheduled | None:
     """The step over the tokens that are uncomputed; None where there are none.
 
@@ -71,14 +76,14 @@ def next_step(
         prompts: Requests whose prompts' logits are wanted.
         prefill_chunk: Prompt tokens that may run.
         computing: Whether there are uncomputed tokens besides, of sequences that were preempted.
+        most_steps: Steps after which the tree has to have the tokens at the latest.
     """
     own = [sequence.node for sequence, _ in rows]
     left = np.array([run.tokens_left for _, run in rows], np.int64)
     pipelined = not computing and not prompts and all(node.grows_in_place for node in own)
     pipelined = pipelined and all(run.unpipelined is None for _, run in rows)
-    most_steps = sys.maxsize
     if pipelined:
-        horizon = _horizon(tree, own, left)
+        horizon = min(_horizon(tree, own, left), most_steps)
         tree.reserve([sequence for sequence, _ in rows], np.minimum(left, horizon).tolist())
         most_steps = horizon if len(left) and horizon < left.max() else sys.maxsize
     snapshot, nodes = tree.snapshot(), tree.nodes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from prefixkit.engine.request_state import RequestState, WaitingQueue, admission
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
+from prefixkit.kv.held import MOST_AHEAD
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import Sequence
@@ -56,6 +58,9 @@ class Scheduler:
 
     def __init__(self, store: KVStore, call: Call, settings: EngineSettings) -> None:
         self.store, self.call, self.settings, self.policy = store, call, settings, settings.policy
+        if store.held is not None:
+            # A sample that has given KV back cannot be preempted: it starts where all that it will ever hold fits.
+            self.policy = replace(self.policy, headroom=sys.maxsize)
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), dict[Run, None]()
         self.started = list[Row]()
@@ -167,7 +172,7 @@ class Scheduler:
         """Pages for another run's next tokens; of one that was preempted, for those that it has too."""
         size, tokens = self.store.tree.page_size, self.policy.longest
         if not state.preempted:
-            return lookahead_pages(state.request.params, size, tokens)
+            return lookahead_pages(state.request.params, size, tokens, self.store.held)
         run: Run = state.preempted[0]
         own = sum(pages_for(len(chosen) - 1, size) for chosen in run.token_lists)
         return own + run.pages_to_resume(size, tokens)
@@ -237,7 +242,8 @@ class Scheduler:
         prompts = (state.sequence.node for state in self.in_flight)
         computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
         chunk = self.settings.chunk_for(self.store.pool.spec.device)
-        return next_step(self.store.tree, rows, asking, chunk, computing)
+        most_steps = sys.maxsize if self.store.held is None else MOST_AHEAD
+        return next_step(self.store.tree, rows, asking, chunk, computing, most_steps)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
         """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
@@ -252,7 +258,11 @@ class Scheduler:
 
     def _lookahead(self, tokens: int) -> int:
         """Pages that what runs may take with its next tokens."""
-        return sum(run.lookahead_pages(self.store.tree, tokens) for run in self.runs)
+        tree, held = self.store.tree, self.store.held
+        if held is None:
+            return sum(run.lookahead_pages(tree, tokens) for run in self.runs)
+        left = [held.pages_left(run.sequences[0], tree.page_size) for run in self.runs]  # none are beams
+        return sum(min(run.lookahead_pages(tree, tokens), most) for run, most in zip(self.runs, left, strict=True))
 
     def _resume_recomputed(self) -> None:
         """Let runs go on that were preempted and whose tokens all have KV again."""

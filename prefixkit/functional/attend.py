@@ -24,11 +24,15 @@ from prefixkit.attention.step import Step
 from prefixkit.attention.variants import CAUSAL, Variant, register
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.ops.arguments import FLOATS, expect
+from prefixkit.ops.arguments import FLOATS, check_append, expect
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.partial_states import State, merge_parts
+from prefixkit.ops.streaming import Rotated, streaming_attention
+from prefixkit.tree.gaps import drop_between
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence as TreeSequence
+from prefixkit.tree.sequence import check_live
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +47,8 @@ class TreeAttention:
         num_qo_heads: Query heads, a multiple of the pool's KV heads.
         variant: What else happens to scores, and what queries see.
         scale: Factor on ``q . k``; None: ``head_dim ** -0.5``.
-        planner: Plans steps; ``planner.plans_made`` counts plans.
-        key: What ops call the variant.
+        planners: Plan steps; a variant at positions in the cache has one for the window, and one for the sinks.
+        keys: What ops call the variant, or its two parts.
 
     Raises:
         ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V.
@@ -56,8 +60,8 @@ class TreeAttention:
     num_qo_heads: int
     variant: Variant = CAUSAL
     scale: float | None = None
-    planner: Planner = field(init=False, repr=False)
-    key: str = field(init=False, repr=False)
+    planners: tuple[Planner, ...] = field(init=False, repr=False)
+    keys: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         spec = self.pool.spec
@@ -75,9 +79,15 @@ class TreeAttention:
         if not isinstance(self.variant, Variant):
             raise TypeError(f"TreeAttention: variant must be a Variant, got {type(self.variant).__name__}")
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
-        object.__setattr__(self, "key", register(self.variant))
-        planner = backend_for(spec.device).planner_for(shape, spec.device, spec.dtype, self.variant.visible)
-        object.__setattr__(self, "planner", planner)
+        planner_for, parts = backend_for(spec.device).planner_for, self.variant.parts
+        planners = tuple(planner_for(shape, spec.device, spec.dtype, part.visible) for part in parts)
+        object.__setattr__(self, "keys", tuple(map(register, parts)))
+        object.__setattr__(self, "planners", planners)
+
+    @property
+    def planner(self) -> Planner:
+        """The first one; ``planner.plans_made`` counts plans."""
+        return self.planners[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,18 +142,24 @@ class TreeStep:
 
 
 def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
-    """Write K and V of a step's tokens to the pages of a layer, before the layer attends.
+    """Write K and V of a step's tokens, as the variant transforms them, to the pages of a layer, before it attends.
 
     Args:
         step: The step.
         layer: Of the pool, from 0.
-        key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype, keys rotated as the model reads them.
+        key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype, keys rotated as the model reads them, unless the
+            variant's ``key`` transform rotates them.
 
     Raises:
         BadShape, BadDtype, BadDevice: they do not fit the step or the pool.
+        BadTransform: a transform makes something else.
         IndexError: the pool has no such layer.
     """
-    torch.ops.prefixkit.kv_append(key, value, *step.attention.pool.pages(layer), step.slots)
+    transforms, (k_pages, v_pages) = step.attention.variant.transforms, step.attention.pool.pages(layer)
+    if transforms.key or transforms.value:
+        check_append(key, value, k_pages, v_pages, step.slots, "append")
+        key, value = transforms.of("key", key, step.positions), transforms.of("value", value, step.positions)
+    torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, step.slots)
 
 
 def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -152,7 +168,8 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
     Args:
         step: The step.
         layer: Of the pool; K and V of the step's tokens are appended to it.
-        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype.
+        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype, rotated unless the variant's ``query`` transform does
+            so.  Under a variant at positions in the cache that transform runs at both positions of each query.
         sinks: ``[num_qo_heads]`` in q's dtype, if the variant has sinks.
 
     Returns:
@@ -161,6 +178,7 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
 
     Raises:
         BadShape, BadDtype, BadDevice: q does not fit the step or the pool.
+        BadTransform: a transform of the variant makes something else.
         IndexError: the pool has no such layer.
     """
     attention = step.attention
@@ -169,10 +187,19 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
     if q.shape != expected:
         expect("attend", "q", q, f"{list(expected)} (rows of the step, num_qo_heads, head_dim of the pool)", False)
     scale = q.shape[2] ** -0.5 if attention.scale is None else attention.scale
-    out, lse = torch.ops.prefixkit.tree_attention(
-        q, k_pages, v_pages, step.positions, step.masked or step.step.plan, scale, attention.key, sinks
-    )
-    return out, lse
+    variant, positions = attention.variant, step.positions
+    transforms, plans = variant.transforms, [plan.tensors for plan in step.step.plans]
+    plans[0] = step.masked or plans[0]
+    at = [positions] if variant.streaming is None else [positions, variant.streaming.in_cache(positions)]
+    asked = [transforms.of("query", q, each) for each in at]
+    if variant.streaming is None:
+        out, lse = torch.ops.prefixkit.tree_attention(
+            asked[0], k_pages, v_pages, positions, plans[0], scale, attention.keys[0], sinks
+        )
+    else:
+        near, far = map(Rotated, asked, at, plans, attention.keys)
+        out, lse = streaming_attention(near, far, (k_pages, v_pages), scale, sinks)
+    return transforms.of("output", out, positions), lse
 
 
 def commit(step: TreeStep) -> None:
@@ -195,6 +222,37 @@ def commit(step: TreeStep) -> None:
         )
     queries = batch.queries
     step.tree.mark_computed(step.nodes, np.maximum(queries.end, batch.snapshot.computed[queries.node]))
+
+
+def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence]) -> int:
+    """Give back the pages of tokens that no later query of some sequences sees: all but the sinks and the window.
+
+    Of each sequence those go that lie in a leaf of its own: what it shares with another one stays, such as a prompt
+    that a sequence is held at.  Sequences keep their lengths, and tokens their positions; what is behind a gap is not
+    found by later sequences, and :meth:`Sequence.tokens` raises.  The next steps plan anew, so that it is best called
+    every 64 tokens or more.
+
+    Args:
+        attention: That of the layers that see most; all layers over the tree see this little.
+        tree, sequences: Of a tree of tokens, those that go on.
+
+    Returns:
+        How many pages are free again.
+
+    Raises:
+        ValueError: the variant has neither a window nor is it one at positions in the cache; or a sequence has ended.
+    """
+    variant = attention.variant
+    visible = variant.parts[0].visible
+    if visible.window is None and visible.chunk is None:
+        raise ValueError(
+            f"release_unseen: under variant {variant.name!r} later queries may see all tokens; take one with a window, "
+            "such as variants.streaming_llm or variants.sliding_window"
+        )
+    for sequence in sequences:
+        check_live(tree, sequence)
+    ends = visible.begin(np.array([sequence.length - 1 for sequence in sequences], np.int64)).tolist()
+    return sum(drop_between(tree, one, visible.first, end) for one, end in zip(sequences, ends, strict=True))
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def plan(
 
     Raises:
         ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries; nothing is to run.
+            its queries, or some of these were given back; nothing is to run.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
     _check_pages(attention.pool, tree)
@@ -91,6 +91,7 @@ def _plan_sequences(
             "plan: num_queries must be one number or one for each sequence, of at least 1 and at most the sequence's "
             f"tokens; got {num_queries!r} for sequences of {length.tolist()} tokens"
         )
+    _check_held(sequences, length - count)
     snapshot, nodes = tree.snapshot(), tree.nodes()
     ends = np.array([sequence.node.index for sequence in sequences], np.int64)
     if ends.min() < 0:
@@ -104,6 +105,21 @@ def _plan_sequences(
     return TreeStep(attention, step, tree, running, _masked(attention, step))
 
 
+def _check_held(sequences: Sequence[TreeSequence], begin: NDArray[np.int64]) -> None:
+    """Raise ValueError unless sequences hold their tokens from positions ``begin`` on."""
+    for sequence, first in zip(sequences, begin.tolist(), strict=True):
+        node = sequence.node
+        while first < node.start:
+            if node.behind_gap:
+                raise ValueError(
+                    f"plan: num_queries asks for tokens of sequence {sequence.id} from position {first} on, but those "
+                    f"before {node.start} were given back (release_unseen); ask for at most "
+                    f"{sequence.length - node.start}"
+                )
+            assert node.parent is not None, "the root starts at 0"
+            node = node.parent
+
+
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
     """The step's plan with classes of blocks, which all layers share; None for decode steps, where they pay little."""
     if not attention.variant.mask_mods or step.num_rows == len(step.logit_rows):
@@ -111,7 +127,7 @@ def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
     k_pages, v_pages = attention.pool.pages(0)
     _, page_size, kv_heads, head_dim = k_pages.shape
     shape = [attention.num_qo_heads, kv_heads, head_dim, v_pages.shape[3]]
-    return plan_under_mask(step.plan, step.positions, shape, page_size, attention.key)
+    return plan_under_mask(step.plan, step.positions, shape, page_size, attention.keys[0])
 
 
 def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Queries:
@@ -133,4 +149,5 @@ def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Que
 def _build(
     attention: TreeAttention, batch: StepTree, tokens: NDArray[np.integer], last_rows: NDArray[np.int64]
 ) -> Step:
-    return build_step(batch, tokens, last_rows, attention.planner, attention.pool.spec.device)
+    counts = (1,) * len(attention.planners)
+    return build_step(batch, tokens, last_rows, attention.planners, attention.pool.spec.device, counts)

@@ -35,7 +35,7 @@ class StaticDecode:
     def __init__(
         self,
         attention: TreeAttention,
-        planning: GraphPlanning,
+        plannings: Sequence[GraphPlanning],
         tree: PrefixTree,
         sequences: Sequence[TreeSequence],
         steps: int,
@@ -46,7 +46,8 @@ class StaticDecode:
         self._attention, self._rows = attention, rows
         # Whatever the pool holds: nodes may share pages, each at most with the one before it and the one behind it.
         pages = attention.pool.num_pages + 2 * batch.snapshot.num_nodes
-        self._arrays = GraphArrays(batch, rows, [planning], tree.page_size, device, pages=pages)
+        self._arrays = GraphArrays(batch, rows, plannings, tree.page_size, device, pages=pages)
+        self._counts = (1,) * len(plannings)
         self.next_tokens: Tensor = self._arrays.tree.sampled
         self._last_rows = torch.arange(rows, device=device)
         self.step = self._upload(batch, ends, sequences)
@@ -95,7 +96,7 @@ class StaticDecode:
         uploaded = upload([tokens, last], self._last_rows.device)
         self.next_tokens.copy_(uploaded[0])
         self._last_rows.copy_(uploaded[1])
-        step = self._arrays.tree.step(batch, self._last_rows, self._arrays.plans(batch), (1,))
+        step = self._arrays.tree.step(batch, self._last_rows, self._arrays.plans(batch), self._counts)
         return TreeStep(self._attention, step)
 
 
@@ -127,13 +128,13 @@ def static_decode(
             "static buffers do not hold; plan each step"
         )
     device = attention.pool.spec.device
-    plannings = graph_plannings(device, [attention.planner])
+    plannings = graph_plannings(device, attention.planners)
     if plannings is None:
         raise BackendError(
             f"static_decode: no kernel whose plans a CUDA graph can hold runs this attention ({attention.pool.spec}); "
             "plan each step, or take bfloat16 or float16 on a GPU"
         )
-    return StaticDecode(attention, plannings[0], tree, sequences, steps, rows)
+    return StaticDecode(attention, plannings, tree, sequences, steps, rows)
 
 
 def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> tuple[StepTree, list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixkit.kv.held import Held
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree, Sequence
@@ -25,6 +26,7 @@ class Budget:
         bytes_per_token: KV of a token in all layers.
         pins: The pinned sequences.
         beside_states: Whether the other half of ``kv_budget`` is for states.
+        held: What samples have to hold; None: everything.
         pinned_pages: Pages that they hold.
         pages: Pages that a call may take.
     """
@@ -33,6 +35,7 @@ class Budget:
     bytes_per_token: int
     pins: list[Sequence]
     beside_states: bool = False
+    held: Held | None = None
     pinned_pages: int = field(init=False)
     pages: int = field(init=False)
 

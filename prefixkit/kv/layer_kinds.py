@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from prefixkit.attention.latent_parts import LatentPart, Part
+from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL, Visible
@@ -98,6 +99,7 @@ class LayerKind:
             numbers of ``dtype``.  None where it has none.
         temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
         variant: What the user of the model adds to the layer's own attention (``patch``); None for nothing.
+        rotation: How queries turn with their position, where the variant asks for them at two; None: they do not.
     """
 
     heads: int
@@ -118,6 +120,12 @@ class LayerKind:
     biased: bool = False
     compressed: tuple[Compressed, ...] = ()
     variant: Variant | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether queries attend at positions in the cache: to a window by one plan, and to sinks by another."""
+        return self.variant is not None and self.variant.streaming is not None
 
     @property
     def read_range(self) -> Visible:
@@ -142,7 +150,11 @@ class LayerKind:
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
-        """What plans for it must be made for: one, or one for each of the two parts of attention over latents."""
+        """What plans for it must be made for: one; or one for each of the two parts of attention over latents, or for
+        the window and the sinks.
+        """
+        if self.variant is not None and self.streams:
+            return tuple(PlanKind(self.shape, part.visible, self.expands) for part in self.variant.parts)
         if not self.absorbs:
             others = self.selects is not None, self.biased, bool(self.compressed)
             return (PlanKind(self.shape, self.read_range, self.expands, *others),)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefixkit.attention.spans import LooksAhead, Spans
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
+from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, free_memory
 from prefixkit.kv.limits import STATE_SHARE
 from prefixkit.tree.arrays import Ints
@@ -38,7 +39,7 @@ class KVStore:
     """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
 
     One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`; ``looks_ahead`` has
-    the variants under which tokens see later ones.
+    the variants under which tokens see later ones, ``held`` what samples have to hold, None for everything.
 
     Attributes:
         pool: The pages.
@@ -54,8 +55,10 @@ class KVStore:
     tree: PrefixTree
     cache: PrefixCache
 
-    def __init__(self, pool: KVPool, eviction: str = "lru", looks_ahead: Ordered[LooksAhead] = ()) -> None:
-        self.pool, self.eviction = pool, eviction
+    def __init__(
+        self, pool: KVPool, eviction: str = "lru", looks_ahead: Ordered[LooksAhead] = (), held: Held | None = None
+    ) -> None:
+        self.pool, self.eviction, self.held = pool, eviction, held
         self._spans = Spans(looks_ahead) if looks_ahead else None
         self.version: Hashable = None
         self.runners: dict[Hashable, Any] = {}
@@ -132,7 +135,7 @@ class KVStore:
 
     def budget(self) -> Budget:
         """What a call that starts now may take."""
-        return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins, bool(self.pool.spec.states))
+        return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins, bool(self.pool.spec.states), self.held)
 
     # -- what stays ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from prefixkit.attention.spans import LooksAhead
+from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
 from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
@@ -31,6 +32,7 @@ class StoreKind:
         compiled: Whether layers run through torch.compile, which rounds otherwise.
         outer: What runs around the model, such as the hooks of a wrapper.
         looks_ahead: The variants of layers under which tokens see later ones.
+        held: What samples have to hold; None: everything.
     """
 
     spec: KVSpec
@@ -40,6 +42,7 @@ class StoreKind:
     compiled: bool = False
     outer: Hashable = ()
     looks_ahead: tuple[LooksAhead, ...] = ()
+    held: Held | None = None
 
 
 @dataclass(eq=False)
@@ -106,7 +109,7 @@ class ModelStores:
                     f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
                     f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
                 )
-            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction, kind.looks_ahead)
+            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction, kind.looks_ahead, kind.held)
             store.free = partial(self.free, kind.spec.device)
             self._all.add(store)
             return store

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.spans import LooksAhead
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import ALL
+from prefixkit.kv.held import Held, held_of
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, layer_number, original_class
@@ -33,6 +35,7 @@ from prefixkit.models.model_errors import NotPatched, UnsupportedModel, Unsuppor
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
+from prefixkit.models.probe.rotations import measure_rotations
 from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, with_variants
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
@@ -43,8 +46,9 @@ log = logging.getLogger("prefixkit")
 # Of a model whose layers all keep states: steps are planned, and nothing attends.
 _NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False)
 
-# Of each model, by what may change it: what its probe has found.
+# Of each model, by what may change it: what its probe has found, and how queries turn with their position.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
+_rotations: WeakKeyDictionary[nn.Module, dict[object, tuple[Rotation | None, ...]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +156,10 @@ class ModelFacts:
         if not variants:
             return kinds
         processes = getattr(self.inner, "_tp_size", None) or 1
-        if processes > 1 and any(variant.reads("h") for variant in variants.values()):
+        if processes > 1 and any(variant.reads("h") or variant.transforms for variant in variants.values()):
             raise UnsupportedVariant(
                 f"{type(self.inner).__name__} is split over {processes} processes, each of which numbers its own heads "
-                "from 0, and the variant reads h; load the model without tensor parallelism"
+                "from 0, and the variant reads h, or transforms heads; load the model without tensor parallelism"
             )
         if self.probed.states and any(variant.looks_ahead for variant in variants.values()):
             raise UnsupportedVariant(
@@ -164,7 +168,22 @@ class ModelFacts:
             )
         classes = {attention_index(module): original_class(module) for module in self.state.modules}
         by_number = {number: cls for number, cls in classes.items() if number is not None}
-        return with_variants(kinds, self.probed.numbers or range(len(kinds)), by_number, variants)
+        numbers = self.probed.numbers or range(len(kinds))
+        return with_variants(kinds, numbers, by_number, variants, lambda: self.rotations)
+
+    @property
+    def rotations(self) -> tuple[Rotation | None, ...]:
+        """How the queries of each attention layer turn with their position; raises as :func:`measure_rotations`."""
+        key, known = _changeable(self, self._attention()), _rotations.setdefault(self.inner, {})
+        if key not in known:
+            known.clear()
+            known[key] = measure_rotations(self.inner, self.probed.layers)
+        return known[key]
+
+    @property
+    def held(self) -> Held | None:
+        """What growing sequences have to hold; None: everything."""
+        return held_of(self.layers)
 
     @cached_property
     def spec(self) -> KVSpec:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from transformers import Cache
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.attention.rotation import Angles, angles, rotate
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant
 from prefixkit.models.indexing.text_positions import ShownLayers
 from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.models.variants.layer_scores import register_variant
+from prefixkit.ops.streaming import Rotated, streaming_attention
 from prefixkit.torch_private import mark_dynamic
 
 
@@ -150,9 +152,11 @@ class Layer:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append what the layer caches of the step, ``[1, heads, T, head_dim]`` each, to the pages; returns it."""
-        torch.ops.prefixkit.kv_append(
-            key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), *self.own.pages, self.step.slots
-        )
+        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        if (user := self.own.kind.variant) is not None:
+            key = user.transforms.of("key", key, self.step.positions)
+            value = user.transforms.of("value", value, self.step.positions)
+        torch.ops.prefixkit.kv_append(key, value, *self.own.pages, self.step.slots)
         return key_states, value_states
 
     def attend(
@@ -168,17 +172,17 @@ class Layer:
 
         ``window`` is not looked at: some models tell their attention functions of another than their masks have.
         """
-        variant = self.variant(cap, sinks is not None, None if bias is None else bias())
-        out: Tensor = torch.ops.prefixkit.tree_attention(
-            self.scaled(query)[0].transpose(0, 1),
-            *self.own.pages,
-            self.step.positions,
-            self.plan_under(variant, query.shape[1]),
-            scale,
-            variant,
-            None if sinks is None else sinks.to(query.dtype),
-        )[0]
-        return out[None]
+        keys = self.variants(cap, sinks is not None, None if bias is None else bias())
+        positions, plan = self.step.positions, self.plan_under(keys[0], query.shape[1])
+        q, logits = self.asked(query, positions), None if sinks is None else sinks.to(query.dtype)
+        if self.own.sinks is None:
+            out: Tensor = torch.ops.prefixkit.tree_attention(q, *self.own.pages, positions, plan, scale, *keys, logits)[
+                0
+            ]
+        else:
+            near, far = Rotated(q, positions, plan, keys[0]), self.at_sinks(query, keys[1])
+            out = streaming_attention(near, far, self.own.pages, scale, logits)[0]
+        return self.finished(out)
 
     def plan_under(self, variant: str, heads: int) -> list[Tensor]:
         """The plan, with what is known of its blocks under the variant's mask."""
@@ -187,8 +191,39 @@ class Layer:
     @property
     def plan(self) -> list[Tensor]:
         """The step's plan for this kind of layers."""
+        return self.plan_of(self.own.plan)
+
+    def plan_of(self, number: int) -> list[Tensor]:
+        """One of the step's plans."""
         step = self.step
-        return step.plans[self.own.plan] if isinstance(step, TracedStep) else step.plans[self.own.plan].tensors
+        return step.plans[number] if isinstance(step, TracedStep) else step.plans[number].tensors
+
+    def asked(self, query: Tensor, positions: Tensor) -> Tensor:
+        """``[1, heads, T, k_dim]`` to ``[T, heads, k_dim]``: scaled by its position where the layer's kind says so, and
+        as the user's variant transforms it.
+        """
+        q = self.scaled(query)[0].transpose(0, 1)
+        user = self.own.kind.variant
+        return q if user is None else user.transforms.of("query", q, positions)
+
+    def at_sinks(self, query: Tensor, variant: str) -> Rotated:
+        """The queries turned to their positions in the cache."""
+        user, rotation, number = self.own.kind.variant, self.own.kind.rotation, self.own.sinks
+        assert user is not None and user.streaming is not None and number is not None, "of a layer that streams"
+        at, frequencies = user.streaming.in_cache(self.step.positions), self.own.frequencies
+        if rotation is not None and frequencies is not None:
+            turned = rotate(query[0].transpose(0, 1), self.turned(frequencies, at), rotation.interleaved)
+            query = turned.transpose(0, 1)[None]
+        return Rotated(self.asked(query, at), at, self.plan_of(number), variant)
+
+    def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
+        """The angles that turn the step's queries to ``target`` positions."""
+        return angles(frequencies, self.step.positions, target)
+
+    def finished(self, out: Tensor) -> Tensor:
+        """``[T, heads, v_dim]`` to ``[1, T, heads, v_dim]``, as the user's variant transforms it."""
+        user = self.own.kind.variant
+        return (out if user is None else user.transforms.of("output", out, self.step.positions))[None]
 
     def scaled(self, query: Tensor) -> Tensor:
         """The query, scaled by its position where the layer's kind says so."""
@@ -198,11 +233,16 @@ class Layer:
         factor = torch.log1p(torch.floor((self.step.positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
         return (query * factor[:, None]).to(query.dtype)
 
-    def variant(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
-        """The key of :func:`register_variant`, with what the layer sees, and what its user adds; made once."""
+    def variants(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> tuple[str, ...]:
+        """The keys of :func:`register_variant`, with what the layer sees, and what its user adds, for each part that an
+        op computes; made once.
+        """
         kind, known, asked = self.own.kind, self.own.keys, (cap, sinks, bias)
         if asked not in known:
-            known[asked] = register_variant(kind.visible, cap, sinks, bias, kind.variant)
+            users = (None,) if kind.variant is None else kind.variant.parts
+            first = register_variant(kind.visible, cap, sinks, bias, users[0])
+            others = (register_variant(kind.visible, cap, False, bias, user) for user in users[1:])
+            known[asked] = (first, *others)
         return known[asked]
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from prefixkit.kv.kv_pool import KVPool
@@ -24,6 +25,8 @@ class LayerPages:
         index_pages: That of its indexer's keys; None where it has no indexer.
         compressed_pages: Those of what its compressors make of tokens.
         keys: Of the variants that it applies, by what it has asked for.
+        sinks: Which is for the sinks, where it attends at positions in the cache; None where it does not.
+        frequencies: ``[pairs]`` float32 by which its queries turn; None where they do not.
     """
 
     index: int
@@ -33,7 +36,9 @@ class LayerPages:
     index_pages: Tensor | None = None
     compressed_pages: tuple[Tensor, ...] = ()
     absorbed: int | None = None
-    keys: dict[Hashable, str] = field(default_factory=dict, kw_only=True)
+    keys: dict[Hashable, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
+    sinks: int | None = None
+    frequencies: Tensor | None = None
 
 
 def layer_pages(
@@ -48,8 +53,10 @@ def layer_pages(
         read = index if kind.reads is None else kind.reads
         pages = pool.pages(own[read])
         index_pages = None if kind.index_dtype is None else pages[-1]
-        plan, *absorbed = map(plan_kinds.index, kind.plan_kinds)
+        plan, *second = map(plan_kinds.index, kind.plan_kinds)
+        absorbed, sinks = (None, *second) if kind.streams else (*second, *[None] * (2 - len(second)))
+        frequencies = None if kind.rotation is None else torch.tensor(kind.rotation.frequencies, device=kind.device)
         compressed, attended = pages[len(pages) - len(kind.compressed) :], pages[: kinds[read].attended]
-        return LayerPages(names[index], kind, plan, attended, index_pages, compressed, *absorbed)
+        return LayerPages(names[index], kind, plan, attended, index_pages, compressed, absorbed, sinks, frequencies)
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

@@ -31,4 +31,6 @@ def drop_stores(model: Any, *, all_traces: bool = False) -> None:
 def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compiled: bool = False) -> StoreKind:
     """What the KV of a call has to have in common with that of others; ``compiled`` steps are such on a GPU alone."""
     compiles = compiled and facts.spec.device.type == "cuda"
-    return StoreKind(facts.spec, facts.layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead)
+    return StoreKind(
+        facts.spec, facts.layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead, facts.held
+    )

@@ -74,6 +74,11 @@ def patch(
     error where ``prefill_chunk`` is less, and their KV is shared by texts that are equal to the last of them.  A
     layer's own window or chunk then hides what is before a token.
 
+    A variant's functions of whole rows run on queries and keys as the layer has rotated them, on values as it caches
+    them, and on outputs before their projection.  Under :func:`prefixkit.variants.streaming_llm` queries attend at
+    positions in the cache: how they turn with their position is measured now, and samples give back KV that no layer
+    sees any more.
+
     KV of other variants is never used: patching with another one invalidates what sessions, ``generate`` and pins hold,
     and files of prefixes name theirs.  Tensors and numbers that the variant's functions capture count as weights do: a
     call notices that they have changed in place (``compare_weights``), and computes KV anew.
@@ -101,7 +106,8 @@ def patch(
             measured at the first call, see :func:`kv_spec`; with a ``variant``, now.
         UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
             attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
-            the layer number is that of no attention layer; nothing was changed.
+            one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that
+            of no attention layer; nothing was changed.
         ValueError: ``tree_cache`` or ``compare_weights`` is none of these.
         TypeError: ``variant`` is none of these, or its functions capture what has no content to go by.
     """

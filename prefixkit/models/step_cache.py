@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partialmethod
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from prefixkit.attention.rotation import Angles
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import lookup
 from prefixkit.kv.kv_pool import KVPool
@@ -67,6 +68,7 @@ class StepCache(LayeredCache):
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
         self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
+        self.turned: dict[Hashable, Angles] = {}  # the angles that turn the step's queries
         self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
         self.equal_blocks: dict[int, list[Block]] = {}  # and compressors
 
@@ -87,7 +89,7 @@ class StepCache(LayeredCache):
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
             self.compiled.begin(step)
-        self._step, self.blocks, self.equal_blocks, self.masked_plans = step, {}, {}, {}
+        self._step, self.blocks, self.equal_blocks, self.masked_plans, self.turned = step, {}, {}, {}, {}
         self.given_positions = step.positions[None]
         self.attended = [0] * len(self.attended)
 
@@ -147,7 +149,7 @@ class StepCache(LayeredCache):
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
             self._step = self.given_positions = None
-            self.blocks, self.equal_blocks = {}, {}
+            self.blocks, self.equal_blocks, self.turned = {}, {}, {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -229,8 +231,8 @@ class CacheLayer(PlainLayer):
         query = self._rounded(query)
         if self.own.kind.plain:
             together = sinks is not None and not self.apart(sinks)
-            variant = self.variant(cap, together, None if bias is None else bias())
-            out = self.attend_plain(query, scale, variant, sinks)
+            (variant,) = self.variants(cap, together, None if bias is None else bias())
+            out = self.finished(self.attend_plain(query, scale, variant, sinks))
         else:
             out = super().attend(query, scale, window, cap, sinks, bias)
         self.cache.attended[self.place] += 1
@@ -241,6 +243,13 @@ class CacheLayer(PlainLayer):
         if not lookup(variant).mask_mods:
             return self.plan
         return masked_plan(self.cache.step, self.plan, self.own, variant, heads, self.cache.masked_plans)
+
+    def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
+        """The same, made once in a step for all layers that turn alike."""
+        asked, made = (self.own.kind.rotation, self.own.kind.variant), self.cache.turned
+        if asked not in made:
+            made[asked] = super().turned(frequencies, target)
+        return made[asked]
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`StepCache.run_state`, of a module inside an attention module."""

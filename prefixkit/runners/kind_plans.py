@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,15 @@ from prefixkit.attention.trimmed import trimmed
 from prefixkit.attention.visible import Visible
 from prefixkit.ops.backend import GraphPlanner, GraphPlanning
 from prefixkit.runners.decode_tree import DecodeTree
+from prefixkit.tree.arrays import Ints
 
 
 class KindPlans:
     """The plans of one kind of layers, over the static buffers of a :class:`DecodeTree`.
 
     Where queries see all tokens, the plan is over the tree's own nodes.  Else each node begins at its first token that
-    a query sees, as of the last upload, and kernels mask what falls out of sight until the next.
+    a query sees, as of the last upload, and kernels mask what falls out of sight until the next; and it ends where all
+    that any query sees does.
 
     Args:
         planner: Makes the plans on the device.
@@ -49,26 +52,36 @@ class KindPlans:
         if self._staged is None:
             return self._planning.step_plan(self.planner.work, self.nodes, tree)
         unseen = self._planning.unseen(tree)
-        plan = self._planning.step_plan(self.planner.work, self.nodes, trimmed(tree, unseen))
-        count = plan.kv_tokens_read
-        return replace(plan, count_reads=lambda length: count(length - unseen), visible=self._visible)
+        cut, until = self._cut(tree, unseen), self._visible.until
+        plan = self._planning.step_plan(self.planner.work, self.nodes, cut)
+        count, most = plan.kv_tokens_read, None if until is None else np.maximum(until - tree.snapshot.start, 0)
+
+        def count_reads(length: Ints) -> int:
+            return count(np.clip(length - unseen, 0, most))
+
+        return replace(plan, count_reads=count_reads, visible=self._visible, adds=until is not None)
 
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`."""
         if self._staged is not None:
             unseen = self._planning.unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
-            tree = trimmed(tree, unseen)
+            tree = self._cut(tree, unseen)
         self.planner.stage(tree)
 
     def upload(self, tree: StepTree) -> None:
-        """Upload a tree and plan it, on the current stream; its nodes are in the :class:`DecodeTree` by then."""
+        """Upload a tree and plan it, on the current stream; its nodes are in the :class:`DecodeTree` by then.
+
+        Raises:
+            ValueError: the queries leave out KV that they need.
+        """
+        tree.check()
         if self._staged is not None:
             unseen = self._planning.unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
             self._staged.upload()
             self._trim()
-            tree = trimmed(tree, unseen)
+            tree = self._cut(tree, unseen)
         self.planner.upload(tree)
         self.planner.plan()
 
@@ -91,7 +104,13 @@ class KindPlans:
     def advance(self) -> None:
         """Follow a step of the tree, whose leaves have grown by a token.  Can be captured."""
         if self._staged is not None:
-            torch.sub(self._tree.nodes[1], self._staged.tensors[0], out=self._own_length)
+            start, length, *_ = self._tree.nodes
+            torch.sub(length, self._staged.tensors[0], out=self._own_length)
+            if self._visible.first:  # of a leaf that is shorter than that
+                self._own_length.clamp_(min=0)
+            if self._visible.until is not None:
+                most = (self._visible.until - start).clamp_(min=0)
+                torch.minimum(self._own_length, most, out=self._own_length)
 
     def clear(self) -> None:
         """No work."""
@@ -99,8 +118,11 @@ class KindPlans:
 
     def _trim(self) -> None:
         assert self._staged is not None, "of a kind that sees less than all"
-        start, length, _, _, first_slot = self._tree.nodes
+        start, _, _, _, first_slot = self._tree.nodes
         (unseen,) = self._staged.tensors
         torch.add(start, unseen, out=self._own_start)
         torch.add(first_slot, unseen, out=self._own_first_slot)
-        torch.sub(length, unseen, out=self._own_length)
+        self.advance()
+
+    def _cut(self, tree: StepTree, unseen: Ints) -> StepTree:
+        return trimmed(tree, unseen, self._visible.until)

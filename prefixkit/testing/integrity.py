@@ -44,12 +44,14 @@ def _reachable(root: Node) -> list[Node]:
 
 
 def _check_links(node: Node) -> None:
-    for token, group in node.branches.items():
+    for key, group in node.branches.items():
         _require(len(group) > 0, "no branch is empty", node)
         for child in group:
             _require(child.parent is node, "a child knows its parent", child)
-            _require(child.start == node.start + node.length, "a child starts where its parent ends", child)
-            _require(int(child.tokens[0]) == token, "a branch is named after its first token", child)
+            _require(child.start >= node.start + node.length, "a child starts where its parent ends, or later", child)
+            named = int(child.tokens[0]) if child.start == node.start + node.length else -1
+            _require(named == key, "a branch is named after its first token, or is none that is found", child)
+            _require(key >= 0 or not child.cached, "what is cached is a whole prefix", child)
 
 
 def _check_sequences(node: Node, tree: PrefixTree) -> None:

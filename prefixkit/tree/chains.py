@@ -36,7 +36,7 @@ def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
 
 def _is_short(node: Node, page_size: int) -> bool:
     ends = node.sequences or node.cached  # sequences, and what the prefix cache retains, end with a node
-    return node.length < page_size and node.computed == node.length and not ends
+    return node.length < page_size and node.computed == node.length and not ends and not node.behind_gap
 
 
 def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:

@@ -130,7 +130,7 @@ class TreeEdits:
         """Replace ``node``, which has no reserved pages, by a sibling of the same tokens."""
         parent = node.parent
         assert parent is not None and by.parent is parent and by.length == node.length, (node, by)
-        siblings = parent.branches[int(node.tokens[0])]
+        siblings = parent.branches[node.key]
         index = siblings.index(node)
         if index < siblings.index(by):  # matching follows the first of the siblings: it finds as much as before
             siblings.remove(by)

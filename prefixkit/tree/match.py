@@ -62,7 +62,7 @@ def join(tree: TreeEdits, node: Node) -> Node:
 def _alike(node: Node) -> tuple[Node, int] | None:
     """A sibling that begins as ``node`` does, and with how many computed tokens."""
     assert node.parent is not None, "the root has no siblings"
-    siblings = node.parent.branches[int(node.tokens[0])]  # the node itself among them
+    siblings = node.parent.branches[node.key]  # the node itself among them
     for sibling in siblings if len(siblings) > 1 else ():
         no_longer_grows = sibling.cached or sibling.branches
         if sibling is not node and no_longer_grows and sibling.computed and node.computed:

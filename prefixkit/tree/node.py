@@ -29,13 +29,16 @@ class Node:
     leaf grows in place up to the slots of the next node in the page; most have none.  A leaf may hold reserved pages
     after the page of its last token.
 
+    A node may begin at a later position than its parent ends: then tokens between the two are gone, with their pages
+    (:mod:`prefixkit.tree.gaps`), and no matching leads into the node.
+
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
 
     Attributes:
         id: unique within the tree, never reused.
         parent: None for the root, and for a node that has left the tree.
-        branches: children by first token, in order of arrival.  Siblings may begin with the same token (forks do);
+        branches: children by :attr:`key`, in order of arrival.  Siblings may begin with the same token (forks do);
             `PrefixTree.match` follows the first of them.
         next_in_page: the node that holds the next slots after this node's end in its last page; None while they are
             free.
@@ -131,6 +134,16 @@ class Node:
         return int(self.token_buffer[self.length - 1])
 
     @property
+    def behind_gap(self) -> bool:
+        """Whether tokens between its parent and the node are gone."""
+        return self.parent is not None and self.start != self.parent.start + self.parent.length
+
+    @property
+    def key(self) -> int:
+        """What its parent files it under: the first token, or -1, which is none, behind a gap."""
+        return -1 if self.behind_gap else int(self.token_buffer[0])
+
+    @property
     def children(self) -> list[Node]:
         return [child for group in self.branches.values() for child in group]
 
@@ -182,7 +195,7 @@ class Node:
         """Slot of the state after the first ``offset`` tokens, of the parent's end for 0; -1 where there is none."""
         if offset:
             return self.state if offset == self.computed else self.checkpoints.get(offset, -1)
-        parent = self.parent
+        parent = None if self.behind_gap else self.parent
         return -1 if parent is None or parent.parent is None else parent.state_at(parent.length)
 
     def appends(self, count: int) -> bool:
@@ -204,20 +217,20 @@ class Node:
         """
         adjacent = self.previous_in_page is parent or not self.first_slot
         meets = adjacent and parent.end_slot % self.page_size == self.first_slot
-        return meets and (parent.computed == parent.length or self.computed == 0)
+        return meets and not self.behind_gap and (parent.computed == parent.length or self.computed == 0)
 
     # -- children --------------------------------------------------------------------------------------------------
 
     def adopt(self, child: Node) -> None:
         child.parent = self
-        self.branches.setdefault(int(child.token_buffer[0]), []).append(child)
+        self.branches.setdefault(child.key, []).append(child)
 
     def disown(self, child: Node) -> None:
-        first = int(child.token_buffer[0])
-        siblings = self.branches[first]
+        key = child.key
+        siblings = self.branches[key]
         siblings.remove(child)
         if not siblings:
-            del self.branches[first]
+            del self.branches[key]
         previous, following = child.previous_in_page, child.next_in_page
         in_one_page = child.num_pages == 1  # else the two are in different pages
         if previous is not None:
@@ -234,7 +247,7 @@ class Node:
 
     def replace_child(self, old: Node, new: Node) -> None:
         """Put ``new``, which begins with the same token, in the place of ``old`` among the children."""
-        siblings = self.branches[int(old.token_buffer[0])]
+        siblings = self.branches[old.key]
         siblings[siblings.index(old)] = new
         old.parent, new.parent = None, self
 
@@ -285,6 +298,26 @@ class Node:
         """Reserve only the first ``left`` pages from now on; the others, returned, are the caller's to release."""
         pages = self.pages[self.num_pages + left :]
         self.reserved = left
+        return pages
+
+    def drop_front(self, count: int) -> Ints:
+        """Forget the first ``count`` tokens, which end with a page; their pages are the caller's to release."""
+        parent, held = self.parent, (self.first_slot + count) // self.page_size
+        assert parent is not None and count < self.length and count <= self.computed, self
+        assert (self.first_slot + count) % self.page_size == 0, self
+        siblings = parent.branches[self.key]
+        siblings.remove(self)
+        if not siblings:
+            del parent.branches[self.key]
+        pages, self.page_buffer = self.page_buffer[:held].copy(), self.page_buffer[held:]
+        self.token_buffer, self.first_slot = self.token_buffer[count:], 0
+        self.start, self.length, self.computed = self.start + count, self.length - count, self.computed - count
+        self.checkpoints = {at - count: slot for at, slot in self.checkpoints.items() if at > count}
+        self.content = next(_contents)
+        if self.previous_in_page is not None:
+            self.previous_in_page.next_in_page = None
+            self.previous_in_page = None
+        parent.adopt(self)
         return pages
 
     def push_page(self, page: int) -> None:

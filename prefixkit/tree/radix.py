@@ -14,6 +14,7 @@ from prefixkit.tree import freeze
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.chains import compact
 from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.gaps import above_gaps
 from prefixkit.tree.match import Match, follow, join
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
@@ -238,7 +239,7 @@ class PrefixTree(TreeEdits):
         """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
 
         Raises:
-            ValueError: ``length`` outside ``[0, sequence.length]``.
+            ValueError: ``length`` outside ``[0, sequence.length]``, or among tokens that are gone.
         """
         node = self._node_of(sequence)
         if not 0 <= length <= sequence.length:
@@ -253,6 +254,8 @@ class PrefixTree(TreeEdits):
         target = node  # becomes the node whose positions [start, start + length) hold the last of ``length`` tokens
         while target.parent is not None and length <= target.start:
             target = target.parent
+        if length > target.start + target.length:
+            raise ValueError(f"cannot trim sequence {sequence.id} to {length} tokens: the last of these were released")
         if length < target.start + target.length:
             target = self.split(target, length - target.start)
         before = sequence.node
@@ -278,12 +281,10 @@ class PrefixTree(TreeEdits):
         self.version += 1
 
     def retain(self, sequence: Sequence) -> Node | None:
-        """Drop the sequence, and retain those of its tokens that have KV until they are evicted.
-
-        Returns:
-            The node where they end; None where none is computed.
+        """Drop the sequence, and retain its tokens that have KV, up to the first that is gone, until they are evicted.
+        Returns the node where they end; None where none is computed.
         """
-        node = self._node_of(sequence)
+        node = above_gaps(self._node_of(sequence))
         while node.parent is not None and not node.computed:
             node = node.parent
         self.trim(sequence, node.start + node.computed)

@@ -45,7 +45,7 @@ class Sequence:
         return node.start + node.computed
 
     def tokens(self) -> NDArray[np.int32]:
-        """``[length]`` token ids, a new array; ValueError if the sequence has been released."""
+        """``[length]`` token ids, a new array; ValueError if the sequence, or some of its tokens, were released."""
         keys, spelling = self.keys(), getattr(self.tree, "spelling", None)
         return keys if spelling is None else spelling.tokens(keys)
 
@@ -54,14 +54,14 @@ class Sequence:
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
         keys = np.empty(self.length, np.int32)
-        for node in self.path():
+        for node in self._whole_path():
             keys[node.start : node.start + node.length] = node.tokens
         return keys
 
     def slots(self) -> NDArray[np.int64]:
-        """``[length]`` pool slots of the tokens."""
+        """``[length]`` pool slots of the tokens; ValueError if some of these were released."""
         slots = np.empty(self.length, np.int64)
-        for node in self.path():
+        for node in self._whole_path():
             slots[node.start : node.start + node.length] = node.slots
         return slots
 
@@ -71,6 +71,15 @@ class Sequence:
         while node is not None:
             yield node
             node = node.parent
+
+    def _whole_path(self) -> Iterator[Node]:
+        for node in self.path():
+            if node.behind_gap:
+                raise ValueError(
+                    f"sequence {self.id} holds no tokens before position {node.start} and after its first ones: they "
+                    "were released once no query saw them; keep a list of its tokens, or read sequence.path()"
+                )
+            yield node
 
 
 def check_live(tree: object, sequence: Sequence) -> None:

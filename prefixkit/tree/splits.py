@@ -23,6 +23,7 @@ def split(node: Node, at: int, upper_id: int, allocator: PageAllocator) -> Node:
 
     tokens = node.token_buffer[:at].copy()
     upper = Node(upper_id, node.parent, node.page_size, tokens, upper_pages, node.first_slot)
+    upper.start = node.start  # behind a gap, perhaps
     upper.link_after(node.previous_in_page)
     node.link_after(upper if offset else None)
     upper.computed = min(node.computed, at)

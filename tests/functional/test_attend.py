@@ -225,7 +225,7 @@ def test_opcheck_of_the_ops_that_public_steps_call(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.prefixkit.kv_append.default, (key, value, *pages, step.slots))
     prefixkit.append(step, 0, key, value)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = q, *pages, step.positions, step.step.plan, DIM**-0.5, attention.key
+    arguments = q, *pages, step.positions, step.step.plan, DIM**-0.5, attention.keys[0]
     torch.library.opcheck(torch.ops.prefixkit.tree_attention.default, arguments, test_utils=checks)
     for mine, ops in zip(prefixkit.attend(step, 0, q), torch.ops.prefixkit.tree_attention(*arguments), strict=True):
         assert torch.equal(mine, ops)

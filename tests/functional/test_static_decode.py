@@ -65,7 +65,7 @@ def test_each_sequence_gets_the_tokens_that_it_gets_alone(seed: int, page_size: 
     rng = np.random.default_rng(seed)
     attention, tree, samples, model = set_up(rng, page_size)
     rows = len(samples) + 4
-    static = StaticDecode(attention, planning(), tree, samples, 6, rows)
+    static = StaticDecode(attention, [planning()], tree, samples, 6, rows)
     tensors = [static.step.tokens, static.step.positions, static.step.slots, *static.step.step.plan]
     for turn in range(5):
         before = [sample.tokens() for sample in samples]
@@ -85,7 +85,7 @@ def test_each_sequence_gets_the_tokens_that_it_gets_alone(seed: int, page_size: 
 
 def test_rows_behind_the_batch_write_nothing() -> None:
     attention, tree, samples, model = set_up(np.random.default_rng(0), 4)
-    static = StaticDecode(attention, planning(), tree, samples, 3, len(samples) + 3)
+    static = StaticDecode(attention, [planning()], tree, samples, 3, len(samples) + 3)
     static.advance()
     step, count = static.step, len(samples)
     assert step.num_rows == count + 3
@@ -97,7 +97,7 @@ def test_rows_behind_the_batch_write_nothing() -> None:
 
 def test_steps_beyond_the_reserved_pages_write_nothing() -> None:
     attention, tree, samples, model = set_up(np.random.default_rng(1), 4)
-    static = StaticDecode(attention, planning(), tree, samples, 2, len(samples))
+    static = StaticDecode(attention, [planning()], tree, samples, 2, len(samples))
     held = tree.allocator.num_pages - tree.allocator.free
     for _ in range(12):
         static.advance()
@@ -107,7 +107,7 @@ def test_steps_beyond_the_reserved_pages_write_nothing() -> None:
 def test_sequences_that_cannot_grow_in_place_are_refused_by_name() -> None:
     rng = np.random.default_rng(2)
     attention, tree, samples, model = set_up(rng, 4)
-    static, version = StaticDecode(attention, planning(), tree, samples, 3, len(samples)), tree.version
+    static, version = StaticDecode(attention, [planning()], tree, samples, 3, len(samples)), tree.version
     twin = tree.fork(samples[0])
     for batch, steps, error, message in (
         ([*samples, *twin], 3, BatchTooLarge, r"the buffers are for \d rows, got \d sequences; make another one"),
@@ -127,7 +127,7 @@ def test_sequences_that_cannot_grow_in_place_are_refused_by_name() -> None:
 
 def test_a_tree_that_outgrows_the_buffers_is_refused_by_name() -> None:
     attention, tree, samples, model = set_up(np.random.default_rng(3), 4)
-    static = StaticDecode(attention, planning(), tree, samples, 3, len(samples))
+    static = StaticDecode(attention, [planning()], tree, samples, 3, len(samples))
     for first in range(100, 300):
         tree.insert([first, 1, 2])
     with pytest.raises(BatchTooLarge, match=r"a tree of \d+ nodes and \d+ pages does not fit the buffers"):

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from prefixkit.attention.variants import Variant
+from prefixkit.attention.variants.transforms import Transforms
 
 NAME = "prefixkit_test_variant"
 _VARIANT, _TEXT = "_test_variant", "_test_text"
@@ -66,12 +67,17 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """As transformers' eager functions: the layer's own cap and mask, the variant, the sinks."""
     groups = query.shape[1] // key.shape[1]
+    variant: Variant | None = module.__dict__.get(_VARIANT)
+    transforms = Transforms() if variant is None else variant.transforms
+    query, key, value = (
+        transforms.of(kind, rows[0].transpose(0, 1), torch.arange(rows.shape[2])).transpose(0, 1)[None]
+        for kind, rows in (("query", query), ("key", key), ("value", value))
+    )
     scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     at, heads = (torch.arange(of.shape[2 - dim], device=key.device) for of, dim in ((key, 0), (query, 1)))
     places = torch.zeros_like(at[0]), heads[:, None, None], at[:, None], at[None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    variant: Variant | None = module.__dict__.get(_VARIANT)
     visible = earlier = at[None] <= at[:, None]
     if attention_mask is not None:
         visible = visible & (attention_mask == 0)
@@ -85,7 +91,8 @@ def _attention(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : len(at)]
-    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
+    out = (weights @ value.repeat_interleave(groups, 1))[0].transpose(0, 1)
+    return transforms.of("output", out, at)[None], None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -54,7 +54,14 @@ def expected(tree: StepTree, row: int) -> list[tuple[int, int]]:
     return sorted(keys)
 
 
-@pytest.mark.parametrize("visible", [ALL, Visible(window=40), Visible(chunk=50), Visible(40, 64)], ids=str)
+@pytest.mark.parametrize(
+    "visible",
+    [
+        *(ALL, Visible(window=40), Visible(chunk=50), Visible(40, 64)),
+        *(Visible(until=4), Visible(until=90), Visible(until=150), Visible(40, first=4), Visible(first=150)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_each_row_reads_what_it_sees_once_and_little_more(visible: Visible, seed: int) -> None:
     """While leaves grow: between uploads a plan reads up to as many tokens more as there were steps."""
@@ -78,11 +85,12 @@ def test_each_row_reads_what_it_sees_once_and_little_more(visible: Visible, seed
         for row, keys in enumerate(found):
             want = expected(grown, row)
             assert len(set(keys)) == len(keys)
-            seen = [key for key in want if key[0] >= first[row]]
+            seen = [key for key in want if first[row] <= key[0] < (visible.until or 1000)]
+            assert all(visible.first <= key[0] < (visible.until or 1000) for key in keys)
             assert set(seen) <= set(keys) <= set(want)
         plan = kind.plan_of(grown)
         read, unshared = plan.kv_tokens(grown)
-        assert unshared == int((grown.positions + 1 - first).sum())
+        assert unshared == int(visible.count(grown.positions).sum())
         if visible.limits:
             # A shared node is read from where the query sees it that sees most of it.
             lowest = int(visible.begin(grown.positions).min())

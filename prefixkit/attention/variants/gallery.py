@@ -7,12 +7,14 @@ may lie on any device.  Windows, caps and biases that models ask for by their co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants.builtin import check_count
+from prefixkit.attention.variants.builtin import check_count, sliding_window
+from prefixkit.attention.variants.transforms import Streaming
 from prefixkit.attention.variants.variant import CAUSAL, Variant, variant
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -116,6 +118,24 @@ def streaming(sinks: int, window: int) -> Variant:
         return (kv_idx <= q_idx) & ((kv_idx < sinks) | (q_idx - kv_idx < window))
 
     return variant(mask_mod=mask_mod, name=f"streaming({sinks} sinks, {window})")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def streaming_llm(sinks: int = 4, window: int = 2048) -> Variant:
+    """Each query sees the first ``sinks`` tokens and the last ``window``, itself included, as if nothing stood between
+    them: positions are those in the cache (StreamingLLM; Xiao et al. 2024, 3.2).  Texts go on without end, and KV of
+    what no query sees any more need not be held.
+
+    Keys stay as they are, rotated at their positions in the text.  Queries are rotated twice: at their position for the
+    window, and for the sinks at theirs in the cache (Ye et al. 2025, 4.3).  On a patched model that is measured; in
+    the op by itself the variant's ``query`` transform runs twice, so that it should be what rotates.
+
+    ValueError unless both are 1 or more.
+    """
+    check_count("streaming_llm", "sinks", sinks)
+    check_count("streaming_llm", "window", window)
+    name = f"streaming_llm({sinks} sinks, {window})"
+    return replace(sliding_window(window), name=name, streaming=Streaming(sinks, window))
 
 
 def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:

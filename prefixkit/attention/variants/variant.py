@@ -15,9 +15,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from weakref import WeakValueDictionary
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -26,16 +25,13 @@ from prefixkit.attention.variants.evaluate import evaluate, pointwise
 from prefixkit.attention.variants.expression import Captured, Expression, Type
 from prefixkit.attention.variants.function_digest import captured, fingerprint
 from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.transforms import Streaming, Transform, Transforms
 from prefixkit.attention.variants.visibility import mask_bounds, without_causality
-from prefixkit.attention.visible import Visible
+from prefixkit.attention.visible import ALL, Visible
 
 
 class BadVariant(ValueError):
     """A variant's functions cannot be what a variant is made of."""
-
-
-class UnknownVariant(ValueError):
-    """An op was given a key that no variant is registered under."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +70,10 @@ class Variant:
         approximate: Whether kernels take the hardware's tanh, also for sigmoid.
         sums: Whether outputs are sums of values, weighted by the exponentials of scores, and not divided by their sum.
         serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
+        cut: What plans cut off besides.
+        transforms: What happens to whole rows before and after attention.
+        streaming: Where queries attend to sinks and a window at positions in the cache; ``mask_mods`` and ``window``
+            are then the window's.
     """
 
     name: str
@@ -86,6 +86,9 @@ class Variant:
     approximate: bool = False
     sums: bool = False
     serials: tuple[int, ...] = ()
+    cut: Visible = ALL
+    transforms: Transforms = Transforms()
+    streaming: Streaming | None = None
 
     @property
     def mods(self) -> tuple[Mod, ...]:
@@ -94,7 +97,29 @@ class Variant:
     @property
     def visible(self) -> Visible:
         """The range of keys outside which nothing is read."""
-        return Visible(self.window, self.chunk)
+        return Visible(self.window, self.chunk).within(self.cut)
+
+    @property
+    def traits(self) -> tuple[int | None, ...]:
+        """What it does beside its functions."""
+        streaming = () if self.streaming is None else (self.streaming.sinks, self.streaming.window)
+        flags = self.has_sinks, self.looks_ahead, self.approximate, self.sums
+        return len(self.score_mods), self.window, self.chunk, *flags, *astuple(self.cut), *streaming
+
+    @property
+    def parts(self) -> tuple[Variant, ...]:
+        """What ops compute of it, which knows scores alone: itself without transforms; of a streaming one, attention to
+        the window, and then that to the sinks.  They live as long as it does.
+        """
+        return self._parts if self.transforms or self.streaming is not None else (self,)
+
+    @cached_property
+    def _parts(self) -> tuple[Variant, ...]:
+        if self.streaming is None:
+            return (replace(self, transforms=Transforms()),)
+        first, last = self.streaming.sinks, self.streaming.last
+        scores = replace(self, transforms=Transforms(), streaming=None, cut=Visible(first=first))
+        return scores, replace(scores, mask_mods=(), window=None, has_sinks=False, cut=Visible(until=first, last=last))
 
     @cached_property
     def traced(self) -> bool:
@@ -146,8 +171,7 @@ class Variant:
     def content(self) -> str:
         """A digest of all that it does, the numbers in captured tensors included, equal in every process."""
         parts = [_content(mod) for mod in self.mods]
-        flags = self.has_sinks, self.looks_ahead, self.approximate, self.sums
-        return fingerprint(parts, len(self.score_mods), self.window, self.chunk, *flags)
+        return fingerprint(parts, self.transforms.by_rows, *self.traits)
 
 
 def versions_of(captured: Sequence[Captured]) -> tuple[int, ...]:
@@ -168,7 +192,9 @@ def parts_of(variant: Variant) -> list[object]:
     Two variants whose parts are equal numbers and the same tensors do the same, and go on doing so when such a tensor
     changes in place.
     """
-    parts: list[object] = [len(variant.score_mods), variant.visible, variant.has_sinks, variant.looks_ahead]
+    parts: list[object] = [variant.traits, *map(len, variant.transforms.by_rows)]
+    for function in variant.transforms.functions:
+        parts += captured(function)
     for mod in variant.mods:
         if mod.expression is None:
             parts += captured(mod.function)
@@ -180,25 +206,28 @@ def parts_of(variant: Variant) -> list[object]:
 
 CAUSAL = Variant("causal")
 _serials = itertools.count()
-# Those that capture tensors are freed with them; of the others there are few.
-_known: dict[str, Variant] = {CAUSAL.name: CAUSAL}
-_capturing: WeakValueDictionary[str, Variant] = WeakValueDictionary()
 
 
 def variant(
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
     *,
+    query: Transform | None = None,
+    key: Transform | None = None,
+    value: Transform | None = None,
+    output: Transform | None = None,
     name: str | None = None,
     traced: bool = True,
     approximate: bool = False,
 ) -> Variant:
-    """A variant from functions as FlexAttention takes them.
+    """A variant from functions as FlexAttention takes them, and of whole rows as FlashInfer's are, in plain torch.
 
     Args:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or None for causal attention.  A mask is taken as it is: one that
             shows tokens after the query makes attention look ahead.
+        query, key, value, output: ``(x [rows, heads, head_dim], positions [rows]) -> x``: queries before attention,
+            keys and values once as they are appended, outputs once they are complete.  Anything of torch is allowed.
         name: For logs and errors; the functions' names if None.
         traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
             not know.  No KV is skipped because their masks hide it.
@@ -212,11 +241,12 @@ def variant(
         BadVariant: there is no function; one takes another number of arguments, or returns no mask or score.
         UntraceableVariant: an operation is unknown, or the control flow depends on a value.
     """
-    if score_mod is None and mask_mod is None:
-        raise BadVariant("variant: got neither a score_mod nor a mask_mod; causal attention is prefixkit.CAUSAL")
+    transforms = _transforms(query=query, key=key, value=value, output=output)
+    if score_mod is None and mask_mod is None and not transforms:
+        raise BadVariant("variant: got no function, no score_mod, mask_mod or transform; causal attention is CAUSAL")
     score_mods = () if score_mod is None else (_mod("score_mod", score_mod, SCORE_MOD, traced),)
     mask_mods = () if mask_mod is None else (_mod("mask_mod", mask_mod, MASK_MOD, traced),)
-    functions = [function for function in (score_mod, mask_mod) if function is not None]
+    functions = [function for function in (score_mod, mask_mod, *transforms.functions) if function is not None]
     made = Variant(name or " + ".join(map(_name, functions)), score_mods, mask_mods)
     bounds = None
     if mask_mods and (mask := mask_mods[0].expression) is not None:
@@ -231,20 +261,21 @@ def variant(
         chunk=None if bounds is None else bounds.chunk,
         looks_ahead=mask_mod is not None and (bounds is None or not bounds.causal),
         approximate=approximate,
-        serials=(next(_serials),) if made.captured or not traced else (),
+        serials=(next(_serials),) if made.captured or transforms or not traced else (),
+        transforms=transforms,
     )
 
 
+def _transforms(**given: Transform | None) -> Transforms:
+    """The checked transforms of a variant; BadVariant where one does not take rows and positions."""
+    for rows, function in given.items():
+        if function is not None:
+            _check_arguments(f"{rows} transform", function, ("x", "positions"), "rows and their positions")
+    return Transforms(**{rows: () if one is None else (one,) for rows, one in given.items()})
+
+
 def _mod(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], traced: bool) -> Mod:
-    if not callable(function):
-        raise BadVariant(f"variant: {kind} must be a function, got a {type(function).__name__}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise BadVariant(
-            f"variant: {kind} {_name(function)!r} must take {len(arguments)} arguments, ({', '.join(arguments)}), as "
-            f"FlexAttention's do, but it takes {inspect.signature(function)}"
-        ) from error
+    _check_arguments(kind, function, arguments, "as FlexAttention's do")
     if not traced:
         return Mod(function, tuple(arguments), None)
     expression = trace(function, arguments)
@@ -255,6 +286,18 @@ def _mod(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], t
     return Mod(function, tuple(arguments), expression)
 
 
+def _check_arguments(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], which: str) -> None:
+    if not callable(function):
+        raise BadVariant(f"variant: {kind} must be a function, got a {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise BadVariant(
+            f"variant: {kind} {_name(function)!r} must take {len(arguments)} arguments, ({', '.join(arguments)}), "
+            f"{which}, but it takes {inspect.signature(function)}"
+        ) from error
+
+
 def _name(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -263,12 +306,21 @@ def compose(*variants: Variant) -> Variant:
     """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
 
     The op takes one row of sinks, which join once, however many of the parts have sinks.  Causality holds unless a part
-    looks ahead.  What makes weights of scores, as ``sigmoid`` does, comes after all others.
+    looks ahead.  What makes weights of scores, as ``sigmoid`` does, comes after all others.  Transforms apply one after
+    the other.  Of a streaming variant the ``score_mod``s of others see positions in the cache.
 
     Raises:
-        BadVariant: sinks join a sum that outputs are divided by, and those of another part are not.
+        BadVariant: sinks join a sum that outputs are divided by, and those of another part are not; or a part hides
+            keys, or sums, beside a streaming one, or there are two of these.
     """
     parts = sorted((part for part in variants if part is not CAUSAL), key=lambda part: part.sums)
+    streaming = [part for part in parts if part.streaming is not None]
+    if streaming and any(part.mask_mods or part.sums for part in parts if part is not streaming[0]):
+        names = " and ".join(part.name for part in parts)
+        raise BadVariant(
+            "compose: a streaming variant moves positions together, so that others can neither hide keys by them nor "
+            f"sum over parts: got {names}; leave the masks out"
+        )
     if any(part.sums for part in parts) and any(part.has_sinks for part in parts):
         names = " and ".join(part.name for part in parts)
         raise BadVariant(f"compose: sinks join the sum that outputs are divided by, but there is none: got {names}")
@@ -286,40 +338,7 @@ def compose(*variants: Variant) -> Variant:
         approximate=any(part.approximate for part in parts),
         sums=any(part.sums for part in parts),
         serials=tuple(serial for part in parts for serial in part.serials),
+        cut=reduce(Visible.within, (part.cut for part in parts)),
+        transforms=sum((part.transforms for part in parts), Transforms()),
+        streaming=streaming[0].streaming if streaming else None,
     )
-
-
-def register(variant: Variant) -> str:
-    """Make a variant known to the ops, whose schemas know strings but no Python functions.
-
-    Returns:
-        Its key: the name, and a digest of its functions' code, the numbers that they capture, its window, chunk and
-        sinks.  Variants without captured tensors that do the same have the same key, in this process or another, and
-        stay known.  One with captured tensors has a key of its own, known as long as the variant exists.
-    """
-    if variant is CAUSAL:
-        return variant.name
-    numbers = [
-        (mod.expression.code, mod.expression.scalars) if mod.expression is not None else mod.function
-        for mod in variant.mods
-    ]
-    flags = variant.has_sinks, variant.looks_ahead, variant.approximate, variant.sums
-    kind = len(variant.score_mods), variant.window, variant.chunk
-    key = f"{variant.name}#{fingerprint(numbers, kind, flags, variant.serials)}"
-    if variant.serials:
-        _capturing[key] = variant
-    else:
-        _known.setdefault(key, variant)
-    return key
-
-
-def lookup(key: str) -> Variant:
-    """The variant registered under a key, or UnknownVariant."""
-    variant = _known.get(key) or _capturing.get(key)
-    if variant is None:
-        known = ", ".join(sorted([*_known, *_capturing]))
-        raise UnknownVariant(
-            f"no variant is registered as {key!r}; pass the key that register(variant) returned, and keep a variant "
-            f"that captures tensors as long as it is in use ({known})"
-        )
-    return variant

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, decompose
+from prefixkit.attention.bsr import BSR, decompose_unchecked
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
@@ -128,7 +128,7 @@ class CudaPlanner(Planner):
 
     def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
-        rows = cache(lambda: decompose(tree, self.shape, self.cost))
+        rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost))
         plan = cache(lambda: self._plan_of(tree, [rows()]))
         return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)
 

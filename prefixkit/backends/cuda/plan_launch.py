@@ -128,13 +128,12 @@ class GraphPlanner:
         self._arguments = *tree, *self.work, self._scratch, shape.plan_heads, self.num_sms, gpu.numbers
 
     def upload(self, tree: StepTree) -> None:
-        """Upload a tree and its queries: one copy on the current stream, for which the host does not wait.
+        """Upload a tree and queries that are known to be good: one copy on the current stream, for which the host does
+        not wait.
 
         Raises:
-            ValueError: the queries leave out KV that they need.
             PlanTooLarge: some plan of this tree might not fit, whatever its nodes' lengths become; nothing has changed.
         """
-        tree.check()
         self.stage(tree)
         self._tree.upload()
 
@@ -143,7 +142,7 @@ class GraphPlanner:
         self._tree.enqueue_copy()
 
     def stage(self, tree: StepTree) -> None:
-        """The host's part of :meth:`upload`, for queries that are known to be good."""
+        """The host's part of :meth:`upload`."""
         count = tree.snapshot.num_nodes
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixkit.attention.bsr import decompose
+from prefixkit.attention.bsr import decompose_unchecked
 from prefixkit.attention.gpu.capacity import OVERFLOW
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
@@ -32,7 +32,7 @@ def plan_tree(*arguments: Any) -> None:
     queries = Queries(node, (tree.length - rows)[node], tree.length[node])
     counts[2] = queries.num_rows
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
-    formats = [decompose(StepTree(tree, queries), shape, gpu.sharing)]
+    formats = [decompose_unchecked(StepTree(tree, queries), shape, gpu.sharing)]
     plan = make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, gpu)
     made = list(zip(work, plan.arrays(), strict=True))
     if all(len(array) <= len(target) for target, array in made):

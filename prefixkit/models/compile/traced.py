@@ -17,16 +17,18 @@ class TracedLayer(Layer):
 
     def __init__(self, own: LayerPages, step: TracedStep) -> None:
         super().__init__(own, step)
-        # A string: torch makes no constants of other objects.
-        self.user = None if own.kind.variant is None else register(own.kind.variant)
+        # Strings: torch makes no constants of other objects.
+        self.users = (None,) if own.kind.variant is None else tuple(map(register, own.kind.variant.parts))
         for pages in own.pages:  # graphs are made for pools of any size
             mark_dynamic(pages, [0, 1])
 
-    def variant(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> str:
-        """The same, as a constant of the graph; classes with a bias are not compiled."""
+    def variants(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> tuple[str, ...]:
+        """The same, as constants of the graph; classes with a bias are not compiled."""
         visible = self.own.kind.visible  # its numbers: torch makes no constants of dataclasses
-        key: str = _variant(visible.window, visible.chunk, cap, sinks, self.user)
-        return key
+        first, *others = self.users
+        keys = [_variant(visible.window, visible.chunk, cap, sinks, first)]
+        keys += [_variant(visible.window, visible.chunk, cap, False, user) for user in others]
+        return tuple(keys)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

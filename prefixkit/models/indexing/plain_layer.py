@@ -177,8 +177,8 @@ class PlainLayer(Layer):
         return kv.new_empty((1, 1, 0, kv.shape[2])), mask
 
     def attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
-        """:meth:`attend`, over K and V that the layer's own code makes of what it caches, to selected tokens, or with a
-        bias.
+        """What :meth:`attend` finishes, ``[T, heads, v_dim]``, over K and V that the layer's own code makes of what it
+        caches, to selected tokens, or with a bias.
 
         Raises:
             IncompleteStep: the layer's indexer has not run, so its keys are missing; or it has not been told which
@@ -193,13 +193,13 @@ class PlainLayer(Layer):
             raise IncompleteStep(f"StepCache: layer {self.own.index} attends without its {what}")
         if self.own.absorbed is not None:
             assert isinstance(self.step, Step), "such layers are not compiled"
-            plans, q = self.step.plans, self.scaled(query)[0].transpose(0, 1)
+            plans, q = self.step.plans, self.asked(query, self.step.positions)
             parts = plans[self.own.plan], plans[self.own.absorbed]
             shape = self.own.kind.shape
-            return attend_latents(self.module, self.own.pages, shape, self.step, parts, q, scale, variant)[None]
+            return attend_latents(self.module, self.own.pages, shape, self.step, parts, q, scale, variant)
         attention = plain_torch().expanded_attention
         assert attention is not None, "plain torch has it"
-        rows, apart = self.scaled(query)[0].transpose(0, 1), sinks if self.apart(sinks) else None
+        rows, apart = self.asked(query, self.step.positions), sinks if self.apart(sinks) else None
         out, lse = attention(
             rows,
             self.own.pages,
@@ -216,7 +216,7 @@ class PlainLayer(Layer):
             out = with_entries(rows, out, lse, self.entries, scale, apart)
         elif apart is not None:
             out = (out.float() * torch.sigmoid(lse - apart.float())[..., None]).to(out.dtype)
-        return out[None]
+        return out
 
     def apart(self, sinks: Tensor | None) -> bool:
         """Whether sinks join the softmax after attention to tokens: those of each row, or beside compressed tokens."""

@@ -144,6 +144,20 @@ def _scales_padded(
     )
 
 
+def rows_at(model: nn.Module, positions: Tensor) -> list[Tensor]:
+    """``[4, ...]`` of each layer what the rows of four tokens are at ``positions [4]``: queries, keys and values.
+
+    Raises:
+        UnsupportedModel: as :func:`probe`.
+    """
+    inner, layers = pretrained_model(model), attention_layers(model)
+    states = mixers(inner)
+    cache = ProbeCache(layers, None, mixers=states)
+    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
+        _run(inner, cache, _tokens(inner, 0), position_ids=positions[None], attention_mask=empty_mask(positions.device))
+    return cache.rows
+
+
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
     """Whether an argument of ``forward`` that is zero for each token, of all or the new ones, changes nothing that a
     model computes, bit by bit, nor the masks that its layers get.

@@ -27,7 +27,7 @@ def register_variant(
     """The key of causal attention with what a layer asks for: what is visible, a cap, None for none, sinks, and a
     variant besides, which is first; and with its user's variant, which is last (:func:`prefixkit.patch` says why).
 
-    The key is good as long as the user's variant exists.
+    The key is good as long as the user's variant exists, of which it takes what an op computes (``Variant.parts``).
     """
     asked = visible, cap, sinks, bias
     known = _composed.setdefault(CAUSAL if user is None else user, {})

@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from prefixkit.attention.variants import Variant, parts_of, register
+from prefixkit.attention.rotation import Rotation
+from prefixkit.attention.variants import Streaming, Variant, parts_of, register
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.model_errors import UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
@@ -99,7 +100,11 @@ def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict
 
 
 def with_variants(
-    kinds: Sequence[LayerKind], numbers: Sequence[int], classes: Mapping[int, type], variants: Mapping[int, Variant]
+    kinds: Sequence[LayerKind],
+    numbers: Sequence[int],
+    classes: Mapping[int, type],
+    variants: Mapping[int, Variant],
+    rotations: Callable[[], Sequence[Rotation | None]],
 ) -> tuple[LayerKind, ...]:
     """The kinds of attention layers that apply variants.
 
@@ -108,12 +113,13 @@ def with_variants(
         numbers: Of the layers.
         classes: Those of their attention modules without the patch, by layer number.
         variants: By layer number.
+        rotations: Measures how the queries of each layer turn with their position.
 
     Raises:
         UnsupportedVariant: a layer cannot apply its variant.
     """
     found = list[LayerKind]()
-    for number, kind in zip(numbers, kinds, strict=True):
+    for place, (number, kind) in enumerate(zip(numbers, kinds, strict=True)):
         if (variant := variants.get(number)) is None:
             found.append(kind)
             continue
@@ -123,7 +129,8 @@ def with_variants(
                 "the layer out, with patch(model, variant={layer number: variant, ...})"
             )
         # Queries that attend over latents as they are have no kernel that changes scores.
-        found.append(replace(kind, variant=variant, absorbs=False))
+        rotation = None if variant.streaming is None else rotations()[place]
+        found.append(replace(kind, variant=variant, absorbs=False, rotation=rotation))
     return tuple(found)
 
 
@@ -140,6 +147,26 @@ def _obstacle(kind: LayerKind, cls: type, variant: Variant) -> str | None:
         return "it attends to compressed tokens too, which have no position"
     if variant.has_sinks:
         return "sinks are logits that a layer brings itself, and the variant has none to give"
+    if own is not None and own.adapt is not None and variant.transforms:
+        return "it transforms heads, and the layer's are attended with in another order than the model's"
+    if (variant.transforms.key or variant.transforms.value) and (kind.expands or kind.reads is not None):
+        what = "another layer caches" if kind.reads is not None else "is made of latents while attention runs"
+        return f"it transforms keys or values as they are cached, and the layer attends to what {what}"
+    return _obstacle_to_streaming(kind, own is not None, variant.streaming)
+
+
+def _obstacle_to_streaming(kind: LayerKind, own_code: bool, streaming: Streaming | None) -> str | None:
+    """Why a layer cannot attend at positions in the cache; None if it can, or is not asked to."""
+    if streaming is None:
+        return None
+    if kind.expands or kind.biased or own_code:
+        return (
+            "positions in the cache are for layers that attend to keys as they cache them, by transformers' interface"
+        )
+    if kind.temperature is not None:
+        return "the layer scales its queries by their position in the text"
+    if kind.visible.chunk is not None or (kind.visible.window or streaming.last + 1) <= streaming.last:
+        return f"the layer sees less by itself ({kind.visible}) than {streaming.last + 1} tokens, sinks and window"
     return None
 
 

@@ -29,6 +29,7 @@ from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.random_plans import narrowed
 from prefixkit.testing.row_limits import with_row_limits
+from prefixkit.variants import streaming_llm
 from tests.emulation.build import build
 
 HOLDING = (
@@ -193,6 +194,7 @@ def attend(
             0,
             kinds.ctypes.data,
             kinds.shape[1],
+            0,
             0 if case.sinks is None else case.sinks.data_ptr(),
             variant.window or 0,
         ),
@@ -259,6 +261,27 @@ def test_plans_of_visible_ranges(tmp_path, variant):
         out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant)
         where = case.snapshot, case.row_node, case.positions.numpy()
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+        torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["window", "sinks"])
+@pytest.mark.parametrize(("sinks", "size"), [(1, 9), (4, 30), (40, 16)])
+def test_the_parts_of_attention_at_positions_in_the_cache(tmp_path, sinks, size, part):
+    """Some items see nothing, and nodes end in the middle; of what no query sees, results are 0 and -inf."""
+    of, window = streaming_llm(sinks, size).parts[part], size
+    run = built(tmp_path, 64, of)
+    shown = (
+        variant(mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= sinks) & (q - kv < window)),
+        variant(mask_mod=lambda b, h, q, kv: (kv <= q) & (kv < sinks)),
+    )[part]
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        snapshot, pages = make_snapshot(rng, [-1, 0, 0, 2, 2, 0], rng.integers(1, 60, 6).tolist(), 16)
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=of)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, shown)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 

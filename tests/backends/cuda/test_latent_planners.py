@@ -16,6 +16,7 @@ from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.backends.cuda.device_planner import PLAN_TENSORS
 from prefixkit.backends.cuda.latents.expansion import PAGE, Expansion, expand, expanded_tokens
 from prefixkit.backends.cuda.latents.latent_planners import LatentPlanner
 from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded
@@ -132,7 +133,7 @@ def test_static_buffers_say_which_rows_have_a_part_and_refuse_what_does_not_fit(
     assert static.holds(tree)
     static.upload(tree)
     plan = static.plan_of(tree)
-    assert plan.rows is None and plan.tensors[11].tolist() == [*range(40), *[-1] * 24]
+    assert plan.rows is None and plan.tensors[PLAN_TENSORS].tolist() == [*range(40), *[-1] * 24]
     _, larger = tree_of(np.random.default_rng(1), 200)
     assert not static.holds(larger)
     with pytest.raises(PlanTooLarge, match="capture graphs anew"):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+import prefixkit
 from prefixkit.attention.variants import alibi, compose, soft_cap
 from prefixkit.models import patch
+from prefixkit.variants import streaming_llm
 from tests.models.compile.decode import traced
 from tests.models.variant_oracle import whole_pass
 
@@ -47,3 +50,22 @@ def test_layers_of_other_variants_have_graphs_of_their_own(dynamo, tiny, drive, 
     eager = run.runner(step)
     assert torch.allclose(runner(step), eager, atol=1e-5)
     assert runner.compiled.graphs == 2
+
+
+@pytest.mark.parametrize("name", ["positions in the cache", "transforms"])
+def test_layers_that_transform_rows_or_attend_twice_are_compiled_too(name, dynamo, tiny, drive, rng):
+    gate = torch.linspace(0.5, 1.5, 24)
+    variant = streaming_llm(2, 7)
+    if name == "transforms":
+        variant = prefixkit.variant(query=lambda x, positions: x * gate, output=lambda x, positions: x * gate.mean())
+    run = drive(tiny(), variant=variant)
+    sequences = [run.tree.insert(rng.integers(3, 128, 12).tolist()) for _ in range(2)]
+    run.run()
+    runner = type(run.runner)(run.model, run.pool, True, traced)
+    for turn in range(2):
+        run.tree.extend_each(sequences, [5 + turn, 9 - turn])
+        step = run.step()
+        eager, compiled = run.runner(step), runner(step)
+        assert runner.compiled.reason is None and runner.compiled.graphs == 1
+        assert torch.allclose(compiled, eager, atol=1e-5)
+        run.tree.mark_computed([node for node, _, _ in run.runs], [end for _, _, end in run.runs])

@@ -1,0 +1,50 @@
+"""Attention at positions in the cache (StreamingLLM): to sinks and to a window, by two queries of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+
+
+class Rotated(NamedTuple):
+    """The queries of a step, rotated for a part of their keys.
+
+    Attributes:
+        q: ``[T, heads, head_dim]``.
+        positions: ``[T]`` int64 where they stand in relation to these keys.
+        plan: Of the part.
+        variant: Key of the part (``Variant.parts``).
+    """
+
+    q: Tensor
+    positions: Tensor
+    plan: Sequence[Tensor]
+    variant: str
+
+
+def streaming_attention(
+    window: Rotated, sinks: Rotated, pages: Sequence[Tensor], scale: float, logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to the window and to the sinks, merged by log-sum-exp.
+
+    Args:
+        window, sinks: The two parts.
+        pages: Of K and of V.
+        scale: Factor on ``q . k``.
+        logits: ``[heads]`` that join the softmax's denominator, if the variant has some.
+
+    Returns:
+        ``out [T, heads, v_dim]`` and ``lse [T, heads]``, as ``tree_attention``.
+    """
+    ops = torch.ops.prefixkit
+    place = torch.arange(window.q.shape[0], dtype=torch.int32, device=window.q.device)
+    near, far = (
+        ops.tree_attention(part.q, *pages, part.positions, part.plan, scale, part.variant, own)
+        for part, own in ((window, logits), (sinks, None))
+    )
+    return ops.merge_states(*near, place, *far, place), torch.logaddexp(near[1], far[1])
