@@ -23,6 +23,7 @@ from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
+from prefixkit.ops.state_ops import conv_step, mamba2_step
 
 
 class NoBackward(NotImplementedError):
@@ -309,6 +310,8 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
     (expert_product, (), arguments.check_experts),
+    (conv_step, ("states",), None),
+    (mamba2_step, ("states",), None),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

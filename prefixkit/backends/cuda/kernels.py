@@ -62,6 +62,31 @@ def expert_unit(half: bool) -> Unit:
     return Unit("experts/expert_product.cu", names, defines, (layouts.EXPERT_PRODUCT.header,))
 
 
+CONV_WIDTHS = (2, 3, 4)
+STATE_SIZES = (16, 32, 64, 128, 256)  # of a head's rows, in Mamba 2
+
+
+def conv_name(dtype: str, width: int) -> str:
+    """The kernel of one token through a causal convolution."""
+    return f"prefixkit::conv_step<{FLOATS[dtype]}, {width}>"
+
+
+def mamba2_name(dtype: str, state_size: int) -> str:
+    """The kernel of one token through Mamba 2's recurrence."""
+    return f"prefixkit::mamba2_step<{FLOATS[dtype]}, {state_size}>"
+
+
+CONV_STEP = Unit(
+    "states/conv_step.cu",
+    tuple(conv_name(dtype, width) for dtype in FLOATS for width in CONV_WIDTHS),
+    headers=(layouts.CONV_STEP.header,),
+)
+MAMBA2_STEP = Unit(
+    "states/mamba2_step.cu",
+    tuple(mamba2_name(dtype, size) for dtype in FLOATS for size in STATE_SIZES),
+    headers=(layouts.MAMBA2_STEP.header,),
+)
+
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp takes at a time
 # struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
@@ -238,4 +263,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = map(merge_unit, (False, True))
-    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *plain, *varied
+    always = APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, CONV_STEP, MAMBA2_STEP
+    return *always, *experts, *merges, *plain, *varied
