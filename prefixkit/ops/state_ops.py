@@ -87,7 +87,7 @@ def mamba2_step(
     rows, heads, head_dim = x.shape
     expect(op, "dt", dt, f"[{rows}, {heads}] (B and heads of x)", dt.shape == (rows, heads), FLOATS, device)
     expect(op, "rate", rate, f"[{heads}] (heads of x)", rate.shape == (heads,), (torch.float32,), device)
-    fits = inward.ndim == 3 and inward.shape[0] == rows and 0 < inward.shape[1] and heads % inward.shape[1] == 0
+    fits = inward.ndim == 3 and inward.shape[0] == rows and inward.shape[1] > 0 and heads % inward.shape[1] == 0
     expect(op, "inward", inward, f"[{rows}, a divisor of {heads}, state_size]", fits, (x.dtype,), device, like)
     expect(op, "outward", outward, list(inward.shape), outward.shape == inward.shape, (x.dtype,), device, like)
     for name, tensor in (("skip", skip), ("bias", bias)):

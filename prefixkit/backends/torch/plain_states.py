@@ -30,7 +30,7 @@ def conv_step(
     out = torch.einsum("bcw,cw->bc", inputs.float(), weight.float())
     if bias is not None:
         out += bias.float()
-    return (F.silu(out) if silu else out).to(x.dtype)
+    return (F.silu(out) if silu else out).to(x.dtype).contiguous()
 
 
 def mamba2_step(

@@ -98,10 +98,10 @@ def _recurrence(theirs: Function) -> Function:
         state: Any,
         hidden_states: Tensor,
         dt: Tensor,
-        A: Tensor,  # noqa: N803  # as transformers names it, here and below
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor | None = None,  # noqa: N803
+        A: Tensor,  # as transformers names it, here and below
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         z: Tensor | None = None,

@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from prefixkit.kv.state_pool import StateTensor
@@ -73,7 +73,7 @@ def _fused(cls: type[nn.Module]) -> FusedStep | str:
     own = inspect.unwrap(cls.forward)
     if not isinstance(own, FunctionType) or RECURRENCE not in own.__code__.co_names:
         return ""
-    if cls.forward.__code__ not in (own.__code__, _HOOKED):  # type: ignore[attr-defined]
+    if cls.forward.__code__ not in (own.__code__, _HOOKED):
         return "its forward is wrapped in another way"
     used = {name: own.__globals__.get(name) for name in MADE if name in own.__code__.co_names}
     replaced = {name: of for name, of in used.items() if of is not None and (torchs := _torchs(of)) is not None}
