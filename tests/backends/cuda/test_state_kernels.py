@@ -1,0 +1,151 @@
+"""Kernels of steps of states: their own source on the CPU, block by block, with their launches, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver")
+
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.kernels import CONV_STEP, MAMBA2_STEP
+from prefixkit.backends.cuda.states import state_steps
+from prefixkit.checking import checked_mode
+from tests.emulation.build import build
+from tests.fake_gpu import pretend, pretend_to_launch
+from tests.ops.state_steps import conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+TYPES = {"float": 0, "prefixkit::BFloat": 1, "prefixkit::Half": 2}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("states"), "states", {}, (*CONV_STEP.headers, *MAMBA2_STEP.headers))
+
+
+class Gpu:
+    """A GPU that has nothing but these kernels; remembers which were launched."""
+
+    def __init__(self, library):
+        self.library, self.launched = library, []
+
+    def load(self, unit, device):
+        layout = {CONV_STEP.file: layouts.CONV_STEP, MAMBA2_STEP.file: layouts.MAMBA2_STEP}[unit.file]
+        return {name: SimpleNamespace(name=name, parameter_bytes=layout.size) for name in unit.names}
+
+    def launch(self, function, layout, values, grid, block, shared, describe):
+        kernel, element, size = re.fullmatch(r"prefixkit::(\w+)_step<(.+), (\d+)>", function.name).groups()
+        assert block == 256 and shared == 0 and grid[2] == 1
+        packed = ctypes.create_string_buffer(layout.packer.pack(*values), layout.size)
+        run = getattr(self.library, f"{kernel}_on_cpu")
+        assert run(packed, TYPES[element], int(size), *grid[:2]) == layout.size
+        self.launched.append(function.name)
+
+
+@pytest.fixture
+def gpu(library, monkeypatch):
+    gpu = Gpu(library)
+    pretend(monkeypatch, (9, 0))
+    pretend_to_launch(monkeypatch, state_steps, gpu.load, gpu.launch)
+    return gpu
+
+
+@pytest.fixture
+def generator():
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def check(out, given, wanted, target, terms):
+    """float32 sums of so many terms, rounded once; rows that are none return zeros, and leave slot 0 as it was."""
+    real = target != 0
+    size = wanted.out.abs().amax(-1, keepdim=True)[real]
+    bound = torch.finfo(out.dtype).eps / 2 * wanted.out[real].abs() + terms * 2e-7 * size + 1e-7
+    assert ((out.double()[real] - wanted.out[real]).abs() <= bound).all()
+    assert not out[~real].any()
+    states = next(of for of in given if of is not None and len(of) == 9)
+    assert torch.allclose(states.double(), wanted.states, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("width", "channels", "bias", "silu"), [(4, 300, True, True), (3, 256, False, True), (2, 5, True, False)]
+)
+def test_a_convolution_takes_a_token(dtype, width, channels, bias, silu, gpu, generator):
+    given = conv_arguments(generator, dtype, channels=channels, width=width, bias=bias)
+    wanted = conv_oracle(given, silu)
+    check(state_steps.conv_step(*given, silu), given, wanted, given[-1], 8)
+    assert gpu.launched[0].endswith(f", {width}>")
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (16, {"dim": 10, "gate": True}),  # fewer rows of the state than lanes for them
+        (32, {"dim": 100, "groups": 4}),
+        (64, {"dim": 1, "skip": False, "bias": False}),
+        (128, {"dim": 64, "heads": 2, "groups": 1, "weights": torch.float32}),
+        (128, {"dim": 70, "heads": 2}),  # more than are on their way at once
+        (256, {"dim": 33, "heads": 2, "weights": torch.bfloat16}),
+    ],
+)
+def test_a_recurrence_takes_a_token(dtype, size, changes, gpu, generator):
+    given = mamba2_arguments(generator, dtype, size=size, rows=5, **changes)
+    wanted = mamba2_oracle(given)
+    check(state_steps.mamba2_step(*given), given, wanted, given[-1], 2 * size)
+    assert gpu.launched[0].endswith(f", {size}>")
+
+
+def test_rows_whose_slots_do_not_exist_are_none(gpu, generator):
+    for given, step, more in (
+        (conv_arguments(generator, torch.float32, 3), state_steps.conv_step, (True,)),
+        (mamba2_arguments(generator, torch.float32, 3), state_steps.mamba2_step, ()),
+    ):
+        given[-2:] = torch.tensor([-1, 9, 2**40]), torch.tensor([1, 2, 2**40])
+        states = next(of for of in given if of is not None and len(of) == 9)
+        before = states.clone()
+        assert not step(*given, *more).any() and torch.equal(states, before)
+
+
+def test_rows_that_are_not_contiguous_are_copied(gpu, generator):
+    given = mamba2_arguments(generator, torch.float32)
+    wanted = mamba2_oracle(given)
+    for at in (0, 1, 3, 4):
+        given[at] = given[at].mT.contiguous().mT
+    check(state_steps.mamba2_step(*given), given, wanted, given[-1], 32)
+
+
+def test_sizes_that_no_kernel_is_for_run_in_plain_torch_after_a_line_in_the_log(gpu, generator, caplog):
+    caplog.set_level(logging.INFO, "prefixkit")
+    for given, step, oracle, more in (
+        (conv_arguments(generator, torch.float32, width=5), state_steps.conv_step, conv_oracle, (True,)),
+        (mamba2_arguments(generator, torch.float32, size=24), state_steps.mamba2_step, mamba2_oracle, ()),
+        (mamba2_arguments(generator, torch.float32, dim=257), state_steps.mamba2_step, mamba2_oracle, ()),
+    ):
+        wanted, real = oracle(given, *more), given[-1] != 0
+        assert torch.allclose(step(*given, *more).double()[real], wanted.out[real], rtol=1e-4, atol=1e-4)
+        step(*given, *more)
+    assert not gpu.launched
+    said = [record.message for record in caplog.records if "plain torch" in record.message]
+    assert len(said) == len(set(said)) == 3 and "width of 5" in said[0] and "10 x 24" in said[1]
+
+
+def test_checked_mode_refuses_slots_that_meet(gpu, generator):
+    given = mamba2_arguments(generator, torch.float32, 2)
+    given[-2:] = torch.tensor([1, 2]), torch.tensor([2, 1])
+    with checked_mode(), pytest.raises(ValueError, match="a row writes a slot that another one reads"):
+        state_steps.mamba2_step(*given)
+    assert not gpu.launched
