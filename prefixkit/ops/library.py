@@ -5,7 +5,8 @@ results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevic
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
-under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` and ``linear_pair`` raise it at once.
+under autograd, but its backward raises :class:`NoBackward`; ``rotary_append``, ``linear_pair``, ``conv_step`` and
+``mamba2_step`` raise it at once.
 """
 
 from __future__ import annotations
@@ -279,9 +280,9 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-def _refuse_gradients(*tensors: Tensor) -> None:
+def _refuse_gradients(*given: Any) -> None:
     # torch.library takes no backward of an op that writes to its arguments.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given):
         _no_backward(None)
 
 
@@ -310,8 +311,8 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
     (expert_product, (), arguments.check_experts),
-    (conv_step, ("states",), None),
-    (mamba2_step, ("states",), None),
+    (conv_step, ("states",), _refuse_gradients),
+    (mamba2_step, ("states",), _refuse_gradients),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

@@ -33,6 +33,10 @@ def conv_step(
 
     Returns:
         ``[B, channels]``, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+        IndexError, ValueError, NoBackward: slots do not exist or meet, see above; a gradient is recorded.
     """
     op = "conv_step"
     expect(op, "x", x, "[B, channels]", x.ndim == 2, FLOATS)
@@ -81,6 +85,9 @@ def mamba2_step(
 
     Returns:
         ``[B, heads, head_dim]`` in x's dtype, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice, IndexError, ValueError, NoBackward: as ``conv_step``.
     """
     op, device, like = "mamba2_step", x.device, " like x"
     expect(op, "x", x, "[B, heads, head_dim]", x.ndim == 3, FLOATS)

@@ -15,7 +15,16 @@ import prefixkit
 from prefixkit import SamplingParams, Session
 from tests.gpu.cases import GPU
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
-from tests.ops.state_steps import Step, conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
+from tests.ops.state_steps import (
+    DRAWS,
+    Step,
+    conv_arguments,
+    conv_by_torch,
+    conv_oracle,
+    mamba2_arguments,
+    mamba2_by_torch,
+    mamba2_oracle,
+)
 
 ops = torch.ops.prefixkit
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -26,16 +35,6 @@ def generator() -> torch.Generator:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
     return torch.Generator().manual_seed(seed)
-
-
-def judge(got: Step, torchs: Step, wanted: Step, target: torch.Tensor, slack: float) -> None:
-    """Rows err at most 1.5 times as much as by transformers' torch code, and other slots stay as they are."""
-    real, written = (target != 0).cpu(), target[target > 0].cpu()
-    assert (got.out - wanted.out)[real].norm() <= 1.5 * (torchs.out - wanted.out)[real].norm()
-    error, own = ((of.states - wanted.states)[written].norm() for of in (got, torchs))
-    assert error <= 1.5 * own + slack * wanted.states[written].norm()
-    others = [slot for slot in range(1, len(wanted.states)) if slot not in written.tolist()]
-    assert torch.equal(got.states[others], wanted.states[others])
 
 
 def run_and_replay(op: Any, given: list[Any], states: int) -> Step:
@@ -50,32 +49,30 @@ def run_and_replay(op: Any, given: list[Any], states: int) -> Step:
     for _ in range(2):
         given[states].copy_(before)
         graph.replay()
-        assert torch.equal(held, out) and torch.equal(given[states], after)
+        assert torch.equal(held, out) and torch.equal(given[states][1:], after[1:])
     return Step(out.double().cpu(), after.double().cpu())
 
 
 @DTYPES
-@pytest.mark.parametrize(("width", "channels"), [(4, 10240), (3, 257), (2, 5), (5, 40)])
+@pytest.mark.parametrize(("width", "channels"), [(4, 10240), (3, 257), (2, 100), (5, 40)])
 def test_convolutions_err_no_more_than_torch_and_graphs_hold_them(
     width: int, channels: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_update
-
-    given: list[Any] = [*conv_arguments(generator, dtype, channels=channels, width=width, device=GPU), True]
-    wanted, (x, weight, bias, states, source, target, _) = conv_oracle(given[:-1], True), given
-    held = states[source]
-    out = causal_conv1d_update(x[..., None], held, weight, bias, activation="silu")[..., 0]
-    torchs = states.double().index_copy_(0, target.clamp(min=0), held.double())
-    got = run_and_replay(ops.conv_step, given, 3)
-    judge(got, Step(out.double().cpu(), torchs.cpu()), wanted, target, 0)
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(DRAWS):
+        given: list[Any] = conv_arguments(generator, dtype, channels=channels, width=width, device=GPU)
+        exact, by_torch = conv_oracle(given, True), conv_by_torch(given, True)
+        ours += run_and_replay(ops.conv_step, [*given, True], 3).errors(exact, given[-1])
+        torchs += by_torch.errors(exact, given[-1])
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
 
 
 @DTYPES
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"heads": 128, "dim": 64, "size": 128, "groups": 8},  # Nemotron-H
-        {"heads": 24, "dim": 64, "size": 256, "groups": 1, "gate": True},  # Falcon-H1
+        {"heads": 64, "dim": 64, "size": 128, "groups": 8},  # half of Nemotron-H's heads
+        {"heads": 24, "dim": 64, "size": 256, "groups": 1, "gate": True},  # Falcon-H1's
         {"heads": 8, "dim": 70, "size": 64, "weights": torch.float32},
         {"heads": 4, "dim": 10, "size": 16, "bias": False, "skip": False},
         {"heads": 4, "dim": 10, "size": 24},  # no kernel is for it
@@ -85,17 +82,13 @@ def test_convolutions_err_no_more_than_torch_and_graphs_hold_them(
 def test_recurrences_err_no_more_than_torch_and_graphs_hold_them(
     sizes: dict[str, Any], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
-
-    given: list[Any] = mamba2_arguments(generator, dtype, device=GPU, **sizes)
-    wanted, (x, dt, rate, inward, outward, skip, bias, gate, states, source, target) = mamba2_oracle(given), given
-    dim, size, held = *states.shape[2:], states[source]
-    of_heads = [None if of is None else of[:, None].expand(-1, dim) for of in (skip, bias)]
-    wide = dt[..., None].expand(-1, -1, dim), rate[:, None, None].expand(-1, dim, size), inward, outward
-    out = mamba2_selective_state_update(held, x, *wide, of_heads[0], dt_bias=of_heads[1], dt_softplus=True, z=gate)
-    torchs = states.double().index_copy_(0, target.clamp(min=0), held.double())
-    got = run_and_replay(ops.mamba2_step, given, 8)
-    judge(got, Step(out.double().cpu(), torchs.cpu()), wanted, target, 1e-7)
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(DRAWS):
+        given: list[Any] = mamba2_arguments(generator, dtype, device=GPU, **sizes)
+        exact, by_torch = mamba2_oracle(given), mamba2_by_torch(given)
+        ours += run_and_replay(ops.mamba2_step, given, 8).errors(exact, given[-1])
+        torchs += by_torch.errors(exact, given[-1])
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
 
 
 def test_checked_mode_refuses_slots_that_meet(checked: None, generator: torch.Generator) -> None:

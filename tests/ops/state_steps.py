@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SLOTS = 9
+DRAWS = 8  # of random numbers, over which errors are added up: of float32 those of a few numbers say little
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,16 @@ class Step:
 
     out: Tensor
     states: Tensor
+
+    def errors(self, exact: Step, target: Tensor) -> Tensor:
+        """``[2]`` sums of what rows that are some return, and of the states that they write, beside the exact ones;
+        other slots stay as they are.
+        """
+        real, written = (target != 0).cpu(), target[target > 0].cpu()
+        others = [slot for slot in range(1, len(exact.states)) if slot not in written.tolist()]
+        assert torch.equal(self.states[others], exact.states[others]), "a slot changed that no row writes"
+        pairs = (self.out[real], exact.out[real]), (self.states[written], exact.states[written])
+        return torch.stack([(mine - right).abs().sum() for mine, right in pairs])
 
 
 def moves(rows: int, generator: torch.Generator, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
@@ -126,3 +137,27 @@ def mamba2_oracle(given: Sequence[Tensor | None]) -> Step:
             if target[row] > 0:
                 after[target[row], head] = held
     return Step(out, after)
+
+
+def conv_by_torch(given: Sequence[Tensor | None], silu: bool) -> Step:
+    """As transformers' torch code computes it, from the arguments before the call."""
+    from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_update
+
+    x, weight, bias, states, source, target = given
+    assert x is not None and states is not None and source is not None and target is not None
+    held = states[source]
+    out = causal_conv1d_update(x[..., None], held, weight, bias, activation="silu" if silu else None)[..., 0]
+    return Step(out.double().cpu(), states.double().index_copy(0, target.clamp(min=0), held.double()).cpu())
+
+
+def mamba2_by_torch(given: Sequence[Tensor | None]) -> Step:
+    """The same of ``mamba2_step``."""
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+
+    x, dt, rate, inward, outward, skip, bias, gate, states, source, target = given
+    assert dt is not None and rate is not None and states is not None and source is not None and target is not None
+    held, (dim, size) = states[source], states.shape[2:]
+    skip, bias = (None if of is None else of[:, None].expand(-1, dim) for of in (skip, bias))
+    wide = dt[..., None].expand(-1, -1, dim), rate[:, None, None].expand(-1, dim, size), inward, outward
+    out = mamba2_selective_state_update(held, x, *wide, skip, dt_bias=bias, dt_softplus=True, z=gate)
+    return Step(out.double().cpu(), states.double().index_copy(0, target.clamp(min=0), held.double()).cpu())

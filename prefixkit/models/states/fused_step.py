@@ -50,9 +50,11 @@ class FusedStep:
 
 
 def fused_step(module: nn.Module) -> FusedStep | None:
-    """What runs one token of a module whose states stay in their pool; None where its own code does all."""
+    """What runs one token of a module whose states stay in their pool; None where its own code does all, as it does
+    where gradients may be wanted.
+    """
     found = _fused(original_class(module))  # type: ignore[arg-type]  # classes hash
-    if not isinstance(found, FusedStep) or any(map(_by_hub, found.replaced.values())):
+    if not isinstance(found, FusedStep) or torch.is_grad_enabled() or any(map(_by_hub, found.replaced.values())):
         return None
     return found
 
@@ -73,7 +75,7 @@ def _fused(cls: type[nn.Module]) -> FusedStep | str:
     own = inspect.unwrap(cls.forward)
     if not isinstance(own, FunctionType) or RECURRENCE not in own.__code__.co_names:
         return ""
-    if cls.forward.__code__ not in (own.__code__, _HOOKED):
+    if getattr(cls.forward, "__code__", None) not in (own.__code__, _HOOKED):
         return "its forward is wrapped in another way"
     used = {name: own.__globals__.get(name) for name in MADE if name in own.__code__.co_names}
     replaced = {name: of for name, of in used.items() if of is not None and (torchs := _torchs(of)) is not None}

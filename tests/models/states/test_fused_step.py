@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +40,12 @@ SOURCE, TARGET = [1, 5, 5, 2, 0], [1, 3, 4, -1, 0]
 CACHE = SimpleNamespace(run_state=None)  # stands for one of ours
 
 
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -61,7 +67,6 @@ def width_of(mixer: Any) -> int:
     return width
 
 
-@torch.no_grad()
 def states_of(mixer: Any, slots: int, generator: torch.Generator) -> StatePool:
     """A pool of states after texts of seven random tokens."""
     texts = torch.randn(slots + 1, 7, width_of(mixer), generator=generator).to(mixer.in_proj.weight.dtype)
@@ -74,7 +79,6 @@ def states_of(mixer: Any, slots: int, generator: torch.Generator) -> StatePool:
     return pool
 
 
-@torch.no_grad()
 def by_step(mixer: nn.Module, tokens: Tensor, pool: StatePool, writes: bool) -> Tensor:
     """``[rows, width]`` that a step of a tree makes, whose rows write all, or as :data:`TARGET` says."""
     target = torch.tensor(TARGET)
@@ -87,7 +91,6 @@ def by_step(mixer: nn.Module, tokens: Tensor, pool: StatePool, writes: bool) -> 
     return out
 
 
-@torch.no_grad()
 def by_itself(mixer: nn.Module, tokens: Tensor, pool: StatePool) -> tuple[Tensor, list[Tensor]]:
     """The same by the module's own code, and the states of all rows after it."""
     states = pool.states[0]
@@ -137,6 +140,13 @@ def test_no_other_class_has_such_a_step():
     for family in ("mamba", "lfm2", "qwen3_next"):
         for mixer in mixers(tiny_model(tiny_config(family), "")).values():
             assert fused_step(mixer) is None
+
+
+def test_where_gradients_may_be_wanted_the_module_runs_by_itself():
+    mixer = mixer_of("mamba2", torch.float32)
+    assert fused_step(mixer) is not None
+    with torch.enable_grad():
+        assert fused_step(mixer) is None
 
 
 def test_the_log_says_once_what_runs(caplog):
