@@ -81,11 +81,13 @@ CONV_STEP = Unit(
     tuple(conv_name(dtype, width) for dtype in FLOATS for width in CONV_WIDTHS),
     headers=(layouts.CONV_STEP.header,),
 )
-MAMBA2_STEP = Unit(
-    "states/mamba2_step.cu",
-    tuple(mamba2_name(dtype, size) for dtype in FLOATS for size in STATE_SIZES),
-    headers=(layouts.MAMBA2_STEP.header,),
-)
+
+
+def mamba2_unit(state_size: int) -> Unit:
+    """The kernels of that for a state size, in all dtypes."""
+    names = tuple(mamba2_name(dtype, state_size) for dtype in FLOATS)
+    return Unit("states/mamba2_step.cu", names, headers=(layouts.MAMBA2_STEP.header,))
+
 
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp takes at a time
@@ -263,5 +265,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = map(merge_unit, (False, True))
-    always = APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, CONV_STEP, MAMBA2_STEP
-    return *always, *experts, *merges, *plain, *varied
+    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES)
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *states, *plain, *varied

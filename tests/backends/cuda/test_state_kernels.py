@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import CONV_STEP, MAMBA2_STEP
+from prefixkit.backends.cuda.kernels import CONV_STEP, STATE_SIZES, mamba2_unit
 from prefixkit.backends.cuda.states import state_steps
 from prefixkit.checking import checked_mode
 from tests.emulation.build import build
@@ -31,7 +31,7 @@ TYPES = {"float": 0, "prefixkit::BFloat": 1, "prefixkit::Half": 2}
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("states"), "states", {}, (*CONV_STEP.headers, *MAMBA2_STEP.headers))
+    return build(tmp_path_factory.mktemp("states"), "states", {}, (*CONV_STEP.headers, *mamba2_unit(16).headers))
 
 
 class Gpu:
@@ -41,7 +41,8 @@ class Gpu:
         self.library, self.launched = library, []
 
     def load(self, unit, device):
-        layout = {CONV_STEP.file: layouts.CONV_STEP, MAMBA2_STEP.file: layouts.MAMBA2_STEP}[unit.file]
+        assert unit in (CONV_STEP, *map(mamba2_unit, STATE_SIZES))
+        layout = layouts.CONV_STEP if unit == CONV_STEP else layouts.MAMBA2_STEP
         return {name: SimpleNamespace(name=name, parameter_bytes=layout.size) for name in unit.names}
 
     def launch(self, function, layout, values, grid, block, shared, describe):

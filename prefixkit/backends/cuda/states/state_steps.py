@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import CONV_STEP, CONV_WIDTHS, MAMBA2_STEP, STATE_SIZES, conv_name, mamba2_name
+from prefixkit.backends.cuda.kernels import CONV_STEP, CONV_WIDTHS, STATE_SIZES, conv_name, mamba2_name, mamba2_unit
 from prefixkit.backends.torch import plain_states
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
@@ -74,7 +74,7 @@ def mamba2_step(
     kinds = [0 if of is None else _KINDS[of.dtype] for of in (dt, skip, bias)]
     tensors = x, dt, rate, inward, outward, skip, bias, gate, states, source, target, out
     values = (*map(_address, tensors), *strides, len(states), heads, heads // groups, dim, *kinds)
-    function = jit.load(MAMBA2_STEP, x.device.index)[mamba2_name(_name(x.dtype), size)]
+    function = jit.load(mamba2_unit(size), x.device.index)[mamba2_name(_name(x.dtype), size)]
     what = f"mamba2_step on {x.device}: {list(x.shape)} {x.dtype}, {groups} groups, states of {size}"
     grid = heads, rows, 1
     launch(layouts.MAMBA2_STEP.check(function), layouts.MAMBA2_STEP, values, grid, _THREADS, 0, what.__str__)
