@@ -15,6 +15,7 @@ from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401  # the ops
 from prefixkit.kv.state_pool import StateTensor
+from prefixkit.ops.arguments import FLOATS
 
 Function = Callable[..., Any]
 CONVOLUTION, RECURRENCE = "causal_conv1d_update", "mamba2_selective_state_update"
@@ -80,7 +81,7 @@ def _convolution(theirs: Function) -> Function:
         if not isinstance(conv_state, PoolState):
             return theirs(hidden_states, conv_state, weight, bias, activation, **kwargs)
         dtype = hidden_states.dtype
-        exact = dtype in (weight.dtype, torch.float32)  # whose numbers all of these are numbers of
+        exact = dtype in FLOATS and dtype in (weight.dtype, torch.float32)  # it has all numbers of the weights' dtype
         known = activation in (None, "silu", "swish") and hidden_states.shape[-1] == 1
         if not exact or not known or conv_state.dtype != dtype or conv_state.shape[1:] != weight.shape:
             return conv_state.by_copy(theirs, hidden_states, conv_state, weight, bias, activation, **kwargs)
@@ -112,7 +113,8 @@ def _recurrence(theirs: Function) -> Function:
             return theirs(state, hidden_states, dt, A, B, C, D, **others)
         of_heads = (dt, 2), (A, 1), (D, 1), (dt_bias, 1)
         alike = all(of is None or of.dtype == hidden_states.dtype for of in (B, C, z))
-        if not dt_softplus or not alike or not all(_of_heads(of, axis) for of, axis in of_heads):
+        known = all(of is None or of.dtype in FLOATS for of in (hidden_states, dt, D, dt_bias))
+        if not (dt_softplus and alike and known and all(_of_heads(of, axis) for of, axis in of_heads)):
             return state.by_copy(theirs, state, hidden_states, dt, A, B, C, D, **others)
         skip, bias = (None if of is None else of[:, 0] for of in (D, dt_bias))
         given = hidden_states, dt[:, :, 0], A[:, 0, 0].float(), B, C, skip, bias, z
@@ -173,7 +175,7 @@ def differs(name: str, torchs: Function) -> str:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     ours = MADE[name].instead(_refused)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for pool, args, kwargs in MADE[name].calls(random):
             held = pool.clone()
             state, copy = PoolState(held, source, target), pool[source]

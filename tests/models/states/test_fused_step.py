@@ -134,6 +134,23 @@ def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, write
     assert (sums[:, 0] <= 1.5 * sums[:, 1] + slack * sums[:, 2]).all(), sums
 
 
+@pytest.mark.parametrize("weights", [torch.float64, torch.float32], ids=str)
+def test_what_the_ops_do_not_take_runs_by_the_modules_functions(weights, generator):
+    """Numbers of float64, and weights of a convolution that are more exact than its inputs."""
+    mixer: Any = mixer_of("mamba2", torch.float64 if weights == torch.float64 else torch.bfloat16)
+    mixer.conv1d.to(weights)
+    pool = states_of(mixer, 5, generator)
+    tokens = torch.randn(len(SOURCE), width_of(mixer), generator=generator).to(mixer.in_proj.weight.dtype)
+    before = [tensor[SOURCE] for tensor in pool.tensors[0]]
+    wanted, cache = run_texts(mixer, (tokens[None], CACHE), {}, 5, lambda _: tokens[:, None], pool.states[0], before)
+    out = by_step(mixer, tokens, pool, writes=True)
+    # The recurrence is the op's where the convolution alone differs, and so errs by less than the module's own.
+    near = 1e-12 if weights == torch.float64 else 0.05
+    assert torch.allclose(out[:4], wanted[:4, 0], rtol=near, atol=near)
+    for mine, theirs in zip(pool.tensors[0], cache.values(pool.states[0]), strict=True):
+        assert torch.allclose(mine[[1, 3, 4]], theirs[:3], rtol=near, atol=near)
+
+
 def test_no_other_class_has_such_a_step():
     from scripts.tiny_models import tiny_config, tiny_model
 
