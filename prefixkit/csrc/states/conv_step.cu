@@ -14,7 +14,8 @@ namespace prefixkit {
 template <class T, int W> struct alignas(W & (W - 1) ? sizeof(T) : W * sizeof(T)) Window { T x[W]; };
 
 template <class T, int W> __global__ void __launch_bounds__(256) conv_step(const __grid_constant__ ConvStep a) {
-    const int channel = int(blockIdx.x) * 256 + int(threadIdx.x), row = blockIdx.y;
+    const int blocks = (a.channels + 255) / 256, row = int(blockIdx.x) / blocks;
+    const int channel = int(blockIdx.x) % blocks * 256 + int(threadIdx.x);
     if (channel >= a.channels) return;
     const long long source = a.source[row], target = a.target[row];
     const bool there = target && source >= 0 && source < a.slots && target < a.slots;

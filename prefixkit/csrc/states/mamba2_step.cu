@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(STEP_THREADS, 3) mamba2_step(const __grid_cons
     using Tiling = StepTiling<N>;
     constexpr int LANES = Tiling::LANES, VECTORS = Tiling::VECTORS, GROUPS = Tiling::GROUPS, AHEAD = Tiling::AHEAD;
     __shared__ float added[MOST_DIM], sums[MOST_DIM];
-    const int tid = threadIdx.x, lane = tid % LANES, group = tid / LANES, head = blockIdx.x, row = blockIdx.y;
+    const int tid = threadIdx.x, lane = tid % LANES, group = tid / LANES;
+    const int head = int(blockIdx.x) % a.heads, row = int(blockIdx.x) / a.heads;
     const long long source = a.source[row], target = a.target[row];
     const bool there = target && source >= 0 && source < a.slots && target < a.slots;
     const long long place = ((long long)row * a.heads + head) * a.dim;  // of this block's part of out

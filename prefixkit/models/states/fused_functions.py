@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import prefixkit.ops.library  # noqa: F401  # the ops
+import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.kv.state_pool import StateTensor
 from prefixkit.ops.arguments import FLOATS
 

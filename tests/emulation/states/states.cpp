@@ -6,21 +6,20 @@ namespace prefixkit {
 static ConvStep convolution;
 static Mamba2Step recurrence;
 
-void blocks(int columns, int rows, void (*kernel)()) {
-    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < columns; ++blockIdx.x) emulation::run(1, kernel);
+void each(int blocks, void (*kernel)()) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) emulation::run(1, kernel);
 }
-template <class T> void convolve(int width, int columns, int rows) {
-    if (width == 2) blocks(columns, rows, [] { conv_step<T, 2>(convolution); });
-    if (width == 3) blocks(columns, rows, [] { conv_step<T, 3>(convolution); });
-    if (width == 4) blocks(columns, rows, [] { conv_step<T, 4>(convolution); });
+template <class T> void convolve(int width, int blocks) {
+    if (width == 2) each(blocks, [] { conv_step<T, 2>(convolution); });
+    if (width == 3) each(blocks, [] { conv_step<T, 3>(convolution); });
+    if (width == 4) each(blocks, [] { conv_step<T, 4>(convolution); });
 }
-template <class T> void recur(int size, int columns, int rows) {
-    if (size == 16) blocks(columns, rows, [] { mamba2_step<T, 16>(recurrence); });
-    if (size == 32) blocks(columns, rows, [] { mamba2_step<T, 32>(recurrence); });
-    if (size == 64) blocks(columns, rows, [] { mamba2_step<T, 64>(recurrence); });
-    if (size == 128) blocks(columns, rows, [] { mamba2_step<T, 128>(recurrence); });
-    if (size == 256) blocks(columns, rows, [] { mamba2_step<T, 256>(recurrence); });
+template <class T> void recur(int size, int blocks) {
+    if (size == 16) each(blocks, [] { mamba2_step<T, 16>(recurrence); });
+    if (size == 32) each(blocks, [] { mamba2_step<T, 32>(recurrence); });
+    if (size == 64) each(blocks, [] { mamba2_step<T, 64>(recurrence); });
+    if (size == 128) each(blocks, [] { mamba2_step<T, 128>(recurrence); });
+    if (size == 256) each(blocks, [] { mamba2_step<T, 256>(recurrence); });
 }
 template <class F> void of_type(int type, F f) {
     if (type == 0) f(float{});
@@ -30,13 +29,13 @@ template <class F> void of_type(int type, F f) {
 }  // namespace prefixkit
 
 using namespace prefixkit;
-extern "C" int conv_on_cpu(const ConvStep* a, int type, int width, int columns, int rows) {
+extern "C" int conv_on_cpu(const ConvStep* a, int type, int width, int blocks) {
     convolution = *a;
-    of_type(type, [&](auto x) { convolve<decltype(x)>(width, columns, rows); });
+    of_type(type, [&](auto x) { convolve<decltype(x)>(width, blocks); });
     return sizeof(ConvStep);
 }
-extern "C" int mamba2_on_cpu(const Mamba2Step* a, int type, int size, int columns, int rows) {
+extern "C" int mamba2_on_cpu(const Mamba2Step* a, int type, int size, int blocks) {
     recurrence = *a;
-    of_type(type, [&](auto x) { recur<decltype(x)>(size, columns, rows); });
+    of_type(type, [&](auto x) { recur<decltype(x)>(size, blocks); });
     return sizeof(Mamba2Step);
 }

@@ -32,15 +32,16 @@ def conv_step(
     """``conv_step``."""
     out = state_ops.conv_step(x, weight, bias, states, source, target, silu)
     channels, width = weight.shape
-    if width not in CONV_WIDTHS or (states.data_ptr() | weight.data_ptr()) % _VECTOR:
-        _say("conv_step", x.device, f"no kernel is for a width of {width}, or they do not lie at 16 bytes")
+    vector = x.element_size() * (1 if width & (width - 1) else width)  # alignment of Window in conv_step.cu
+    if width not in CONV_WIDTHS or (states.data_ptr() | weight.data_ptr()) % vector:
+        _say("conv_step", x.device, f"no kernel is for a width of {width} of what lies so")
         return plain_states.conv_step(x, weight, bias, states, source, target, silu)
     if checked():
         check_moves("conv_step", states, source, target)
     x = x if x.stride(1) == 1 else x.contiguous()
     values = (*map(_address, (x, weight, bias, states, source, target, out)), x.stride(0), len(states), channels, silu)
     function = jit.load(CONV_STEP, x.device.index)[conv_name(_name(x.dtype), width)]
-    grid, what = (-(-channels // _THREADS), len(x), 1), f"conv_step on {x.device}: {list(x.shape)} {x.dtype}"
+    grid, what = (-(-channels // _THREADS) * len(x), 1, 1), f"conv_step on {x.device}: {list(x.shape)} {x.dtype}"
     launch(layouts.CONV_STEP.check(function), layouts.CONV_STEP, values, grid, _THREADS, 0, what.__str__)
     return out
 
@@ -76,7 +77,7 @@ def mamba2_step(
     values = (*map(_address, tensors), *strides, len(states), heads, heads // groups, dim, *kinds)
     function = jit.load(mamba2_unit(size), x.device.index)[mamba2_name(_name(x.dtype), size)]
     what = f"mamba2_step on {x.device}: {list(x.shape)} {x.dtype}, {groups} groups, states of {size}"
-    grid = heads, rows, 1
+    grid = heads * rows, 1, 1
     launch(layouts.MAMBA2_STEP.check(function), layouts.MAMBA2_STEP, values, grid, _THREADS, 0, what.__str__)
     return out
 

@@ -7,7 +7,7 @@
 #undef __shared__
 #define __shared__ static  // one block after the other
 #define threadIdx (emulation::thread_index())
-struct Dim { int x, y; };
+struct Dim { int x; };
 static Dim blockIdx;
 static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
