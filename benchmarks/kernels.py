@@ -1,6 +1,6 @@
-"""Single kernels on one GPU: rotary embedding with appending, sampling, and products of one input.
+"""Single kernels on one GPU: rotary embedding with appending, sampling, products of one input, steps of states.
 
-    python -m benchmarks.kernels --kernel rotary|sampling|products [--rows 64,256,1024] [--out FILE]
+    python -m benchmarks.kernels --kernel rotary|sampling|products|states [--rows 64,256,1024] [--out FILE]
 
 Microseconds of captured graphs over inputs from memory; the floor is every byte once at 4.3 TB/s.
 """
@@ -8,6 +8,7 @@ Microseconds of captured graphs over inputs from memory; the floor is every byte
 import argparse
 import itertools
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -150,8 +151,50 @@ def products_us(columns: tuple[int, ...], rows: int, width: int) -> float:
     return round(replay_us(lambda layer: [linear(x, weight) for weight in layers[layer]], LAYERS), 2)
 
 
+def states(run: Run, options: argparse.Namespace) -> None:
+    """One token through a layer of Nemotron-H's shape: the ops, and transformers' torch code on gathered states."""
+    for rows in options.rows or (1, 16, 64, 256):
+        run.add("results", states_row(rows))
+
+
+def states_row(rows: int, heads: int = 128, dim: int = 64, size: int = 128, groups: int = 8, width: int = 4) -> Row:
+    """Of rows in bf16 whose states go on in their slots."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as theirs
+
+    like, at = {"device": "cuda", "dtype": torch.bfloat16}, torch.arange(1, rows + 1, device="cuda")
+    channels, parts = heads * dim + 2 * groups * size, [heads * dim, groups * size, groups * size]
+    x, windows = torch.randn(rows, channels, **like), torch.randn(rows + 1, channels, width, **like)
+    weight, bias = torch.randn(channels, width, **like), torch.randn(channels, **like)
+    inputs, inward, outward = (
+        of.view(rows, count, -1) for of, count in zip(x.split(parts, 1), (heads, groups, groups), strict=True)
+    )
+    dt, rate = torch.randn(rows, heads, **like), -torch.rand(heads, device="cuda")
+    held = torch.randn(rows + 1, heads, dim, size, device="cuda")
+    skip, dt_bias = torch.randn(2, heads, **like)
+    wide = [dt[..., None].expand(-1, -1, dim), rate[:, None, None].expand(-1, dim, size), inward, outward]
+    wide += [of[:, None].expand(-1, dim) for of in (skip, dt_bias)]
+
+    def gathered(states: Tensor, step: Callable[[Tensor], object]) -> None:
+        copy = states.index_select(0, at)
+        step(copy)
+        states.index_copy_(0, at, copy)
+
+    ops, convolve, recur = torch.ops.prefixkit, theirs.causal_conv1d_update, theirs.mamba2_selective_state_update
+    ways: dict[str, Callable[[], object]] = {
+        "conv_step": lambda: ops.conv_step(x, weight, bias, windows, at, at, True),
+        "transformers' convolution": lambda: gathered(
+            windows, lambda copy: convolve(x[..., None], copy, weight, bias, "silu")
+        ),
+        "mamba2_step": lambda: ops.mamba2_step(inputs, dt, rate, inward, outward, skip, dt_bias, None, held, at, at),
+        "transformers' recurrence": lambda: gathered(held, lambda copy: recur(copy, inputs, *wide, dt_softplus=True)),
+    }
+    floors = {"conv_step": rows * channels * (2 * width + 2) * 2, "mamba2_step": 2 * held[1:].nbytes}
+    us = {name: round(replay_us(lambda _, way=way: way()), 2) for name, way in ways.items()}
+    return {"rows": rows, "us": us, "floor_us": {of: round(floors[of] / READ_TBPS / 1e6, 2) for of in floors}}
+
+
 def main() -> None:
-    kernels = {"rotary": rotary, "sampling": sampling, "products": products}
+    kernels = {"rotary": rotary, "sampling": sampling, "products": products, "states": states}
     sizes: Row = {"rows": [], "heads": 32, "kv_heads": 8, "head_dim": 128, "width": 4096, "vocab": [32_000, 128_256]}
     options = arguments(__doc__, kernel={"choices": kernels, "required": True}, **sizes, no_rivals=False)
     torch.set_grad_enabled(False)

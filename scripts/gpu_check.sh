@@ -8,8 +8,8 @@
 #     PARTS="compare" OLD=build/old scripts/gpu_check.sh                                 # against another checkout
 #
 # PARTS are some of: compile tests sanitizers launch planning sampling decode scales prefill engine, and compiled,
-# rotary, variants, streaming and compare, which are not in the default.  Every part has a limit of its own and writes its own
-# file; a part that fails does not keep the next from running.
+# rotary, states, variants, streaming and compare, which are not in the default.  Every part has a limit of its own and
+# writes its own file; a part that fails does not keep the next from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-${OUT:-build/gpu_check}}
@@ -96,6 +96,7 @@ if wants scales; then benchmark scales "${SCALES_SECONDS:-90}" --scales --rivals
 if wants engine; then script engine "${ENGINE_SECONDS:-110}" engine --rows "${ENGINE_ROWS:-64,1024}"; fi
 if wants prefill; then benchmark prefill "${PREFILL_SECONDS:-60}" --prefill; fi
 if wants rotary; then script rotary 60 kernels --kernel rotary; fi
+if wants states; then script states 60 kernels --kernel states; fi
 if wants variants; then script variants 250 variants; fi
 if wants streaming; then script streaming 250 streaming --parts attention,memory; fi
 if wants compare; then

@@ -133,6 +133,24 @@ def latents() -> None:
         assert bool(torch.isfinite(out).all())
 
 
+def states() -> None:
+    """Rows that go on in their slot, begin in one that others read, write nothing and are none; a last tile of rows."""
+    source, target = torch.tensor([[1, 5, 5, 2, 0], [1, 3, 4, -1, 0]], device=GPU)
+    for dtype, heads, dim, size, width in (
+        (torch.bfloat16, 4, 64, 128, 4),
+        (torch.float16, 2, 70, 256, 3),
+        (torch.float32, 6, 3, 16, 2),
+    ):
+        x = torch.randn(5, 300, device=GPU).to(dtype)
+        weight, windows = (torch.randn(*of, 300, width, device=GPU).to(dtype) for of in ((), (6,)))
+        out = torch.ops.prefixkit.conv_step(x, weight, weight[:, 0].contiguous(), windows, source, target, True)
+        inputs, gate = torch.randn(2, 5, heads, dim, device=GPU).to(dtype)
+        inward, outward = torch.randn(2, 5, 2, size, device=GPU).to(dtype)
+        dt, held = torch.randn(5, heads, device=GPU).to(dtype), torch.randn(6, heads, dim, size, device=GPU)
+        given = inputs, dt, -torch.rand(heads, device=GPU), inward, outward, dt[0], dt[1], gate, held, source, target
+        assert bool(torch.isfinite(torch.ops.prefixkit.mamba2_step(*given)).all()) and bool(torch.isfinite(out).all())
+
+
 def plan_tree() -> None:
     """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
     from prefixkit.attention.gpu.capacity import capacity_for
@@ -180,7 +198,8 @@ def sample() -> None:
         assert int(sampler.tokens[3]) == -1
 
 
-PARTS = {part.__name__: part for part in (append, rotary_append, tree_attention, variants, latents, plan_tree, sample)}
+_EVERY = append, rotary_append, tree_attention, variants, latents, states, plan_tree, sample
+PARTS = {part.__name__: part for part in _EVERY}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ def _torch() -> Backend:
         plain_experts,
         plain_kv,
         plain_sampling,
+        plain_states,
         plan_tree,
         products,
         run_program,
@@ -37,6 +38,8 @@ def _torch() -> Backend:
         plain_sampling.sample,
         plan_tree.plan_tree,
         plain_experts.expert_product,
+        plain_states.conv_step,
+        plain_states.mamba2_step,
         expanded_attention=run_program.expanded_attention,
         latent_parts={
             Part.ABSORBED: PartBackend(latent_attention.planner_for, latent_attention.absorbed_state),
@@ -50,6 +53,7 @@ def _cuda() -> Backend:
     from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
+    from prefixkit.backends.cuda.states import state_steps
     from prefixkit.backends.cuda.variants import block_classes
     from prefixkit.backends.torch.plain_kv import index_append
     from prefixkit.backends.torch.products import linear_pair
@@ -70,6 +74,8 @@ def _cuda() -> Backend:
         sampling.sample,
         plan_launch.plan_tree,
         expert_product,
+        state_steps.conv_step,
+        state_steps.mamba2_step,
         latent_parts={part: PartBackend(latent_planners.planner_for, plain.latent_parts[part].attend) for part in Part},
         attend_latents=latent_kernels.attend,
         graph_planning=latent_planners.graph_planning,

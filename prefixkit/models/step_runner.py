@@ -15,6 +15,7 @@ from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
 from prefixkit.models.runner import ModelRunner
+from prefixkit.models.states.fused_step import log_fused
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
@@ -78,6 +79,7 @@ def runner_of(
     """
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
     log_experts(facts.state.modules, device, pool.spec.dtype)
+    log_fused(facts.state.modules, device)
     plain = ModelRunner(model, pool, call=call, facts=facts)
     if device.type == "cuda":
         _log_plain(facts.layers)

@@ -5,7 +5,8 @@ results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevic
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
-under autograd, but its backward raises :class:`NoBackward`; ``rotary_append`` and ``linear_pair`` raise it at once.
+under autograd, but its backward raises :class:`NoBackward`; ``rotary_append``, ``linear_pair``, ``conv_step`` and
+``mamba2_step`` raise it at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
+from prefixkit.ops.state_ops import conv_step, mamba2_step
 
 
 class NoBackward(NotImplementedError):
@@ -278,9 +280,9 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-def _refuse_gradients(*tensors: Tensor) -> None:
+def _refuse_gradients(*given: Any) -> None:
     # torch.library takes no backward of an op that writes to its arguments.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given):
         _no_backward(None)
 
 
@@ -309,6 +311,8 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
     (expert_product, (), arguments.check_experts),
+    (conv_step, ("states",), _refuse_gradients),
+    (mamba2_step, ("states",), _refuse_gradients),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

@@ -1,8 +1,9 @@
-"""Layers that keep a state on a GPU: decode steps in graphs, forks, calls that go on from calls."""
+"""Layers that keep a state on a GPU: steps of one token, decode steps in graphs, forks, calls that go on from calls."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,108 @@ import torch
 
 import prefixkit
 from prefixkit import SamplingParams, Session
+from tests.gpu.cases import GPU
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
+from tests.ops.state_steps import (
+    DRAWS,
+    Step,
+    conv_arguments,
+    conv_by_torch,
+    conv_oracle,
+    mamba2_arguments,
+    mamba2_by_torch,
+    mamba2_oracle,
+)
+
+ops = torch.ops.prefixkit
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
 
-@pytest.fixture(params=HYBRIDS)
+@pytest.fixture
+def generator() -> torch.Generator:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def run_and_replay(op: Any, given: list[Any], states: int) -> Step:
+    """What an op makes; and a graph of it makes the same of the same states, twice."""
+    before = given[states].clone()
+    out = op(*given).clone()
+    after = given[states].clone()
+    given[states].copy_(before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = op(*given)
+    for _ in range(2):
+        given[states].copy_(before)
+        graph.replay()
+        assert torch.equal(held, out) and torch.equal(given[states][1:], after[1:])
+    return Step(out.double().cpu(), after.double().cpu())
+
+
+@DTYPES
+@pytest.mark.parametrize(("width", "channels"), [(4, 10240), (3, 257), (2, 100), (5, 40)])
+def test_convolutions_err_no_more_than_torch_and_graphs_hold_them(
+    width: int, channels: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(DRAWS):
+        given: list[Any] = conv_arguments(generator, dtype, channels=channels, width=width, device=GPU)
+        exact, by_torch = conv_oracle(given, True), conv_by_torch(given, True)
+        ours += run_and_replay(ops.conv_step, [*given, True], 3).errors(exact, given[-1])
+        torchs += by_torch.errors(exact, given[-1])
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 64, "dim": 64, "size": 128, "groups": 8},  # half of Nemotron-H's heads
+        {"heads": 24, "dim": 64, "size": 256, "groups": 1, "gate": True},  # Falcon-H1's
+        {"heads": 8, "dim": 70, "size": 64, "weights": torch.float32},
+        {"heads": 4, "dim": 10, "size": 16, "bias": False, "skip": False},
+        {"heads": 4, "dim": 10, "size": 24},  # no kernel is for it
+    ],
+    ids=["Nemotron-H", "Falcon-H1", "float32 weights", "small", "plain torch"],
+)
+def test_recurrences_err_no_more_than_torch_and_graphs_hold_them(
+    sizes: dict[str, Any], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(DRAWS):
+        given: list[Any] = mamba2_arguments(generator, dtype, device=GPU, **sizes)
+        exact, by_torch = mamba2_oracle(given), mamba2_by_torch(given)
+        ours += run_and_replay(ops.mamba2_step, given, 8).errors(exact, given[-1])
+        torchs += by_torch.errors(exact, given[-1])
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
+
+
+def test_checked_mode_refuses_slots_that_meet(checked: None, generator: torch.Generator) -> None:
+    given = mamba2_arguments(generator, torch.bfloat16, 2, device=GPU)
+    given[-2:] = torch.tensor([1, 2], device=GPU), torch.tensor([2, 1], device=GPU)
+    with pytest.raises(ValueError, match="a row writes a slot that another one reads"):
+        ops.mamba2_step(*given)
+
+
+def test_steps_of_mamba_2_in_graphs_run_by_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    """With sizes that the kernels are for, several groups, and a batch that a bucket pads."""
+    caplog.set_level(logging.INFO, "prefixkit")
+    changes = {"ssm_state_size": 128, "n_groups": 2, "mamba_head_dim": 64}
+    exact = make_hybrid("nemotron_h", head_dim=64, **changes).to("cuda", torch.bfloat16).float()
+    model = prefixkit.patch(copy.deepcopy(exact).to(torch.bfloat16))
+    prompts = [np.random.default_rng(number).integers(3, VOCAB, 30).tolist() for number in range(2)]
+    with Session(model) as session:
+        found = session.generate(prompts, SamplingParams(n=7, max_new_tokens=24, stop_token_ids=()))
+        assert_logprobs(model, prompts, [*found][::3], exact)
+        assert session.report.graph_steps > 0
+    said = [record.message for record in caplog.records]
+    assert any("stay in their pool on cuda" in line for line in said) and not any("_step on" in line for line in said)
+
+
+# Of each kind of state one model, and Mamba 2 without attention.
+@pytest.fixture(params=[*HYBRIDS, "mamba2"])
 def exact(request: pytest.FixtureRequest) -> Any:
     """A float32 model, whose weights are numbers of bfloat16."""
     return make_hybrid(request.param, head_dim=64).to("cuda", torch.bfloat16).float()

@@ -62,6 +62,33 @@ def expert_unit(half: bool) -> Unit:
     return Unit("experts/expert_product.cu", names, defines, (layouts.EXPERT_PRODUCT.header,))
 
 
+CONV_WIDTHS = (2, 3, 4)
+STATE_SIZES = (16, 32, 64, 128, 256)  # of a head's rows, in Mamba 2
+
+
+def conv_name(dtype: str, width: int) -> str:
+    """The kernel of one token through a causal convolution."""
+    return f"prefixkit::conv_step<{FLOATS[dtype]}, {width}>"
+
+
+def mamba2_name(dtype: str, state_size: int) -> str:
+    """The kernel of one token through Mamba 2's recurrence."""
+    return f"prefixkit::mamba2_step<{FLOATS[dtype]}, {state_size}>"
+
+
+CONV_STEP = Unit(
+    "states/conv_step.cu",
+    tuple(conv_name(dtype, width) for dtype in FLOATS for width in CONV_WIDTHS),
+    headers=(layouts.CONV_STEP.header,),
+)
+
+
+def mamba2_unit(state_size: int) -> Unit:
+    """The kernels of that for a state size, in all dtypes."""
+    names = tuple(mamba2_name(dtype, state_size) for dtype in FLOATS)
+    return Unit("states/mamba2_step.cu", names, headers=(layouts.MAMBA2_STEP.header,))
+
+
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp takes at a time
 # struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
@@ -238,4 +265,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = map(merge_unit, (False, True))
-    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *plain, *varied
+    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES)
+    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *states, *plain, *varied

@@ -169,6 +169,36 @@ EXPERT_PRODUCT = define(
     ("int", "pairs per experts k n"),
 )
 
+# ---- states ----
+
+CONV_STEP = define(
+    "ConvStep",
+    ("const void*", "x weight bias", "[rows, channels], [channels, W], [channels] or null"),
+    ("void*", "states", "[slots, channels, W]"),
+    ("const long long*", "source target", "[rows] slots"),
+    ("void*", "out", "[rows, channels]"),
+    ("long long", "x_row", "stride of a row"),
+    ("long long", "slots"),
+    ("int", "channels"),
+    ("int", "silu", "1: y * sigmoid(y)"),
+)
+MAMBA2_STEP = define(
+    "Mamba2Step",
+    ("const void*", "x dt", "[rows, heads, P], [rows, heads]"),
+    ("const float*", "rate", "[heads]"),
+    ("const void*", "inward outward", "[rows, groups, N]"),
+    ("const void*", "skip bias", "[heads] or null"),
+    ("const void*", "gate", "[rows, heads, P] or null"),
+    ("float*", "states", "[slots, heads, P, N]"),
+    ("const long long*", "source target", "[rows] slots"),
+    ("void*", "out", "[rows, heads, P]"),
+    ("long long", "x_row dt_row inward_row outward_row gate_row", "strides of a row, whose numbers are adjacent"),
+    ("long long", "slots"),
+    ("int", "heads heads_per_group"),
+    ("int", "dim", "P"),
+    ("int", "dt_kind skip_kind bias_kind", "see Kind in numbers.cuh"),
+)
+
 # ---- sampling ----
 
 # Sampling parameters of a row, as the op takes them.

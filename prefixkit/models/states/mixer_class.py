@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prefixkit.kv.state_pool import StateTensor
 from prefixkit.models.attention_class import original_class, subclass
+from prefixkit.models.states.fused_functions import PoolState
 from prefixkit.models.states.scan_bodies import states_body
 from prefixkit.models.states.segment_cache import SegmentCache
 
@@ -96,8 +97,9 @@ def run_texts(
     tokens: int,
     select: Select,
     states: Sequence[StateTensor] = (),
-    values: Sequence[Tensor] | None = None,
+    values: Sequence[Tensor | PoolState] | None = None,
     plain: bool = False,
+    forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, SegmentCache]:
     """The original ``forward`` for some sequences of a step, and the cache with the states after them.
 
@@ -107,6 +109,7 @@ def run_texts(
         select: From ``[1, tokens, ...]`` to ``[sequences, length, ...]``.
         states, values: See :class:`SegmentCache`.
         plain: Without any cache, by the original code.
+        forward: What runs in place of the original.
     """
     original = original_class(module)
     cache = SegmentCache(getattr(module, _INDEX, 0), states, values)
@@ -126,6 +129,6 @@ def run_texts(
     if plain:
         called, kwargs = original.forward, kwargs | dict.fromkeys({"use_cache"} & kwargs.keys(), False)
     else:
-        called = states_body(original) or original.forward  # type: ignore[arg-type]
+        called = forward or states_body(original) or original.forward  # type: ignore[arg-type]
     made = called(module, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
     return made, cache

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from prefixkit.kv.state_pool import StateTensor
+from prefixkit.models.states.fused_functions import PoolState
 
 _MOST_STATES = 8  # of one layer
 
@@ -19,11 +20,11 @@ class SegmentCache(Cache):
     Args:
         layer_idx: The module's layer.
         states: What it keeps; None: it is not known yet.
-        values: ``[sequences, *shape]`` of each; None at the beginning of texts.
+        values: ``[sequences, *shape]`` of each, or where they lie in a pool; None at the beginning of texts.
     """
 
     def __init__(
-        self, layer_idx: int, states: Sequence[StateTensor] = (), values: Sequence[Tensor] | None = None
+        self, layer_idx: int, states: Sequence[StateTensor] = (), values: Sequence[Tensor | PoolState] | None = None
     ) -> None:
         layer: Any = LinearAttentionLayer(number_of_states=_MOST_STATES)
         self.layer = layer
@@ -49,7 +50,7 @@ class SegmentCache(Cache):
         ]
 
     def values(self, states: Sequence[StateTensor]) -> list[Tensor]:
-        """``[sequences, *shape]`` of each after the call."""
+        """``[sequences, *shape]`` of each after the call, or what it was given where they lie in a pool."""
         kinds = self.layer.conv_states, self.layer.recurrent_states
         return [kinds[one.recurrent][one.index] for one in states]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.state_batches import StateBatch
 from prefixkit.attention.step import Step
-from prefixkit.kv.state_pool import StatePool
+from prefixkit.kv.state_pool import StatePool, StateTensor
+from prefixkit.models.states.fused_functions import PoolState
+from prefixkit.models.states.fused_step import FusedStep, fused_step
 from prefixkit.models.states.mixer_class import run_texts
 
 
@@ -27,15 +31,39 @@ def run_step(
     states, tensors = pool.states[number], pool.tensors[number]
     made: list[Any] = []
     for batch in step.states:
-        source = None if batch.source is None else [tensor.index_select(0, batch.source) for tensor in tensors]
-        out, cache = run_texts(module, args, kwargs, step.num_rows, partial(_select, batch), states, source)
+        fused = fused_step(module) if batch.length == 1 and batch.source is not None else None
+        before = None if batch.source is None else _before(states, tensors, batch, batch.source, fused)
+        forward = None if fused is None else fused.forward
+        run = partial(run_texts, module, args, kwargs, step.num_rows, partial(_select, batch))
+        out, cache = run(states, before, forward=forward)
         for tensor, after in zip(tensors, cache.values(states), strict=True):
+            if isinstance(after, PoolState):
+                continue  # it is there already
             tensor.index_copy_(0, batch.target, after if batch.writes is None else after.index_select(0, batch.writes))
         parts = out if isinstance(out, tuple) else (out,)
         made = made or [_empty(part, batch, step.num_rows) for part in parts]
         for index, part in enumerate(parts):
             made[index] = _put(made[index], part, batch)
     return tuple(made) if isinstance(out, tuple) else made[0]
+
+
+def _before(
+    states: Sequence[StateTensor],
+    tensors: Sequence[Tensor],
+    batch: StateBatch,
+    source: Tensor,
+    fused: FusedStep | None,
+) -> list[Tensor | PoolState]:
+    """The states before a batch: copies, or where they lie if that is what runs its tokens."""
+    target = batch.target
+    if fused is not None and batch.writes is not None:
+        target = torch.full_like(source, -1).index_copy_(0, batch.writes, target)
+    return [
+        PoolState(tensor, source, target)
+        if fused is not None and fused.takes(state)
+        else tensor.index_select(0, source)
+        for state, tensor in zip(states, tensors, strict=True)
+    ]
 
 
 def _select(batch: StateBatch, packed: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Our kernels for layers that keep a state."""

@@ -1,0 +1,105 @@
+"""``conv_step`` and ``mamba2_step`` by our kernels; plain torch takes sizes that none of them is for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.kernels import CONV_STEP, CONV_WIDTHS, STATE_SIZES, conv_name, mamba2_name, mamba2_unit
+from prefixkit.backends.torch import plain_states
+from prefixkit.checking import checked
+from prefixkit.cuda import jit
+from prefixkit.cuda.launch import launch
+from prefixkit.ops import state_ops
+from prefixkit.ops.state_ops import check_moves
+
+log = logging.getLogger("prefixkit")
+
+_THREADS = 256
+_MOST_DIM = 256  # MOST_DIM of mamba2_step.cu
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Kind of csrc/states/numbers.cuh
+_VECTOR = 16
+
+
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, source: Tensor, target: Tensor, silu: bool
+) -> Tensor:
+    """``conv_step``."""
+    out = state_ops.conv_step(x, weight, bias, states, source, target, silu)
+    channels, width = weight.shape
+    vector = x.element_size() * (1 if width & (width - 1) else width)  # alignment of Window in conv_step.cu
+    if width not in CONV_WIDTHS or (states.data_ptr() | weight.data_ptr()) % vector:
+        _say("conv_step", x.device, f"no kernel is for a width of {width} of what lies so")
+        return plain_states.conv_step(x, weight, bias, states, source, target, silu)
+    if checked():
+        check_moves("conv_step", states, source, target)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    values = (*map(_address, (x, weight, bias, states, source, target, out)), x.stride(0), len(states), channels, silu)
+    function = jit.load(CONV_STEP, x.device.index)[conv_name(_name(x.dtype), width)]
+    grid, what = (-(-channels // _THREADS) * len(x), 1, 1), f"conv_step on {x.device}: {list(x.shape)} {x.dtype}"
+    launch(layouts.CONV_STEP.check(function), layouts.CONV_STEP, values, grid, _THREADS, 0, what.__str__)
+    return out
+
+
+def mamba2_step(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    inward: Tensor,
+    outward: Tensor,
+    skip: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """``mamba2_step``."""
+    given = x, dt, rate, inward, outward, skip, bias, gate, states, source, target
+    out = state_ops.mamba2_step(*given)
+    (rows, heads, dim), (groups, size) = x.shape, inward.shape[1:]
+    if size not in STATE_SIZES or dim > _MOST_DIM or states.data_ptr() % _VECTOR:
+        _say("mamba2_step", x.device, f"no kernel is for states of {dim} x {size} that lie so")
+        return plain_states.mamba2_step(*given)
+    if checked():
+        check_moves("mamba2_step", states, source, target)
+    x, inward, outward = _rows(x), _rows(inward), _rows(outward)
+    dt, rate = dt if dt.stride(1) == 1 else dt.contiguous(), rate.contiguous()
+    gate, skip, bias = (None if of is None else _rows(of) for of in (gate, skip, bias))
+    strides = [0 if of is None else of.stride(0) for of in (x, dt, inward, outward, gate)]
+    kinds = [0 if of is None else _KINDS[of.dtype] for of in (dt, skip, bias)]
+    tensors = x, dt, rate, inward, outward, skip, bias, gate, states, source, target, out
+    values = (*map(_address, tensors), *strides, len(states), heads, heads // groups, dim, *kinds)
+    function = jit.load(mamba2_unit(size), x.device.index)[mamba2_name(_name(x.dtype), size)]
+    what = f"mamba2_step on {x.device}: {list(x.shape)} {x.dtype}, {groups} groups, states of {size}"
+    grid = heads * rows, 1, 1
+    launch(layouts.MAMBA2_STEP.check(function), layouts.MAMBA2_STEP, values, grid, _THREADS, 0, what.__str__)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with each of its rows, on the first axis, contiguous."""
+    whole = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size > 1 and stride != whole:
+            return x.contiguous()
+        whole *= size
+    return x if x.ndim > 1 else x.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _say(op: str, device: Any, why: str) -> None:
+    log.info("%s on %s runs in plain torch: %s", op, device, why)

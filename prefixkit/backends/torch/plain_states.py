@@ -1,0 +1,76 @@
+"""One token through layers that keep states, in plain torch: some rows at a time, so that their states stay in caches.
+
+Nothing waits for the device, so a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from prefixkit.ops import state_ops
+from prefixkit.ops.state_ops import check_moves
+
+# By device: how many elements of states are taken at a time, at least those of one row.
+_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+
+
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, source: Tensor, target: Tensor, silu: bool
+) -> Tensor:
+    """``conv_step``."""
+    state_ops.conv_step(x, weight, bias, states, source, target, silu)
+    if x.device.type == "cpu":
+        check_moves("conv_step", states, source, target)
+    inputs = torch.cat([states.index_select(0, source)[..., 1:], x[..., None]], -1)
+    states.index_copy_(0, target.clamp(min=0), inputs)
+    out = torch.einsum("bcw,cw->bc", inputs.float(), weight.float())
+    if bias is not None:
+        out += bias.float()
+    return (F.silu(out) if silu else out).to(x.dtype).contiguous()
+
+
+def mamba2_step(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    inward: Tensor,
+    outward: Tensor,
+    skip: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """``mamba2_step``."""
+    state_ops.mamba2_step(x, dt, rate, inward, outward, skip, bias, gate, states, source, target)
+    if x.device.type == "cpu":
+        check_moves("mamba2_step", states, source, target)
+    inputs, (rows, heads, head_dim), (groups, size) = x.float(), x.shape, inward.shape[1:]
+    step = F.softplus(dt.float() if bias is None else dt.float() + bias.float())
+    decay = torch.exp(step * rate)[..., None, None]
+    # Of a group all channels are columns of one product.
+    added = (step[..., None] * inputs).view(rows * groups, -1, 1)
+    inward, outward = inward.float().reshape(rows * groups, 1, size), outward.float().reshape(rows * groups, size, 1)
+    target = target.clamp(min=0)  # slot 0 means nothing
+    out = inputs.new_empty(rows * groups, heads // groups * head_dim, 1)
+    for some in _some(rows, states):
+        now = slice(some.start * groups, some.stop * groups)
+        held = states.index_select(0, source[some]).mul_(decay[some])
+        columns = held.view(-1, *out.shape[1:2], size).baddbmm_(added[now], inward[now])
+        torch.bmm(columns, outward[now], out=out[now])
+        states.index_copy_(0, target[some], held)
+    y = out.view(x.shape)
+    if skip is not None:
+        y = torch.addcmul(y, inputs, skip.float()[:, None])
+    return (y if gate is None else y * F.silu(gate.float())).to(x.dtype)
+
+
+def _some(rows: int, states: Tensor) -> Iterator[slice]:
+    each = max(1, _AT_ONCE.get(states.device.type, _AT_ONCE["cuda"]) // max(1, states[0].numel()))
+    for begin in range(0, rows, each):
+        yield slice(begin, min(rows, begin + each))

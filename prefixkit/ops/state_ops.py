@@ -1,0 +1,138 @@
+"""The contracts of ops that take layers' states one token further, in the slots of a pool (see ``library``).
+
+Slots are those of ``kv.state_pool``: row ``r`` reads slot ``source[r]`` and writes slot ``target[r]``, which may be the
+same.  A target of -1 writes nothing that is read again.  Slot 0 is for rows that are none, as pad a captured graph's
+batch: what it holds, and what a row with target 0 returns, means nothing.  No row writes a slot that another row reads
+or writes, but for slot 0.  The CPU raises IndexError or ValueError where slots do not exist or meet; a GPU does so with
+``PREFIXKIT_CHECK=1``, and else takes rows whose slots do not exist for none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkit.ops.arguments import FLOATS, capturing, expect
+
+
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, source: Tensor, target: Tensor, silu: bool
+) -> Tensor:
+    """One token through a depthwise causal convolution whose state is its last ``width`` inputs.
+
+    Sums are float32 and rounded once.
+
+    Args:
+        x: ``[B, channels]``.
+        weight: ``[channels, width]``, contiguous, in x's dtype as all that follows.
+        bias: ``[channels]``, contiguous, or None.
+        states: ``[slots, channels, width]``, contiguous, the oldest input first; written.
+        source, target: ``[B]`` int64, contiguous; see above.
+        silu: Whether ``y * sigmoid(y)`` is what is returned.
+
+    Returns:
+        ``[B, channels]``, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit the others.
+        IndexError, ValueError, NoBackward: slots do not exist or meet, see above; a gradient is recorded.
+    """
+    op = "conv_step"
+    expect(op, "x", x, "[B, channels]", x.ndim == 2, FLOATS)
+    channels, like = x.shape[1], " like x"
+    fits = weight.ndim == 2 and weight.shape[0] == channels and weight.is_contiguous()
+    expect(op, "weight", weight, f"[{channels}, width], contiguous", fits, (x.dtype,), x.device, like)
+    if bias is not None:
+        fits = bias.shape == (channels,) and bias.is_contiguous()
+        expect(op, "bias", bias, f"[{channels}], contiguous", fits, (x.dtype,), x.device, like)
+    fits = states.ndim == 3 and states.shape[1:] == weight.shape and states.is_contiguous()
+    shape = f"[slots, {channels}, {weight.shape[1]}] (channels and width of weight), contiguous"
+    expect(op, "states", states, shape, fits, (x.dtype,), x.device, like)
+    _check_slots(op, x, source, target)
+    return x.new_empty(x.shape)
+
+
+def mamba2_step(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    inward: Tensor,
+    outward: Tensor,
+    skip: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """One token through the recurrence of Mamba 2 (arXiv:2405.21060, section 7).
+
+    With ``s = softplus(dt + bias)`` of each head: ``h = exp(s * rate) * h + (s * x) (outer) inward``, and ``y = h .
+    outward + skip * x``, times ``silu(gate)`` where there is one.  Computed in float32, and rounded once.
+
+    Args:
+        x: ``[B, heads, head_dim]``.
+        dt: ``[B, heads]``, float32, bfloat16 or float16, as ``skip`` and ``bias``.
+        rate: ``[heads]`` float32: A.
+        inward: ``[B, groups, state_size]`` in x's dtype: B; each is that of ``heads / groups`` consecutive heads.
+        outward: Of the same shape and dtype: C.
+        skip: ``[heads]``: D; None for 0.
+        bias: ``[heads]``; None for 0.
+        gate: As ``x``, or None.
+        states: ``[slots, heads, head_dim, state_size]`` float32, contiguous, written.
+        source, target: ``[B]`` int64, contiguous; see above.
+
+    Returns:
+        ``[B, heads, head_dim]`` in x's dtype, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice, IndexError, ValueError, NoBackward: as ``conv_step``.
+    """
+    op, device, like = "mamba2_step", x.device, " like x"
+    expect(op, "x", x, "[B, heads, head_dim]", x.ndim == 3, FLOATS)
+    rows, heads, head_dim = x.shape
+    expect(op, "dt", dt, f"[{rows}, {heads}] (B and heads of x)", dt.shape == (rows, heads), FLOATS, device)
+    expect(op, "rate", rate, f"[{heads}] (heads of x)", rate.shape == (heads,), (torch.float32,), device)
+    fits = inward.ndim == 3 and inward.shape[0] == rows and inward.shape[1] > 0 and heads % inward.shape[1] == 0
+    expect(op, "inward", inward, f"[{rows}, a divisor of {heads}, state_size]", fits, (x.dtype,), device, like)
+    expect(op, "outward", outward, list(inward.shape), outward.shape == inward.shape, (x.dtype,), device, like)
+    for name, tensor in (("skip", skip), ("bias", bias)):
+        if tensor is not None:
+            expect(op, name, tensor, f"[{heads}] (heads of x)", tensor.shape == (heads,), FLOATS, device)
+    if gate is not None:
+        expect(op, "gate", gate, list(x.shape), gate.shape == x.shape, (x.dtype,), device, like)
+    fits = states.ndim == 4 and states.shape[1:] == (heads, head_dim, inward.shape[2]) and states.is_contiguous()
+    shape = f"[slots, {heads}, {head_dim}, {inward.shape[2]}] (of x and inward), contiguous"
+    expect(op, "states", states, shape, fits, (torch.float32,), device)
+    _check_slots(op, x, source, target)
+    return x.new_empty(x.shape)
+
+
+def _check_slots(op: str, x: Tensor, source: Tensor, target: Tensor) -> None:
+    for name, slots in (("source", source), ("target", target)):
+        fits = slots.shape == x.shape[:1] and slots.is_contiguous()
+        expect(op, name, slots, f"[{x.shape[0]}] (rows of x), contiguous", fits, (torch.int64,), x.device)
+
+
+def check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> None:
+    """IndexError: a slot does not exist.  ValueError: a row writes what another one reads or writes."""
+    if capturing(states) or not len(source):
+        return
+    read, written, slots = source.cpu().numpy(), target.cpu().numpy(), states.shape[0]
+    low, high = int(read.min()), int(max(read.max(), written.max()))
+    if low < 0 or int(written.min()) < -1 or high >= slots:
+        raise IndexError(
+            f"{op}: slots of states must be 0..{slots - 1}, and targets may be -1, got sources {read.tolist()} and "
+            f"targets {written.tolist()}"
+        )
+    rows = np.flatnonzero(written > 0)
+    kept = written[rows]
+    if len(np.unique(kept)) < len(kept):
+        raise ValueError(f"{op}: two rows write one slot: {written.tolist()}; each needs a slot of its own")
+    others = read.copy()
+    others[rows] = np.where(read[rows] == kept, 0, read[rows])  # a row may write what it has read
+    if np.isin(others[others > 0], kept).any():
+        raise ValueError(
+            f"{op}: a row writes a slot that another one reads: sources {read.tolist()}, targets {written.tolist()}"
+        )

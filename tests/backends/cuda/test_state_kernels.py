@@ -1,0 +1,160 @@
+"""Kernels of steps of states: their own source on the CPU, block by block, with their launches, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver")
+
+from prefixkit.backends.cuda import layouts
+from prefixkit.backends.cuda.kernels import CONV_STEP, STATE_SIZES, mamba2_unit
+from prefixkit.backends.cuda.states import state_steps
+from prefixkit.checking import checked_mode
+from tests.emulation.build import build
+from tests.fake_gpu import pretend, pretend_to_launch
+from tests.ops.state_steps import conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+TYPES = {"float": 0, "prefixkit::BFloat": 1, "prefixkit::Half": 2}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("states"), "states", {}, (*CONV_STEP.headers, *mamba2_unit(16).headers))
+
+
+class Gpu:
+    """A GPU that has nothing but these kernels; remembers which were launched."""
+
+    def __init__(self, library):
+        self.library, self.launched = library, []
+
+    def load(self, unit, device):
+        assert unit in (CONV_STEP, *map(mamba2_unit, STATE_SIZES))
+        layout = layouts.CONV_STEP if unit == CONV_STEP else layouts.MAMBA2_STEP
+        return {name: SimpleNamespace(name=name, parameter_bytes=layout.size) for name in unit.names}
+
+    def launch(self, function, layout, values, grid, block, shared, describe):
+        kernel, element, size = re.fullmatch(r"prefixkit::(\w+)_step<(.+), (\d+)>", function.name).groups()
+        assert block == 256 and shared == 0 and grid[1:] == (1, 1)
+        packed = ctypes.create_string_buffer(layout.packer.pack(*values), layout.size)
+        run = getattr(self.library, f"{kernel}_on_cpu")
+        assert run(packed, TYPES[element], int(size), grid[0]) == layout.size
+        self.launched.append(function.name)
+
+
+@pytest.fixture
+def gpu(library, monkeypatch):
+    gpu = Gpu(library)
+    pretend(monkeypatch, (9, 0))
+    pretend_to_launch(monkeypatch, state_steps, gpu.load, gpu.launch)
+    return gpu
+
+
+@pytest.fixture
+def generator():
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def magnitudes(given):
+    """The same arguments but for signs of what is multiplied and added, so that nothing cancels out; no gate."""
+    if len(given) == 6:
+        return [None if of is None else of if of.dtype == torch.int64 else of.abs() for of in given]
+    x, dt, rate, inward, outward, skip, bias, _, states, *slots = given
+    positive = [None if of is None else of.abs() for of in (inward, outward, skip)]
+    return [x.abs(), dt, rate, *positive, bias, None, states.abs(), *slots]
+
+
+def judged(step, oracle, given, *more):
+    """Call a step, whose float32 sums are rounded once; rows that are none return zeros, and leave slot 0 as it was."""
+    exact, largest = oracle(given, *more), oracle(magnitudes(given), *(False for _ in more))
+    gate, real = given[7] if len(given) > 7 else None, given[-1] != 0
+    size = largest.out if gate is None else largest.out * gate.double().abs().clamp(min=0.3)
+    out = step(*given, *more)
+    bound = torch.finfo(out.dtype).eps / 2 * exact.out.abs() + 2e-6 * size + 1e-7  # 1e-7: of the least numbers
+    assert ((out.double() - exact.out).abs() <= bound)[real].all()
+    assert not out[~real].any()
+    states = next(of for of in given if of is not None and len(of) == 9)
+    assert ((states.double() - exact.states).abs() <= 2e-6 * largest.states).all()
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("width", "channels", "bias", "silu"), [(4, 300, True, True), (3, 256, False, True), (2, 5, True, False)]
+)
+def test_a_convolution_takes_a_token(dtype, width, channels, bias, silu, gpu, generator):
+    given = conv_arguments(generator, dtype, channels=channels, width=width, bias=bias)
+    judged(state_steps.conv_step, conv_oracle, given, silu)
+    assert gpu.launched[0].endswith(f", {width}>")
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (16, {"dim": 10, "gate": True}),  # fewer rows of the state than lanes for them
+        (32, {"dim": 100, "groups": 4}),
+        (64, {"dim": 1, "skip": False, "bias": False}),
+        (128, {"dim": 64, "heads": 2, "groups": 1, "weights": torch.float32}),
+        (128, {"dim": 70, "heads": 2}),  # more than are on their way at once
+        (256, {"dim": 33, "heads": 2, "weights": torch.bfloat16}),
+    ],
+)
+def test_a_recurrence_takes_a_token(dtype, size, changes, gpu, generator):
+    given = mamba2_arguments(generator, dtype, size=size, rows=5, **changes)
+    judged(state_steps.mamba2_step, mamba2_oracle, given)
+    assert gpu.launched[0].endswith(f", {size}>")
+
+
+def test_rows_whose_slots_do_not_exist_are_none(gpu, generator):
+    for given, step, more in (
+        (conv_arguments(generator, torch.float32, 3), state_steps.conv_step, (True,)),
+        (mamba2_arguments(generator, torch.float32, 3), state_steps.mamba2_step, ()),
+    ):
+        given[-2:] = torch.tensor([-1, 9, 2**40]), torch.tensor([1, 2, 2**40])
+        states = next(of for of in given if of is not None and len(of) == 9)
+        before = states.clone()
+        assert not step(*given, *more).any() and torch.equal(states, before)
+
+
+def test_rows_that_are_not_contiguous_are_copied(gpu, generator):
+    given = mamba2_arguments(generator, torch.float32)
+    for at in (0, 1, 3, 4):
+        given[at] = given[at].mT.contiguous().mT
+    judged(state_steps.mamba2_step, mamba2_oracle, given)
+
+
+def test_sizes_that_no_kernel_is_for_run_in_plain_torch_after_a_line_in_the_log(gpu, generator, caplog):
+    caplog.set_level(logging.INFO, "prefixkit")
+    for given, step, oracle, more in (
+        (conv_arguments(generator, torch.float32, width=5), state_steps.conv_step, conv_oracle, (True,)),
+        (mamba2_arguments(generator, torch.float32, size=24), state_steps.mamba2_step, mamba2_oracle, ()),
+        (mamba2_arguments(generator, torch.float32, dim=257), state_steps.mamba2_step, mamba2_oracle, ()),
+    ):
+        wanted, real = oracle(given, *more), given[-1] != 0
+        assert torch.allclose(step(*given, *more).double()[real], wanted.out[real], rtol=1e-4, atol=1e-4)
+        step(*given, *more)
+    assert not gpu.launched
+    said = [record.message for record in caplog.records if "plain torch" in record.message]
+    assert len(said) == len(set(said)) == 3 and "width of 5" in said[0] and "10 x 24" in said[1]
+
+
+def test_checked_mode_refuses_slots_that_meet(gpu, generator):
+    given = mamba2_arguments(generator, torch.float32, 2)
+    given[-2:] = torch.tensor([1, 2]), torch.tensor([2, 1])
+    with checked_mode(), pytest.raises(ValueError, match="a row writes a slot that another one reads"):
+        state_steps.mamba2_step(*given)
+    assert not gpu.launched

@@ -1,0 +1,41 @@
+// Steps of states on the CPU, one block after the other.
+#include "states/conv_step.cu"
+#include "states/mamba2_step.cu"
+
+namespace prefixkit {
+static ConvStep convolution;
+static Mamba2Step recurrence;
+
+void each(int blocks, void (*kernel)()) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) emulation::run(1, kernel);
+}
+template <class T> void convolve(int width, int blocks) {
+    if (width == 2) each(blocks, [] { conv_step<T, 2>(convolution); });
+    if (width == 3) each(blocks, [] { conv_step<T, 3>(convolution); });
+    if (width == 4) each(blocks, [] { conv_step<T, 4>(convolution); });
+}
+template <class T> void recur(int size, int blocks) {
+    if (size == 16) each(blocks, [] { mamba2_step<T, 16>(recurrence); });
+    if (size == 32) each(blocks, [] { mamba2_step<T, 32>(recurrence); });
+    if (size == 64) each(blocks, [] { mamba2_step<T, 64>(recurrence); });
+    if (size == 128) each(blocks, [] { mamba2_step<T, 128>(recurrence); });
+    if (size == 256) each(blocks, [] { mamba2_step<T, 256>(recurrence); });
+}
+template <class F> void of_type(int type, F f) {
+    if (type == 0) f(float{});
+    if (type == 1) f(BFloat{});
+    if (type == 2) f(Half{});
+}
+}  // namespace prefixkit
+
+using namespace prefixkit;
+extern "C" int conv_on_cpu(const ConvStep* a, int type, int width, int blocks) {
+    convolution = *a;
+    of_type(type, [&](auto x) { convolve<decltype(x)>(width, blocks); });
+    return sizeof(ConvStep);
+}
+extern "C" int mamba2_on_cpu(const Mamba2Step* a, int type, int size, int blocks) {
+    recurrence = *a;
+    of_type(type, [&](auto x) { recur<decltype(x)>(size, blocks); });
+    return sizeof(Mamba2Step);
+}
