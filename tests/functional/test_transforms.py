@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, positions: Tensor) -> Tensor:
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of the op's user."""
-    angle = positions[:, None] * 100.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+    angle = positions[:, None] * 100.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float64, device=x.device) / DIM)
     cos, sin = (of.to(x.dtype)[:, None] for of in (angle.cos(), angle.sin()))
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
