@@ -28,6 +28,9 @@ def random_step(rng: np.random.Generator, most: int = 30) -> StepTree:
     lengths = rng.integers(0, 4, len(parents)) * int(rng.choice([1, 4]))
     lengths[-1] += 1
     snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice([1, 4])), orderly=rng.random() < 0.5)
+    if rng.random() < 0.3:  # tokens are missing before a node
+        node = int(rng.integers(len(parents)))
+        snapshot.start[node : snapshot.subtree_end[node]] += int(rng.integers(1, 9))
     asks = np.flatnonzero(
         (lengths > 0) & ((rng.random(len(parents)) < 0.5) | (np.arange(len(parents)) + 1 == len(parents)))
     )

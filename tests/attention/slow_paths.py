@@ -76,14 +76,22 @@ def rows_by_paths(tree: StepTree, shared: NDArray[np.bool_]) -> list[Row]:
         if shared[node]:
             path = of_path[node]
             at = path.index(node)
-            if not (at and shared[path[at - 1]]):
-                end = next((i for i in range(at, len(path)) if not shared[path[i]]), len(path))
+            if not (at and _goes_on(snapshot, shared, path[at - 1], node)):
+                after = range(at + 1, len(path))
+                end = next((i for i in after if not _goes_on(snapshot, shared, path[i - 1], path[i])), len(path))
                 rows.append(_shared_row(tree, path[at:end], inherited))
         else:
             handed_down[node] = [*inherited, (node, 0, length)] if length else inherited
         if tree.own_rows[node]:
             rows.append((first_row[node], first_row[node + 1], 1, [*inherited, (node, 0, OPEN)], []))
     return rows
+
+
+def _goes_on(snapshot: TreeSnapshot, shared: NDArray[np.bool_], above: int, node: int) -> bool:
+    """Whether two shared nodes of a path are of one part: no token is missing between them."""
+    return bool(
+        shared[above] and shared[node] and snapshot.start[node] == snapshot.start[above] + snapshot.length[above]
+    )
 
 
 def _shared_row(tree: StepTree, part: list[int], inherited: list[Segment]) -> Row:

@@ -96,9 +96,9 @@ def test_every_query_meets_each_visible_token_once(seed: int) -> None:
             assert not visible.limits
             continue
         assert tokens[0][0] == rows.first[row] >= begin[rows.q_begin[row] : rows.q_end[row]].min()
-        assert [position for position, _ in tokens] == list(range(tokens[0][0], tokens[-1][0] + 1))
-        limits = limits_of(rows, row)
-        assert limits == sorted(limits)
+        positions, limits = [position for position, _ in tokens], limits_of(rows, row)
+        assert positions == sorted(set(positions))
+        assert limits == sorted(limits) and (not limits or limits[-1] == positions[-1])
 
 
 def test_a_row_of_which_all_queries_see_everything_has_no_limits() -> None:
@@ -236,7 +236,7 @@ def test_a_run_holds_the_slots_of_its_nodes(seed: int) -> None:
     capacity = np.diff(page_indptr) * tree.snapshot.page_size - first_slot
     closed = rows.end != OPEN
     assert np.all(rows.end[closed] <= length[rows.node[closed]])
-    assert np.all(length[rows.node] <= capacity[rows.node])
+    assert np.all((length <= capacity) | (length == 0))
 
 
 # Costs
