@@ -52,9 +52,9 @@ class BSR:
         indptr: ``[rows + 1]`` bounds of each BSR row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`, but not in a
             row of kind LIMIT.
-        first: ``[rows]`` the position of the first token of each list.
+        first, last: ``[rows]`` the positions of the first and the last token of each list, as long as it is now.
         limit: ``[query rows of LIMIT rows]`` the position of the last token that each query sees, row after row;
-            ascending within a row, of which the last query sees all.
+            ascending within a row.
         seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty where that
             is the first of its row's list.
         runs: What the nodes behind the tree's own are, if segments name any.
@@ -68,6 +68,7 @@ class BSR:
     begin: Ints
     end: Ints
     first: Ints
+    last: Ints
     limit: Ints = field(default_factory=no_ints)
     seen_from: Ints = field(default_factory=no_ints)
     runs: Runs | None = None
@@ -187,6 +188,7 @@ class _Rows:
             begin=begin.astype(np.int32),
             end=end.astype(np.int32),
             first=lists.first.astype(np.int32),
+            last=(lists.high[lists.last] - 1).astype(np.int32),
             limit=self.limit,
             seen_from=self.seen_from,
             runs=runs,

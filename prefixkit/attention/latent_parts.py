@@ -142,4 +142,5 @@ def _selected(bsr: BSR, mine: NDArray[np.bool_], before: NDArray[np.int64]) -> B
         begin=bsr.begin[segments],
         end=bsr.end[segments],
         first=bsr.first[mine],
+        last=bsr.last[mine],
     )

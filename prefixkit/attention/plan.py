@@ -121,7 +121,7 @@ class BsrRows:
 
     Attributes:
         kind: ``[rows]`` the :class:`MaskKind` of each.
-        first: ``[rows]`` the position of the first token of each list.
+        first, last: ``[rows]`` the positions of the first and the last token of each list.
         limit_begin: ``[rows]`` where ``limits`` and ``seen_from`` begin for rows of kind LIMIT, -1 for others.
         runs: What the nodes behind the tree's own are, if segments name any.
     """
@@ -130,6 +130,7 @@ class BsrRows:
     q_end: Longs
     kind: Longs
     first: Longs
+    last: Longs
     seg_begin: Longs
     seg_count: Longs
     segments: Longs
@@ -148,9 +149,9 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
             or several formats have runs.
     """
     none = np.zeros(0, dtype=np.int64)
-    q_begin, q_end, kind, node, begin, end, first = (
+    q_begin, q_end, kind, node, begin, end, first, last = (
         np.concatenate([none, *(getattr(bsr, name) for bsr in formats)])
-        for name in ("q_begin", "q_end", "kind", "node", "begin", "end", "first")
+        for name in ("q_begin", "q_end", "kind", "node", "begin", "end", "first", "last")
     )
     seg_count = np.concatenate([none, *(np.diff(bsr.indptr) for bsr in formats)])
     seg_begin = np.cumsum(seg_count) - seg_count
@@ -164,9 +165,9 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
     segments = np.stack((node, begin, end), axis=1)
     if len(formats) > 1:  # root first, so that a query's partial states merge in this order; one format is in order
         order = np.lexsort((kind, -q_end, q_begin, first))
-        q_begin, q_end, kind, first = q_begin[order], q_end[order], kind[order], first[order]
+        q_begin, q_end, kind, first, last = (of[order] for of in (q_begin, q_end, kind, first, last))
         seg_begin, seg_count, limit_begin = seg_begin[order], seg_count[order], limit_begin[order]
-    columns = q_begin, q_end, kind, first, seg_begin, seg_count
+    columns = q_begin, q_end, kind, first, last, seg_begin, seg_count
     seen_from = np.concatenate([no_ints(), *map(_seen_from, formats)])
     return BsrRows(*columns, segments, before, limit_begin, limits, seen_from, runs)
 

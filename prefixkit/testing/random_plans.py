@@ -94,6 +94,7 @@ def narrowed(rows: BSR, group: int) -> BSR:
         begin=rows.begin[which],
         end=rows.end[which],
         first=rows.first[row],
+        last=rows.last[row],
     )
 
 

@@ -37,7 +37,7 @@ SHAPE = HeadShape(6, 2, 32, 4)
 
 def limit_rows(tree: StepTree, rows: Sequence[tuple[int, int, list[tuple[int, int, int]], list[int]]]) -> BSR:
     """Rows of kind LIMIT: first and last query, segments, and a limit for each query."""
-    lists = [row[2][0] for row in rows]
+    lists, ends = [row[2][0] for row in rows], [row[2][-1] for row in rows]
     segments = np.array([segment for row in rows for segment in row[2]], dtype=np.int32).reshape(-1, 3)
     q_begin, q_end = (np.array([row[i] for row in rows], dtype=np.int32) for i in (0, 1))
     return BSR(
@@ -47,6 +47,7 @@ def limit_rows(tree: StepTree, rows: Sequence[tuple[int, int, list[tuple[int, in
         np.cumsum([0, *(len(row[2]) for row in rows)]).astype(np.int32),
         *segments.T,
         first=np.array([tree.snapshot.start[node] + begin for node, begin, _ in lists], dtype=np.int32),
+        last=np.array([tree.snapshot.start[node] + end - 1 for node, _, end in ends], dtype=np.int32),
         limit=np.array([limit for row in rows for limit in row[3]], dtype=np.int32),
     )
 
@@ -155,6 +156,7 @@ def comb(levels: int, tokens: int, own: int) -> tuple[Case, list[BSR]]:
         begin=whole.begin[last],
         end=whole.end[last],
         first=snapshot.start[whole.node[last]],
+        last=whole.last,
     )
     return case, [path, own_rows]
 

@@ -90,14 +90,12 @@ def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
     skipped, limited = np.zeros_like(tokens), np.flatnonzero(rows.limit_begin[row] >= 0)
     if len(limited):
         # Limits ascend: a tile of such a row looks no further than its last query does, and begins where one sees.
-        # Counted from the list's end, which the row's last query sees: further up positions may be missing.
-        of = row[limited]
-        low, high, all_of = (
-            rows.limit_begin[of] + at - rows.q_begin[of] for at in (begin[limited], end[limited], rows.q_end[of])
-        )
-        last, whole = rows.limits[all_of - 1].astype(np.int64), tokens[limited]
-        skipped[limited] = np.clip(whole - (last + 1 - lowest_positions(rows.seen_from, low, high)), 0, whole)
-        tokens[limited] = np.minimum(whole, whole - (last - rows.limits[high - 1])) - skipped[limited]
+        # Counted from the list's end: further up positions may be missing.
+        of, whole = row[limited], tokens[limited]
+        low, high = (rows.limit_begin[of] + at[limited] - rows.q_begin[of] for at in (begin, end))
+        unseen = rows.last[of] - rows.limits[high - 1]
+        skipped[limited] = np.clip(whole - (rows.last[of] + 1 - lowest_positions(rows.seen_from, low, high)), 0, whole)
+        tokens[limited] = np.minimum(whole, whole - unseen) - skipped[limited]
     tokens, on_tensor_cores = np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS
     return _Tiles(row, begin, end, skipped, tokens, on_tensor_cores, first, count)
 
