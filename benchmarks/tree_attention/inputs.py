@@ -78,7 +78,7 @@ def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
     """A decode step's inputs; ``shuffled`` strews the tree's pages over the pool."""
     pages = workload.snapshot.pages
     if shuffled:
-        pages[:] = np.random.default_rng(0).permutation(len(pages))
+        pages[:] = np.random.default_rng(0).permutation(len(pages))[pages]
     return prepare(workload, workload.queries, pool)
 
 

@@ -20,6 +20,17 @@ SCALES_OF = {
     (32, 8): [*WIDE, "chain d64 b256 p2048 t32", "comb d64 b8 t64 s128", *LONG],
     (32, 32): [WIDE[0], "2L b32768 p4096 s16", "chain d64 b64 p2048 t32", LONG[1]],
 }
+# As searches and conversations leave them; each node lies in pages as the prefix tree lays it out.
+DEEP = [
+    (32, 8, name)
+    for name in (
+        "spine p2048 d1023 t1 s16",
+        "spine p512 d256 t3 s1-400",
+        "spine p512 d256 t1 s1-40",
+        "search p700 n400 t5-60",
+        "turns b16 p2048 k8 d4 t300",
+    )
+]
 SCALES = [(*heads, name) for heads, names in SCALES_OF.items() for name in names]
 
 

@@ -7,17 +7,19 @@ page blocks it covers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import mark
+from prefixkit.attention.heavy_paths import Parts, shared_parts
+from prefixkit.attention.kv_lists import KVLists, kv_lists
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.runs import Runs
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
-from prefixkit.attention.visible import ALL, Visible
-from prefixkit.tree.arrays import Ints, Longs, indptr_of, ranges
+from prefixkit.attention.visible import ALL, Visible, lowest_positions
+from prefixkit.tree.arrays import Ints, Longs, ranges
 
 # As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
 OPEN = 2**31 - 1
@@ -30,7 +32,9 @@ class MaskKind(IntEnum):
     # Tokens at the query's own position or before, or up to its reach where a variant looks ahead: the list ends with
     # the queries' node.
     OWN = 1
-    LIMIT = 2  # as many of the first tokens as the row's limit for the query says
+    LIMIT = (
+        2  # tokens up to the position that the row's limit for the query says; positions of the list are consecutive
+    )
 
 
 def no_ints() -> Ints:
@@ -46,8 +50,14 @@ class BSR:
         q_begin, q_end: ``[rows]`` the contiguous query rows of each BSR row.
         kind: ``[rows]`` the :class:`MaskKind` of each.
         indptr: ``[rows + 1]`` bounds of each BSR row's segments.
-        node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`.
-        limit: ``[query rows of LIMIT rows]`` tokens that each query sees, row after row.
+        node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`, but not in a
+            row of kind LIMIT.
+        first, last: ``[rows]`` the positions of the first and the last token of each list, as long as it is now.
+        limit: ``[query rows of LIMIT rows]`` the position of the last token that each query sees, row after row;
+            ascending within a row.
+        seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty where that
+            is the first of its row's list.
+        runs: What the nodes behind the tree's own are, if segments name any.
     """
 
     q_begin: Ints
@@ -57,7 +67,11 @@ class BSR:
     node: Ints
     begin: Ints
     end: Ints
+    first: Ints
+    last: Ints
     limit: Ints = field(default_factory=no_ints)
+    seen_from: Ints = field(default_factory=no_ints)
+    runs: Runs | None = None
 
     @property
     def causal(self) -> NDArray[np.bool_]:
@@ -72,11 +86,16 @@ def decompose(
     cost: CostModel,
     shared: NDArray[np.bool_] | None = None,
     visible: Visible = ALL,
+    *,
+    paths: bool = False,
 ) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.
 
     Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
     its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
+
+    With ``paths`` shared nodes that follow each other on a heavy path make one row, of kind LIMIT unless all queries
+    below the first of them see them all; and nodes that follow each other in memory too are read as slices of a run.
 
     ``shape`` and ``cost`` decide which nodes are shared, unless ``shared [nodes]`` says so, for measurements and tests.
     :meth:`StepTree.check` has what the tree must satisfy.  A BSR row reads nothing before the first position that one
@@ -86,7 +105,7 @@ def decompose(
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
     """
     tree.check()
-    return decompose_unchecked(tree, shape, cost, shared, visible)
+    return decompose_unchecked(tree, shape, cost, shared, visible, paths=paths)
 
 
 def decompose_unchecked(
@@ -95,82 +114,103 @@ def decompose_unchecked(
     cost: CostModel,
     shared: NDArray[np.bool_] | None = None,
     visible: Visible = ALL,
+    *,
+    paths: bool = False,
 ) -> BSR:
     """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows."""
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
-        shared = decide_sharing(tree, shape, cost, visible)
+        shared = decide_sharing(tree, shape, cost, visible, paths=paths)
     shared = shared & (below > 0)
-    joining = ~shared & (below > 0) & (snapshot.length > 0)
-    kinds = np.flatnonzero(np.stack((shared, tree.own_rows > 0), axis=1))
-    node, causal = kinds >> 1, (kinds & 1).astype(bool)
-    indptr, segments = _inherited(snapshot.subtree_end, shared, joining, node)
-    length = snapshot.length
-    segments[indptr[1:] - 1] = node
-    end = length[segments]
-    end[indptr[1:][causal] - 1] = OPEN
-    rows = BSR(
+    parts = shared_parts(snapshot, shared, paths=paths)
+    rows = np.flatnonzero(np.stack((parts.heads, tree.own_rows > 0), axis=1))
+    node, causal = rows >> 1, (rows & 1).astype(bool)
+    limited, limit = _limits(tree, parts, node, causal)
+    found = _Rows(
         q_begin=tree.first_row[np.where(causal, node, node + 1)],
         q_end=tree.first_row[np.where(causal, node + 1, snapshot.subtree_end[node])],
-        kind=(kinds & 1).astype(np.int32),
-        indptr=indptr.astype(np.int32),
-        node=segments.astype(np.int32),
-        begin=np.zeros(len(segments), dtype=np.int32),
-        end=end,
+        kind=np.where(limited, MaskKind.LIMIT, causal).astype(np.int32),
+        lists=kv_lists(tree, shared, parts, node, causal, runs=paths),
+        limit=limit,
     )
-    return _trimmed(rows, tree, visible) if visible.limits else rows
+    return (found.seen(tree, visible) if visible.limits else found).pack(tree)
 
 
-def _trimmed(rows: BSR, tree: StepTree, visible: Visible) -> BSR:
-    """The rows without what lies outside their visible ranges; a row that no query sees is left out, but for an
-    own-node row, whose leaf may grow into sight.
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows as :class:`BSR` has them, with KV lists by positions."""
+
+    q_begin: Ints
+    q_end: Ints
+    kind: Ints
+    lists: KVLists
+    limit: Ints
+    seen_from: Ints = field(default_factory=no_ints)
+    until: int | None = None
+
+    def seen(self, tree: StepTree, visible: Visible) -> _Rows:
+        """Without what lies outside all their queries' visible ranges, and without rows that none sees, but for an
+        own-node row, whose leaf may grow into sight.
+        """
+        limited, until = self.kind == MaskKind.LIMIT, visible.until
+        lowest = visible.begin(lowest_positions(tree.positions, self.q_begin, self.q_end))
+        lists = self.lists.between(lowest, until)
+        # Where ranges end, each query sees some of these in another row, if not in its own.
+        stays = lists.holds | ((self.kind == MaskKind.OWN) & (until is None))
+        queries = (self.q_end - self.q_begin)[limited]
+        of = np.repeat(np.flatnonzero(limited), queries)
+        begin = visible.begin(tree.positions[ranges(self.q_begin[limited], queries)])
+        begin = np.maximum(begin, lists.first[of])
+        limit = self.limit if until is None else np.minimum(self.limit, np.int32(until - 1))
+        stays[limited] &= np.bincount(of[begin <= limit], minlength=len(stays))[limited] > 0
+        return _Rows(
+            q_begin=self.q_begin[stays],
+            q_end=self.q_end[stays],
+            kind=self.kind[stays],
+            lists=lists.only(stays),
+            limit=limit[stays[of]],
+            seen_from=begin[stays[of]].astype(np.int32),
+            until=until,
+        )
+
+    def pack(self, tree: StepTree) -> BSR:
+        """The rows with their lists as segments; own nodes are open at their ends, as far as queries see."""
+        lists = self.lists
+        node, begin, end, runs = lists.segments(tree)
+        own = lists.last[self.kind == MaskKind.OWN]
+        end[own] = OPEN if self.until is None else np.maximum(self.until - tree.snapshot.start[node[own]], begin[own])
+        return BSR(
+            q_begin=self.q_begin,
+            q_end=self.q_end,
+            kind=self.kind,
+            indptr=lists.indptr.astype(np.int32),
+            node=node.astype(np.int32),
+            begin=begin.astype(np.int32),
+            end=end.astype(np.int32),
+            first=lists.first.astype(np.int32),
+            last=(lists.high[lists.last] - 1).astype(np.int32),
+            limit=self.limit,
+            seen_from=self.seen_from,
+            runs=runs,
+        )
+
+
+def _limits(tree: StepTree, parts: Parts, node: Longs, causal: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Ints]:
+    """``[rows]`` which shared-prefix rows are of kind LIMIT, and the limits of all of them, row after row.
+
+    A query below a node of a part, and not below the next one, sees the part up to that node's end; also where its own
+    node is the next one.
     """
-    start, length = tree.snapshot.start, tree.snapshot.length
-    row = np.repeat(np.arange(len(rows.causal)), np.diff(rows.indptr))
-    first = visible.begin(lowest_positions(tree.positions, rows.q_begin, rows.q_end))
-    begin = np.clip(first[row] - start[rows.node], 0, length[rows.node]).astype(np.int32)
-    end, grows = rows.end, rows.causal
-    if visible.until is not None:  # each query sees some of these in another row, if not in its own
-        end, grows = np.minimum(end, np.maximum(visible.until - start[rows.node], 0)), np.zeros_like(grows)
-    seen = begin < np.minimum(end, length[rows.node])
-    last = rows.indptr[1:] - 1
-    # A row is of the node that comes last: that segment stays, whatever the node's length, while the row does.
-    stays = np.logical_or.reduceat(seen, rows.indptr[:-1]) | grows
-    seen[last] = stays
-    count = np.bincount(row[seen], minlength=len(stays))[stays]
-    return replace(
-        rows,
-        q_begin=rows.q_begin[stays],
-        q_end=rows.q_end[stays],
-        kind=rows.kind[stays],
-        indptr=indptr_of(count),
-        node=rows.node[seen],
-        begin=begin[seen],
-        end=end[seen],
-    )
-
-
-def lowest_positions(positions: NDArray[np.int64], q_begin: Ints, q_end: Ints) -> NDArray[np.int64]:
-    """``[rows]`` the lowest of ``positions`` among the query rows ``[q_begin, q_end)``, none of which is empty."""
-    bounds = np.stack((q_begin, q_end), axis=1).reshape(-1)
-    padded = np.append(positions, positions[-1])  # reduceat wants every bound to be an index
-    lowest: NDArray[np.int64] = np.minimum.reduceat(padded, bounds)[::2]
-    return lowest
-
-
-def _inherited(
-    subtree_end: Ints, shared: NDArray[np.bool_], joining: NDArray[np.bool_], node: Longs
-) -> tuple[Longs, Longs]:
-    """Bounds of each BSR row's segments, and their nodes: ancestors that join it, root first, then one left empty."""
-    if not joining.any():
-        return np.arange(len(node) + 1), np.zeros(len(node), dtype=np.int64)
-    above = mark(subtree_end, joining)
-    nearest = mark(subtree_end, shared).nearest(node)
-    first = np.where(nearest >= 0, above.above[nearest], 0)
-    count = above.above[node] - first
-    indptr = np.concatenate(([0], np.cumsum(count + 1)))
-    row = np.repeat(np.arange(len(node)), count)
-    rank = ranges(first, count)
-    segments = np.zeros(indptr[-1], dtype=np.int64)
-    segments[indptr[row] + rank - first[row]] = above.ancestor(node[row], rank)
-    return indptr, segments
+    limited = np.zeros(len(node), dtype=bool)
+    if len(parts.nodes) == len(parts.bounds) - 1:  # each part is one node
+        return limited, no_ints()
+    snapshot, first_row = tree.snapshot, tree.first_row
+    last = parts.last(node[~causal])
+    limited[~causal] = first_row[last + 1] > first_row[node[~causal] + 1]
+    nodes, count = parts.of(node[limited])
+    if not len(nodes):
+        return limited, no_ints()
+    begin = first_row[nodes + 1]  # of the queries that leave below each
+    until = np.append(begin[1:], 0)
+    until[np.cumsum(count) - 1] = first_row[snapshot.subtree_end[node[limited]]]
+    return limited, np.repeat(snapshot.start[nodes] + snapshot.length[nodes] - 1, until - begin).astype(np.int32)

@@ -141,4 +141,6 @@ def _selected(bsr: BSR, mine: NDArray[np.bool_], before: NDArray[np.int64]) -> B
         node=bsr.node[segments],
         begin=bsr.begin[segments],
         end=bsr.end[segments],
+        first=bsr.first[mine],
+        last=bsr.last[mine],
     )

@@ -114,7 +114,11 @@ class Planner(ABC):
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
         """The block-sparse rows that plans are made of."""
-        return (decompose(tree, self.shape, self.cost, visible=self.visible),)
+        return (decompose(tree, self.shape, self.cost, visible=self.visible, paths=self.by_paths(tree)),)
+
+    def by_paths(self, tree: StepTree) -> bool:
+        """Whether plans of this tree take shared nodes of a heavy path as one list."""
+        return True
 
     def _still_fits(self, tree: StepTree) -> bool:
         """Whether the last plan reads all that the queries see now, and little more."""

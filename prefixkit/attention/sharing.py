@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
+from prefixkit.attention.path_sharing import may_begin, share_paths
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints, Longs
@@ -93,7 +94,9 @@ class HeadShape:
         return 4 * self.heads * (self.value_dim + 1)
 
 
-def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible = ALL) -> NDArray[np.bool_]:
+def decide_sharing(
+    tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible = ALL, *, paths: bool = False
+) -> NDArray[np.bool_]:
     """Decide for each node whether its KV is read once for all queries below it, or once for each row that needs it.
 
     A shared node costs one more item, its tiles, and one more partial state for each query below; any other is read
@@ -102,14 +105,20 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel, visible: V
     shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
     above fewer consumers, never more.
 
+    With ``paths`` the same is decided for each heavy path: neighbouring shared nodes of one are read as one list, at
+    the price of the first of them.
+
     Of a node only what some query sees by ``visible`` counts, and its consumers are those that see some of it.
 
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    candidate, most, length, price = _candidates(tree, shape, cost, visible)
-    snapshot = tree.snapshot
+    snapshot, by_token = tree.snapshot, cost.kv_byte * shape.kv_bytes
+    most, length, price = _consumers(tree, shape, cost, visible)
+    if paths:
+        return share_paths(snapshot, most, length, price, by_token)
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
+    candidate = _may_gain(tree, most, length, price, by_token)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
         return shared
@@ -118,35 +127,44 @@ def decide_sharing(tree: StepTree, shape: HeadShape, cost: CostModel, visible: V
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
     rows = most[nodes], length[nodes], price[nodes], above
     few = len(nodes) <= 24 * (int(rank.max()) + 1)
-    by_token = cost.kv_byte * shape.kv_bytes
     shared[nodes] = _share_one_by_one(*rows, by_token) if few else _share_by_level(*rows, by_token, rank)
     return shared
 
 
 def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
-    """``[nodes]`` False where :func:`decide_sharing` cannot share a node, whatever it decides for those below."""
-    return _candidates(tree, shape, cost, ALL)[0]
+    """``[nodes]`` False where :func:`decide_sharing` without paths cannot share a node, whatever it decides for those
+    below.
+    """
+    return _may_gain(tree, *_consumers(tree, shape, cost, ALL), cost.kv_byte * shape.kv_bytes)
 
 
-def _candidates(
+def may_begin_part(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
+    """``[nodes]`` True for one node of each path of which :func:`decide_sharing` may share a part: none above it."""
+    return may_begin(tree.snapshot, *_consumers(tree, shape, cost, ALL), cost.kv_byte * shape.kv_bytes)
+
+
+def _may_gain(
+    tree: StepTree, most: Longs, length: Ints | Longs, price: NDArray[np.float64], by_token: float
+) -> NDArray[np.bool_]:
+    """Which nodes would gain if nothing below were shared: where that many consumers gain nothing, fewer do neither."""
+    gains: NDArray[np.bool_] = (tree.below > 0) & ((most - 1) * length * by_token > price)
+    return gains
+
+
+def _consumers(
     tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible
-) -> tuple[NDArray[np.bool_], Longs, Ints | Longs, NDArray[np.float64]]:
-    """Which nodes would gain if nothing below were shared; their consumers then, the tokens that each of these but one
-    would not read, and the price of sharing them.
+) -> tuple[Longs, Ints | Longs, NDArray[np.float64]]:
+    """``[nodes]`` the consumers of each node if nothing below is shared, the tokens that each of these but one would
+    not read, and the price of sharing it.
     """
     snapshot, below = tree.snapshot, tree.below
     tiles = -(-below // max(1, cost.tile_heads // shape.gqa_group)) * np.float64(cost.tile_item * shape.kv_heads)
     tiles = np.where(below * shape.gqa_group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
     price: NDArray[np.float64] = cost.item + tiles + below * (cost.partial_byte * shape.partial_bytes)
-    length: Ints | Longs = snapshot.length
     if visible.limits:
-        most, length = _seeing(tree, visible)
-    else:
-        owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
-        most = owners[snapshot.subtree_end] - owners[1:]
-    # Where that many consumers gain nothing, fewer will not either.
-    gain = (most - 1) * length * (cost.kv_byte * shape.kv_bytes)
-    return (below > 0) & (gain > price), most, length, price
+        return *_seeing(tree, visible), price
+    owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
+    return owners[snapshot.subtree_end] - owners[1:], snapshot.length, price
 
 
 def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefixkit.attention.bsr import lowest_positions
 from prefixkit.attention.queries import Queries, StepTree
-from prefixkit.attention.visible import Visible
+from prefixkit.attention.visible import Visible, lowest_positions
 from prefixkit.tree.arrays import Ints
 
 

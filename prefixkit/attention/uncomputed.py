@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import lowest_positions
 from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.visible import lowest_positions
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.node import Node
 from prefixkit.tree.snapshot import TreeSnapshot

@@ -68,3 +68,13 @@ class Visible:
 
 # Everything before a query, and itself.
 ALL = Visible()
+
+
+def lowest_positions(
+    positions: NDArray[np.integer], q_begin: NDArray[np.integer], q_end: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """``[rows]`` the lowest of ``positions`` among the query rows ``[q_begin, q_end)``, none of which is empty."""
+    bounds = np.stack((q_begin, q_end), axis=1).reshape(-1)
+    padded = np.append(positions, positions[-1])  # reduceat wants every bound to be an index
+    lowest: NDArray[np.int64] = np.minimum.reduceat(padded, bounds)[::2]
+    return lowest

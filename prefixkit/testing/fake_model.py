@@ -19,7 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.attention.bsr import MaskKind
+from prefixkit.attention.bsr import OPEN, MaskKind
+from prefixkit.attention.plan import KINDS
+from prefixkit.attention.runs import with_runs
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
@@ -95,20 +97,22 @@ class FakeModel:
 
     def seen_by_rows(self, step: Step) -> list[list[int]]:
         """The tokens that each row sees, by position; asserts that none is missing, stale or seen twice."""
-        items, segments, (start, length, page_indptr, pages, first_slot) = work_of(step)
+        items, segments, limits, (start, length, page_indptr, pages, first_slot) = work_of(step)
         held = self.pages[0].numpy()[:, :, 0, 0]
         positions = step.positions.tolist()
         visible: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
-        for q_begin, q_end, _, seg_begin, coded, *_ in items.tolist():
-            count, causal = coded // 4, coded % 4 == MaskKind.OWN
+        for q_begin, q_end, partial, seg_begin, coded, *_ in items.tolist():
+            count, kind = divmod(coded, KINDS)
+            until = list(positions[q_begin:q_end])  # the last position that each of its rows sees
+            if kind != MaskKind.OWN:
+                until = limits[partial:][: q_end - q_begin].tolist() if kind == MaskKind.LIMIT else [OPEN] * len(until)
             for node, begin, end in segments[seg_begin : seg_begin + count].tolist():
                 at = int(first_slot[node]) + np.arange(begin, min(end, int(length[node])))
                 page = pages[int(page_indptr[node]) + at // self.page_size]
                 tokens = held[page, at % self.page_size].astype(int).tolist()
                 first = int(start[node]) + begin
-                for row in range(q_begin, q_end):
-                    seen = tokens[: max(0, positions[row] + 1 - first)] if causal else tokens
-                    fresh = dict(enumerate(seen, first))
+                for row, last in enumerate(until, q_begin):
+                    fresh = dict(enumerate(tokens[: max(0, last + 1 - first)], first))
                     assert visible[row].keys().isdisjoint(fresh), "a token seen twice"
                     visible[row].update(fresh)
         for row, tokens in enumerate(visible):
@@ -117,13 +121,15 @@ class FakeModel:
         return [[token for _, token in sorted(tokens.items())] for tokens in visible]
 
 
-def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
-    """A step's items, their segments and the tree's arrays: the plan's tensors if they are there, else the host's."""
+def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[np.ndarray]]:
+    """A step's items, their segments and limits, and the tree's arrays: the plan's tensors if they are there, else the
+    host's.
+    """
     if len(step.plan) > 1:
-        counts, tile_items, decode_items, segments, _, _, _, *nodes = (tensor.numpy() for tensor in step.plan[:12])
-        return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, nodes
-    plan, tree = step.plans[0].plan, step.plans[0].tree.snapshot
-    return plan.items, plan.segments, (tree.start, step.length, tree.page_indptr, tree.pages, tree.first_slot)
+        counts, tile_items, decode_items, segments, _, _, limits, *nodes = (each.numpy() for each in step.plan[:12])
+        return np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]])), segments, limits, nodes
+    plan, tree = step.plans[0].plan, step.plans[0].tree
+    return plan.items, plan.segments, plan.limits, with_runs(tree.arrays(), plan.runs)
 
 
 def make_engine(

@@ -215,9 +215,9 @@ def random_case(
     return fill(rng, snapshot, num_pages, queries, heads, dtype, float(rng.choice([0.3, 1.0, 4.0])), v_dim)
 
 
-def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None) -> Plan:
-    """The case's plan with every row whole; ``shared`` as ``decompose`` takes it."""
-    rows = decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared)
+def plan_of(case: Case, cost: CostModel, *, shared: np.ndarray | None = None, paths: bool = False) -> Plan:
+    """The case's plan with every row whole; ``shared`` and ``paths`` as ``decompose`` takes them."""
+    rows = decompose(StepTree(case.snapshot, case.queries), case.shape, cost, shared, paths=paths)
     return make_plan([rows], StepTree(case.snapshot, case.queries).length, case.queries.num_rows)
 
 
@@ -229,14 +229,17 @@ def gpu_plan_of(
     *,
     shared: np.ndarray | None = None,
     gpu: GpuCost = H200,
+    paths: bool = False,
 ) -> Plan:
     """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, their KV is split."""
     tree, gpu = StepTree(case.snapshot, case.queries), replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows))
-    formats = [decompose(tree, case.shape, cost, shared)]
+    formats = [decompose(tree, case.shape, cost, shared, paths=paths)]
     return make_gpu_plan(formats, tree.length, case.queries.num_rows, case.shape, num_sms, gpu)
 
 
-def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None) -> Plan:
+def random_split_plan(
+    rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None, *, paths: bool = False
+) -> Plan:
     """A plan whose tiles hold few queries and whose KV is split every few tokens, as if the GPU were large."""
     roles = [
         replace(role, kv_tile=int(rng.integers(1, 9)), start=0.0, write=0.0, merge=0.0, least=1)
@@ -244,16 +247,19 @@ def random_split_plan(rng: np.random.Generator, case: Case, cost: CostModel, sha
     ]
     gpu = replace(H200, tile=roles[0], decode=roles[1])
     tile_rows = int(rng.choice([16, 128]))
-    return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), tile_rows, shared=shared, gpu=gpu)
+    return gpu_plan_of(case, cost, int(rng.choice([1, 3, 40])), tile_rows, shared=shared, gpu=gpu, paths=paths)
 
 
 def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or not; in ``split`` of them with rows and KV split."""
+    """Any plan that computes the case: node by node shared or not, half by paths; in ``split`` of them with rows and KV
+    split.
+    """
     cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
+    paths = bool(rng.random() < 0.5)
     if split and rng.random() < split:
-        return random_split_plan(rng, case, cost, shared)
-    return plan_of(case, cost, shared=shared)
+        return random_split_plan(rng, case, cost, shared, paths=paths)
+    return plan_of(case, cost, shared=shared, paths=paths)
 
 
 def int_tensors(*arrays: np.ndarray | list[int]) -> list[Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from prefixkit.attention.queries import Queries
+from prefixkit.tree.radix import PrefixTree
+from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot
 
 PAGE = 16
@@ -47,8 +50,15 @@ def tree_of(name: str) -> TreeSnapshot:
     samples of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP
     tT``: B chains of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B
     leaves of S at each.
+
+    The others lie in pages as a :class:`PrefixTree` lays them out that grows by these nodes.  S and T may be ranges
+    such as ``1-400``; what is drawn is the same each time.  ``spine pP dD tT sS``: P tokens, then D nodes of T, a leaf
+    of S at each.  ``search pP nN tT``: P tokens, then N nodes of T, each below any of those before.  ``turns bB pP kK
+    dD tT``: B tasks of P tokens, K samples of each, of D turns of T.
     """
     kind, *rest = name.split()
+    if kind in ("spine", "search", "turns"):
+        return grown(kind, {part[0]: part[1:] for part in rest})
     size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}
     if kind == "2L":
         return regular([(1, size["p"]), (size["b"], size["s"])])
@@ -72,6 +82,55 @@ def tree_of(name: str) -> TreeSnapshot:
     else:
         raise ValueError(f"no tree is named {name!r}; see tree_of for the names")
     return tree(parent, length)
+
+
+def grown(kind: str, size: dict[str, str]) -> TreeSnapshot:
+    """A tree of :func:`tree_of` that a prefix tree lays out."""
+    rng = np.random.default_rng(0)
+
+    def drawn(letter: str) -> int:
+        low, _, high = size[letter].partition("-")
+        return int(rng.integers(int(low), int(high or low) + 1))
+
+    nodes: list[tuple[int, int]] = []  # the one above, and tokens
+    if kind == "turns":
+        for _ in range(int(size["b"])):
+            task = len(nodes)
+            nodes.append((-1, drawn("p")))
+            for _ in range(int(size["k"])):
+                first = len(nodes)
+                nodes += [(task, drawn("t")), *((first + turn, drawn("t")) for turn in range(int(size["d"]) - 1))]
+        return laid_out(nodes)
+    nodes.append((-1, drawn("p")))
+    if kind == "search":
+        nodes += [(int(rng.integers(node + 1)), drawn("t")) for node in range(int(size["n"]))]
+        return laid_out(nodes)
+    above = 0
+    for level in range(int(size["d"])):
+        nodes.append((above, drawn("t")))
+        before, above = above, len(nodes) - 1
+        if level:  # the spine goes on before the leaf comes, and takes the free slots
+            nodes.append((before, drawn("s")))
+    return laid_out([*nodes, (above, drawn("s"))])
+
+
+def laid_out(nodes: list[tuple[int, int]]) -> TreeSnapshot:
+    """A tree that has grown by nodes, each of the one above, -1 for none, and a number of tokens; all have KV.
+
+    A sequence ends at each, so that none are merged.  Pages are numbered without a gap.
+    """
+    tree = PrefixTree(sum(-(-tokens // PAGE) for _, tokens in nodes), PAGE)
+    ends: list[Sequence] = []
+    for number, (above, tokens) in enumerate(nodes):
+        content = np.full(tokens, number, np.int32)
+        if above < 0:
+            ends.append(tree.insert(content))
+            continue
+        ends += tree.fork(ends[above])
+        tree.extend(ends[-1], content)
+    snapshot = tree.snapshot()
+    pages = np.unique(snapshot.pages, return_inverse=True)[1].astype(np.int32)
+    return replace(snapshot, pages=pages, computed=snapshot.length.copy())
 
 
 def regular(levels: Iterable[tuple[int, int]]) -> TreeSnapshot:

@@ -12,7 +12,7 @@ from prefixkit.attention.bsr import BSR, MaskKind, decompose
 from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
-from prefixkit.attention.plan import Plan
+from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
@@ -70,9 +70,9 @@ def held_by(work: Sequence[Tensor]) -> list[Ints]:
     assert not counts[OVERFLOW]
     tile_items, decode_items = tile_items[: counts[0]], decode_items[: counts[1]]
     items = np.concatenate((tile_items, decode_items))
-    used = int((items[:, 3] + items[:, 4] // 4).max(initial=0))
+    used = int((items[:, 3] + items[:, 4] // KINDS).max(initial=0))
     lists = segments[:used], merge_indptr[: counts[2] + 1], merge_indices[: counts[3]]
-    limited = len(items) and (items[:, 4] & 3 == MaskKind.LIMIT).any()
+    limited = len(items) and (items[:, 4] % KINDS == MaskKind.LIMIT).any()
     return [counts, tile_items, decode_items, *lists, limits[: counts[3] if limited else 0]]
 
 
@@ -93,6 +93,8 @@ def narrowed(rows: BSR, group: int) -> BSR:
         node=rows.node[which],
         begin=rows.begin[which],
         end=rows.end[which],
+        first=rows.first[row],
+        last=rows.last[row],
     )
 
 

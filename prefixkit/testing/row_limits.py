@@ -49,7 +49,7 @@ def with_row_limits(
         return ((kv_idx <= limit_of[b, q_idx]) | (kv_idx >= start_of[b])) & (kv_idx <= q_idx)
 
     numbered = replace(queries, sequence=np.arange(len(queries.node), dtype=np.int32))
-    limited = replace(plan, tile_items=lists[0], decode_items=lists[1], partial_limits=of_partials)
+    limited = replace(plan, tile_items=lists[0], decode_items=lists[1], limits=of_partials)
     return (
         replace(case, queries=numbered),
         limited,

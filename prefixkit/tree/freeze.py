@@ -59,7 +59,7 @@ def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:
 
 
 def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
-    """Freeze a tree; numbers the nodes (`Node.index`) in depth-first order.
+    """Freeze a tree; numbers the nodes (`Node.index`) in the order of a snapshot, see :class:`TreeSnapshot`.
 
     One loop, parents before children, over a stack: chains may be deep, and beams do this at every step.
 
@@ -85,6 +85,16 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
             continue
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
+    parents, subtree_ends = np.array(parent, np.int32), np.array(_subtree_ends(parent), np.int32)
+    order = heaviest_last(parents, subtree_ends)
+    if order is not None:
+        nodes = [nodes[old] for old in order.tolist()]
+        for index, node in enumerate(nodes):
+            node.index = index
+        place = np.arange(len(nodes), dtype=np.int32)
+        subtree_ends = place + (subtree_ends - place)[order]
+        place[order] = np.arange(len(nodes))
+        parents = np.where(parents[order] >= 0, place[parents[order]], parents[order])
     start, first_slot = column([node.start for node in nodes]), column([node.first_slot for node in nodes])
     lengths, computed = column([node.length for node in nodes]), column([node.computed for node in nodes])
     num_pages = -(-(first_slot + lengths) // page_size) + column([node.reserved for node in nodes])
@@ -93,8 +103,8 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
     snapshot = TreeSnapshot(
         version=tree.version,
         page_size=page_size,
-        parent=np.array(parent, np.int32),
-        subtree_end=np.array(_subtree_ends(parent), np.int32),
+        parent=parents,
+        subtree_end=subtree_ends,
         start=start,
         length=lengths,
         computed=computed,
@@ -107,6 +117,38 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         tree=tree.identity,
     )
     return Frozen(snapshot, nodes, tree.sequences_version)
+
+
+def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
+    """The nodes of a tree in the depth-first order that lists the child with the most leaves of each node last, the
+    others as they are; of equally heavy ones the last.  None where they are in this order.
+
+    Attention reads nodes of a path as one list (``attention/heavy_paths.py``), and a path follows the last child.
+    Leaves are what mostly asks, and they depend on the structure alone, so snapshots of one version have one order.
+
+    Args:
+        parent, subtree_end: ``[nodes]`` of a tree in depth-first order.
+    """
+    nodes = np.arange(len(parent))
+    leaves = np.concatenate(([0], np.cumsum(subtree_end == nodes + 1)))
+    by_parent = np.lexsort((leaves[subtree_end] - leaves[:-1], parent))  # of equally heavy ones in their order
+    of = parent[by_parent]
+    last = np.flatnonzero(np.append(of[1:] != of[:-1], True) & (of >= 0)) if len(of) else np.empty(0, np.int64)
+    heavy, above = by_parent[last], of[last]
+    moved = subtree_end[heavy] < subtree_end[above]
+    heavy, above = heavy[moved], above[moved]
+    if not len(heavy):
+        return None
+    # A heavy child goes back by the nodes of the siblings after it, and these go forth by its own.
+    end, parents_end = subtree_end[heavy], subtree_end[above]
+    change = np.zeros(len(parent) + 1, np.int64)
+    np.add.at(change, heavy, parents_end - end)
+    np.add.at(change, end, heavy - parents_end)
+    np.add.at(change, parents_end, end - heavy)
+    shift = np.cumsum(change)[:-1]
+    order = np.empty(len(parent), np.int64)
+    order[nodes + shift] = nodes
+    return order
 
 
 def _growth(frozen: Frozen, touched: Collection[Node]) -> dict[str, Any]:

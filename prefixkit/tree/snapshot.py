@@ -14,6 +14,9 @@ from prefixkit.tree.arrays import Ints
 class TreeSnapshot:
     """A tree's nodes in depth-first (pre-)order; the empty root is left out, so a forest has several roots.
 
+    Of a node's children the one with the most leaves comes last, the others in order of arrival.  Snapshots that no
+    tree made may list them in any order.
+
     The subtree of node ``n`` is the contiguous range ``[n, subtree_end[n])``.  Token ``i`` of node ``n`` stands at
     position ``start[n] + i`` of its sequences, and its KV lies ``first_slot[n] + i`` slots into the node's pages
     ``pages[page_indptr[n]:page_indptr[n + 1]]``.  A leaf's pages may go

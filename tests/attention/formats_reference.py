@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, MaskKind
+from prefixkit.attention.bsr import BSR, OPEN, MaskKind
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.reference import Exact, Rows, attention_over
+from prefixkit.attention.runs import with_runs
 from prefixkit.attention.variants import CAUSAL, Variant
 from prefixkit.attention.variants.variant import Mod
 
@@ -35,29 +36,31 @@ def formats_attention(
     for bsr in formats:
         limits = iter(bsr.limit.tolist())
         for row in range(len(bsr.kind)):
-            tokens = [
-                (int(node), offset)
-                for node, begin, end in zip(
-                    *(x[bsr.indptr[row] : bsr.indptr[row + 1]] for x in (bsr.node, bsr.begin, bsr.end)), strict=True
-                )
-                for offset in range(begin, min(end, int(tree.length[node])))
-            ]
+            tokens = tokens_of(tree, bsr, row)
             for query in range(bsr.q_begin[row], bsr.q_end[row]):
-                seen = tokens
-                if bsr.kind[row] == MaskKind.OWN:
-                    seen = [(n, at) for n, at in tokens if tree.snapshot.start[n] + at <= tree.positions[query]]
-                elif bsr.kind[row] == MaskKind.LIMIT:
-                    seen = tokens[: next(limits)]
-                lists[query] += seen
+                last = {MaskKind.ALL: OPEN, MaskKind.OWN: tree.positions[query]}.get(bsr.kind[row])
+                last = next(limits) if last is None else last
+                lists[query] += [(position, slot) for position, slot in tokens if position <= last]
     states = []
     for query, seen in enumerate(lists):
-        node, offset = np.array(seen, dtype=np.int64).reshape(-1, 2).T
-        slots, kv_positions = tree.snapshot.slots(node, offset), tree.snapshot.start[node] + offset
-        where = torch.from_numpy(slots), torch.from_numpy(kv_positions.astype(np.int64)), False
+        kv_positions, slots = np.array(seen, dtype=np.int64).reshape(-1, 2).T.copy()
+        where = torch.from_numpy(slots), torch.from_numpy(kv_positions), False
         one = slice(query, query + 1)
         rows = Rows(torch.from_numpy(tree.sequences[one]), torch.from_numpy(tree.positions[one]))
         states.append(attention_over(*where, rows, q[one], k_pages, v_pages, scale, variant, sinks))
     return Exact(*map(torch.cat, zip(*states, strict=True)))
+
+
+def tokens_of(tree: StepTree, bsr: BSR, row: int) -> list[tuple[int, int]]:
+    """Position and slot of each token of a row's list, in its order."""
+    start, length, page_indptr, pages, first_slot = with_runs(tree.arrays(), bsr.runs)
+    part, size, tokens = slice(*bsr.indptr[row : row + 2]), tree.snapshot.page_size, []
+    for node, begin, end in zip(bsr.node[part], bsr.begin[part], bsr.end[part], strict=True):
+        offset = np.arange(begin, min(end, length[node]))
+        within = first_slot[node] + offset
+        slots = pages[page_indptr[node] + within // size].astype(np.int64) * size + within % size
+        tokens += zip((start[node] + offset).tolist(), slots.tolist(), strict=True)
+    return tokens
 
 
 def _without_causality(variant: Variant) -> Variant:

@@ -7,7 +7,7 @@ import numpy as np
 from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu.gpu_cost import H200, H200_COST, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
-from prefixkit.attention.plan import make_plan
+from prefixkit.attention.plan import KINDS, make_plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from tests.attention.trees import random_queries, random_tree
@@ -39,9 +39,9 @@ def plan_of(case, heads, kv_heads, *, num_sms=7, cost=SMALL):
 
 
 def items_of(plan):
-    """Items as (is tile, q_begin, q_end, partial_begin, causal, segments)."""
+    """Items as (is tile, q_begin, q_end, partial_begin, kind, segments)."""
     for tile, items in ((True, plan.tile_items), (False, plan.decode_items)):
         for q_begin, q_end, partial, seg, packed, *first in items.tolist():
-            segments = plan.segments[seg : seg + packed // 4].tolist()
+            segments = plan.segments[seg : seg + packed // KINDS].tolist()
             assert segments[0] == first
-            yield tile, q_begin, q_end, partial, packed % 4, segments
+            yield tile, q_begin, q_end, partial, packed % KINDS, segments

@@ -49,12 +49,15 @@ def decompose(snapshot, queries: Queries, shape, cost, shared=None) -> BSR:
             handed_down[node] = [*inherited, (node, 0, length)] if length else inherited
         if own[node]:
             rows.append((first, end, True, [*inherited, (node, 0, OPEN)]))
-    return _pack(rows)
+    return _pack(rows, snapshot.start, snapshot.length)
 
 
-def _pack(rows):
+def _pack(rows, start, length):
     segments = np.array([segment for row in rows for segment in row[3]], dtype=np.int32)
     q_begin, q_end, causal = (np.array(column) for column in list(zip(*rows, strict=True))[:3])
     indptr = np.cumsum([0, *(len(row[3]) for row in rows)])
-    kind = causal.astype(np.int32)
-    return BSR(q_begin.astype(np.int32), q_end.astype(np.int32), kind, indptr.astype(np.int32), *segments.T)
+    kind, first = causal.astype(np.int32), np.array([start[row[3][0][0]] for row in rows], dtype=np.int32)
+    last = np.array([start[row[3][-1][0]] + length[row[3][-1][0]] - 1 for row in rows], dtype=np.int32)
+    return BSR(
+        q_begin.astype(np.int32), q_end.astype(np.int32), kind, indptr.astype(np.int32), *segments.T, first, last
+    )

@@ -12,7 +12,7 @@ from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_s
 from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
-from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
+from tests.attention.trees import assert_same_rows, expected_sight, random_queries, random_tree, row_segments
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
 FREE_SHARING = CostModel(item=0, kv_byte=1, partial_byte=0)
@@ -76,9 +76,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(StepTree(snapshot, queries), shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
-        for name, array in vars(slow).items():
-            assert np.array_equal(getattr(ours, name), array), (seed, name)
-            assert getattr(ours, name).dtype == array.dtype, name
+        assert_same_rows(ours, slow, seed)
 
 
 @pytest.mark.parametrize("nodes", [1500, 3000])

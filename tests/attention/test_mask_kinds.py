@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import BSR, OPEN, MaskKind, decompose
-from prefixkit.attention.gpu.gpu_plan import NoKernelForMask, make_gpu_plan
+from prefixkit.attention.bsr import BSR, MaskKind, decompose
 from prefixkit.attention.plan import Plan, make_plan
 from prefixkit.attention.queries import Queries, StepTree, decode_tree
 from prefixkit.attention.reference import reference_attention
@@ -31,14 +30,14 @@ from prefixkit.testing.forests import (
     run_on,
 )
 from tests.attention.formats_reference import formats_attention
-from tests.attention.plans import SMALL
 
 VARIANTS = {"causal": CAUSAL, "window": sliding_window(6), "cap": soft_cap(4.0), "sinks": attention_sinks()}
 SHAPE = HeadShape(6, 2, 32, 4)
 
 
-def limit_rows(rows: Sequence[tuple[int, int, list[tuple[int, int, int]], list[int]]]) -> BSR:
+def limit_rows(tree: StepTree, rows: Sequence[tuple[int, int, list[tuple[int, int, int]], list[int]]]) -> BSR:
     """Rows of kind LIMIT: first and last query, segments, and a limit for each query."""
+    lists, ends = [row[2][0] for row in rows], [row[2][-1] for row in rows]
     segments = np.array([segment for row in rows for segment in row[2]], dtype=np.int32).reshape(-1, 3)
     q_begin, q_end = (np.array([row[i] for row in rows], dtype=np.int32) for i in (0, 1))
     return BSR(
@@ -47,27 +46,36 @@ def limit_rows(rows: Sequence[tuple[int, int, list[tuple[int, int, int]], list[i
         np.full(len(rows), MaskKind.LIMIT, dtype=np.int32),
         np.cumsum([0, *(len(row[2]) for row in rows)]).astype(np.int32),
         *segments.T,
+        first=np.array([tree.snapshot.start[node] + begin for node, begin, _ in lists], dtype=np.int32),
+        last=np.array([tree.snapshot.start[node] + end - 1 for node, _, end in ends], dtype=np.int32),
         limit=np.array([limit for row in rows for limit in row[3]], dtype=np.int32),
     )
 
 
 def random_limits(rng: np.random.Generator, case: Case) -> BSR:
-    """Any lists of pieces of nodes, in any order, read by any queries up to any limits."""
+    """Any slices of the way from a root to a node, in pieces, read by any queries up to any limits."""
     tree = StepTree(case.snapshot, case.queries)
     nodes = np.flatnonzero(tree.length > 0)
     rows = []
     for _ in range(int(rng.integers(1, 5))):
         begin = int(rng.integers(case.queries.num_rows))
         end = int(rng.integers(begin, case.queries.num_rows)) + 1
-        segments = []
-        for node in rng.choice(nodes, int(rng.integers(1, 5))).tolist():
-            low = int(rng.integers(0, tree.length[node]))
-            high = OPEN if rng.random() < 0.2 else int(rng.integers(low, tree.length[node])) + 1
-            segments.append((node, low, high))
-        total = sum(min(high, int(tree.length[node])) - low for node, low, high in segments)
-        limits = rng.integers(0, total + 1, end - begin)
-        rows.append((begin, end, segments, sorted(limits.tolist()) if rng.random() < 0.5 else limits.tolist()))
-    return limit_rows(rows)
+        node, tokens = int(rng.choice(nodes)), []
+        while node >= 0:
+            tokens = [*((node, at) for at in range(tree.length[node])), *tokens]
+            node = int(case.snapshot.parent[node])
+        low = int(rng.integers(len(tokens)))
+        tokens = tokens[low : int(rng.integers(low, len(tokens))) + 1]
+        segments: list[tuple[int, int, int]] = []
+        for node, at in tokens:
+            if segments and segments[-1][0] == node and segments[-1][2] == at and rng.random() < 0.9:
+                segments[-1] = (node, segments[-1][1], at + 1)
+            else:
+                segments.append((node, at, at + 1))
+        first = int(case.snapshot.start[segments[0][0]]) + segments[0][1]
+        limits = rng.integers(first - 2, first + len(tokens) + 2, end - begin)
+        rows.append((begin, end, segments, sorted(limits.tolist())))
+    return limit_rows(tree, rows)
 
 
 def exact(case: Case, formats: Sequence[BSR], variant: Variant) -> State:
@@ -137,8 +145,8 @@ def comb(levels: int, tokens: int, own: int) -> tuple[Case, list[BSR]]:
     leaf = np.array([node + 1 for node in chain], dtype=np.int32)
     tree = decode_tree(snapshot, leaf)
     case = fill(rng, snapshot, num_pages, tree.queries, (6, 2, 32), torch.float32)
-    limits = [(level + 1) * tokens for level in range(levels)]
-    path = limit_rows([(0, levels, [(node, 0, tokens) for node in chain], limits)])
+    limits = [(level + 1) * tokens - 1 for level in range(levels)]
+    path = limit_rows(tree, [(0, levels, [(node, 0, tokens) for node in chain], limits)])
     whole = decompose(tree, SHAPE, SHARE_NONE, np.zeros(len(parents), dtype=bool))
     last = whole.indptr[1:] - 1
     own_rows = replace(
@@ -147,6 +155,8 @@ def comb(levels: int, tokens: int, own: int) -> tuple[Case, list[BSR]]:
         node=whole.node[last],
         begin=whole.begin[last],
         end=whole.end[last],
+        first=snapshot.start[whole.node[last]],
+        last=whole.last,
     )
     return case, [path, own_rows]
 
@@ -193,29 +203,21 @@ def test_any_order_of_formats_gives_the_same_plan() -> None:
 
 
 def limits_of(plan: Plan, item: int) -> tuple[int, ...]:
-    first = int(plan.limit_begin[item])
-    return tuple(plan.limits[first : first + int(np.diff(plan.items[item, :2])[0])].tolist()) if first >= 0 else ()
+    q_begin, q_end, partial, _, shape = plan.items[item, :5].tolist()
+    return tuple(plan.limits[partial : partial + q_end - q_begin].tolist()) if shape % 4 == MaskKind.LIMIT else ()
 
 
 def test_limits_change_nothing_where_there_are_none() -> None:
     rng = np.random.default_rng(0)
     case = random_case(rng)
     plan = planned(case, [decompose(StepTree(case.snapshot, case.queries), case.shape, CPU_COST)])
-    assert len(plan.limit_begin) == len(plan.limits) == 0
+    assert len(plan.limits) == 0
     assert len(plan.arrays()) == 7
 
 
-def test_no_kernel_takes_limits() -> None:
-    case, formats = comb(3, 5, 2)
-    tree = StepTree(case.snapshot, case.queries)
-    with pytest.raises(
-        NoKernelForMask, match="1 BSR rows are of kind LIMIT, which no kernel takes; plan them with make_"
-    ):
-        make_gpu_plan(formats, tree.length, 3, SHAPE, 7, SMALL)
-
-
 @pytest.mark.parametrize(
-    ("limits", "message"), [([1, 2], "one entry for each of 3 query rows, got 2"), ([1, -2, 3], "at least 0, got -2")]
+    ("limits", "message"),
+    [([1, 2], "one entry for each of 3 query rows, got 2"), ([1, 3, 2], "ascend, got 3 before 2")],
 )
 def test_limits_that_cannot_be_are_refused(limits: list[int], message: str) -> None:
     case, (path, own) = comb(3, 5, 2)
@@ -224,13 +226,13 @@ def test_limits_that_cannot_be_are_refused(limits: list[int], message: str) -> N
         planned(case, [bad, own])
 
 
-def test_a_limit_row_grows_with_its_open_end() -> None:
-    """Limits are numbers of tokens: they hold while a leaf at the list's end grows."""
+def test_limits_stand_while_leaves_grow() -> None:
+    """Limits are positions, and a list of kind LIMIT is closed, whatever its last node does."""
     rng = np.random.default_rng(0)
     snapshot, num_pages = make_snapshot(rng, [-1, 0], [20, 8], 64, orderly=True)
     queries = Queries(*(np.array([x], dtype=np.int32) for x in (1, 7, 8)))
-    format_ = limit_rows([(0, 1, [(0, 5, 20), (1, 0, OPEN)], [21])])
     step = StepTree(snapshot, queries)
+    format_ = limit_rows(step, [(0, 1, [(0, 5, 20), (1, 0, 6)], [25])])
     plan = make_plan([format_], step.length, 1)
     for _ in range(3):
         case = fill(rng, step.snapshot, num_pages, step.queries, (6, 2, 32), torch.float32)

@@ -154,7 +154,7 @@ def _part(rows, chosen):
     """A format of some of the rows."""
     segment = np.repeat(chosen, np.diff(rows.indptr))
     indptr = np.concatenate(([0], np.cumsum(np.diff(rows.indptr)[chosen])))
-    columns = {name: getattr(rows, name)[chosen] for name in ("q_begin", "q_end", "kind")}
+    columns = {name: getattr(rows, name)[chosen] for name in ("q_begin", "q_end", "kind", "first", "last")}
     return BSR(**columns, indptr=indptr, **{name: getattr(rows, name)[segment] for name in ("node", "begin", "end")})
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 
+from prefixkit.attention.bsr import BSR
 from prefixkit.attention.queries import Queries
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -51,6 +54,14 @@ def expected_sight(snapshot: TreeSnapshot, queries: Queries) -> list[set[tuple[i
             ancestor = int(snapshot.parent[ancestor])
         visible.append(seen)
     return visible
+
+
+def assert_same_rows(ours: BSR, theirs: BSR, what: object = "") -> None:
+    """Equal arrays of equal dtypes; neither has runs."""
+    assert ours.runs is theirs.runs is None
+    for name in (field.name for field in fields(BSR) if field.name != "runs"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert np.array_equal(one, other) and one.dtype == other.dtype, (what, name)
 
 
 def row_segments(bsr, row):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tree_attention.workloads import DEEP
 from prefixkit.attention.gpu.gpu_cost import H200_COST
 from prefixkit.attention.queries import Queries
 from prefixkit.ops import backend
@@ -25,6 +26,9 @@ DECODE = [
     (32, 32, "2L b64 p131072 s16"),
     (8, 1, "chain d64 b64 p2048 t32"),
     (32, 8, "comb d64 b8 t64 s128"),
+    *DEEP,
+    (8, 1, "spine p512 d4095 t1-64 s1-8"),
+    (32, 32, "search p10 n3000 t1-3"),
 ]
 PROMPTS = [
     pytest.param(32, 8, {"tokens": 32768, "chunk": 32768}, id="prompt of 32K"),

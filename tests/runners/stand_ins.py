@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu.capacity import PlanCapacity
+from prefixkit.attention.plan import make_plan
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.visible import ALL
+
+
+def specified(planner, tree):
+    """The plan of a graph's step, over the nodes of its static buffers alone: each row of the formats is one item."""
+    return make_plan([decompose(tree, planner.shape, planner.cost)], tree.length, tree.queries.num_rows)
 
 
 class Planner:
@@ -19,8 +26,7 @@ class Planner:
         self.plans = 0
 
     def upload(self, tree):
-        planned, _ = self._planner.plan(tree, torch.device("cpu"))
-        self._next = planned.plan
+        self._next = specified(self._planner, tree)
 
     stage = upload
 
@@ -57,7 +63,7 @@ class Planning:
         return self.planners[-1]
 
     def step_plan(self, work, nodes, tree):
-        return StepPlan([*work, *nodes], tree, lambda: self._planner.specify(tree))
+        return StepPlan([*work, *nodes], tree, lambda: specified(self._planner, tree))
 
 
 class Capturing:

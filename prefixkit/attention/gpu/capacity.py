@@ -9,8 +9,9 @@ import numpy as np
 
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.kv_split import EXTRA
+from prefixkit.attention.heavy_paths import continues_path
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_share
+from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, may_share
 
 # A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
 MOST_PARTIAL_BYTES = 2**29
@@ -66,7 +67,7 @@ def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
 
 
 def capacity_for(
-    tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200, *, now: bool = False
+    tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200, *, now: bool = False, paths: bool = False
 ) -> PlanCapacity:
     """Capacity for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
 
@@ -75,17 +76,23 @@ def capacity_for(
         shape, num_sms: The heads, and the multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
         now: Only with its nodes as long as they are now: less, where few can be shared.
+        paths: Of each heavy path one part is shared, as :func:`decide_sharing` does with paths.
     """
-    shared = may_share(tree, shape, cost.sharing) if now else tree.below
+    if paths:
+        shared = may_begin_part(tree, shape, cost.sharing) if now else ~continues_path(tree.snapshot) & (tree.below > 0)
+    else:
+        shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
     # Queries of an item.
     most, least = max(1, cost.sharing.tile_heads // shape.gqa_group), DECODE_ROWS // shape.gqa_group
     with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
-    # Segments of a BSR row that all ancestors join.
-    reads = tree.snapshot.depth()[np.concatenate((with_queries, above))].astype(np.int64) + 1
+    # Segments of a BSR row that all ancestors join; a path goes on to a leaf, the last node of its subtree.
+    ends = tree.snapshot.subtree_end[above] - 1 if paths else above
+    reads = tree.snapshot.depth()[np.concatenate((with_queries, ends))].astype(np.int64) + 1
     tiles = -(-queries_of // most)
-    # A BSR row of few queries is a decode item, and so may the last tile of others be.
-    decode = int((queries_of - (tiles - 1) * most <= least).sum())
+    # A BSR row of few queries is a decode item, and so may the last tile of others be; a part may begin further down.
+    may_decode = queries_of - (tiles - 1) * most <= least
+    decode = int((may_decode | (least > 0 and paths)).sum())
     tile_items = int(tiles.sum() - (queries_of <= least).sum())
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))
     extra_decodes = extra_decodes if decode else 0

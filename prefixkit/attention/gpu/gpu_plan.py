@@ -17,19 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.bsr import BSR, OPEN
+from prefixkit.attention.bsr import BSR, OPEN, MaskKind
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
-from prefixkit.attention.plan import BsrRows, Plan, finish_plan, gather_rows
+from prefixkit.attention.plan import KINDS, BsrRows, Plan, finish_plan, gather_rows
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape
+from prefixkit.attention.visible import lowest_positions
 from prefixkit.tree.arrays import Ints, Longs
 
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
-
-
-class NoKernelForMask(NotImplementedError):
-    """No kernel takes rows of this mask kind; plan them with ``make_plan``, for plain torch."""
 
 
 def make_gpu_plan(
@@ -41,13 +38,9 @@ def make_gpu_plan(
     larger GQA group into slices.
 
     Raises:
-        NoKernelForMask: a row is of kind LIMIT.
+        ValueError: as :func:`gather_rows`.
     """
     rows = gather_rows(formats, length)
-    if limited := int((rows.limit_begin >= 0).sum()):
-        raise NoKernelForMask(
-            f"{limited} BSR rows are of kind LIMIT, which no kernel takes; plan them with make_plan, for plain torch"
-        )
     gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads
     tiles = _tile(rows, gqa_group, tile_rows)
     entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
@@ -60,16 +53,21 @@ def make_gpu_plan(
     on_tensor_cores = tiles.on_tensor_cores[tile]
     num_tile_items = int(on_tensor_cores.sum())
     hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
-    return finish_plan(items, segments, num_rows, num_tile_items, _sort(kv_tiles, on_tensor_cores), hints)
+    order = _sort(kv_tiles, on_tensor_cores)
+    return finish_plan(items, rows, tiles.row[tile], segments, num_rows, num_tile_items, order, hints)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """BSR rows split into tiles that a role can hold; ``first`` and ``count``: the tiles of each BSR row."""
+    """BSR rows split into tiles that a role can hold; ``first`` and ``count``: the tiles of each BSR row.
+
+    A tile has ``tokens`` of its row's list, behind the first ``skipped``.
+    """
 
     row: Longs
     begin: Longs
     end: Longs
+    skipped: Longs
     tokens: Longs
     on_tensor_cores: NDArray[np.bool_]
     first: Longs
@@ -87,9 +85,19 @@ def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
     # An own-node row ends with its queries, each at its own token: a tile looks no further than its last one.
     stop = rows.seg_begin + rows.seg_count
     is_open = rows.segments[stop - 1, 2] == OPEN
-    hidden = np.where(rows.causal.astype(bool) & is_open, rows.q_end, 0)[row] - end
+    hidden = np.where((rows.kind == MaskKind.OWN) & is_open, rows.q_end, 0)[row] - end
     tokens = (rows.before[stop] - rows.before[rows.seg_begin])[row] - np.maximum(hidden, 0)
-    return _Tiles(row, begin, end, np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS, first, count)
+    skipped, limited = np.zeros_like(tokens), np.flatnonzero(rows.limit_begin[row] >= 0)
+    if len(limited):
+        # Limits ascend: a tile of such a row looks no further than its last query does, and begins where one sees.
+        # Counted from the list's end: further up positions may be missing.
+        of, whole = row[limited], tokens[limited]
+        low, high = (rows.limit_begin[of] + at[limited] - rows.q_begin[of] for at in (begin, end))
+        unseen = rows.last[of] - rows.limits[high - 1]
+        skipped[limited] = np.clip(whole - (rows.last[of] + 1 - lowest_positions(rows.seen_from, low, high)), 0, whole)
+        tokens[limited] = np.minimum(whole, whole - unseen) - skipped[limited]
+    tokens, on_tensor_cores = np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS
+    return _Tiles(row, begin, end, skipped, tokens, on_tensor_cores, first, count)
 
 
 def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
@@ -97,7 +105,7 @@ def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Lo
     first = np.cumsum(splits) - splits
     tile = np.repeat(np.arange(len(splits)), splits)
     split = np.arange(len(tile)) - first[tile]
-    several = (rows.causal == 0) & (tiles.count > 1)
+    several = (rows.kind == MaskKind.ALL) & (tiles.count > 1)  # tiles of kind LIMIT differ in length
     if not several.any() or int(splits.max()) == 1:
         return tile, split
     # All tiles of a shared-prefix row but the last have the same splits.
@@ -115,21 +123,35 @@ def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Lo
 def _split(
     rows: BsrRows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, each item's KV tiles; an unsplit tile has its BSR row's segments, a KV split new ones."""
+    """Items, all segments, each item's KV tiles; an unsplit tile has its BSR row's segments, a KV split new ones.
+
+    A tile of kind LIMIT that begins with its row and ends before it has as many of the row's segments where it ends
+    with one.
+    """
     row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
     on_tensor_cores = tiles.on_tensor_cores[tile]
     kv_tile = np.where(on_tensor_cores, cost.tile.kv_tile, cost.decode.kv_tile)
     whole = np.where(on_tensor_cores, kv_tiles_of(cost.tile, tokens), kv_tiles_of(cost.decode, tokens))
-    low = whole * split // of * kv_tile
-    high = np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
+    skipped = tiles.skipped[tile]
+    low = skipped + whole * split // of * kv_tile
+    high = skipped + np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
-    items[:, 3], items[:, 4] = rows.seg_begin[row], 4 * rows.seg_count[row] + rows.causal[row]
-    some = np.flatnonzero(of > 1)
+    seg_count, anew = rows.seg_count[row], of > 1
+    limited = np.flatnonzero((rows.limit_begin[row] >= 0) & ~anew)
+    if len(limited):
+        base = rows.seg_begin[row[limited]]
+        end = rows.before[base] + tokens[limited]
+        # Its first tokens end with this segment, or within it; a list of none reads an empty slice of the first.
+        last = np.searchsorted(rows.before, end) - 1
+        seg_count[limited] = np.maximum(last + 1 - base, 1)
+        anew[limited] = (rows.before[base + seg_count[limited]] > end) | (skipped[limited] > 0)
+    items[:, 3], items[:, 4] = rows.seg_begin[row], KINDS * seg_count + rows.kind[row]
+    some = np.flatnonzero(anew)
     segments = rows.segments
     if len(some):
         begin, count, added = _split_segments(rows, row[some], low[some], high[some], split[some] + 1 == of[some])
-        items[some, 3], items[some, 4] = len(segments) + begin, 4 * count + rows.causal[row[some]]
+        items[some, 3], items[some, 4] = len(segments) + begin, KINDS * count + rows.kind[row[some]]
         segments = np.concatenate((segments, added))
     return items, segments, np.maximum(1, -(-(high - low) // kv_tile))
 
@@ -142,7 +164,7 @@ def _split_segments(
     is_open = is_end & (rows.segments[final, 2] == OPEN)
     first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
     last = np.where(is_open, final, np.searchsorted(rows.before, base + high) - 1)
-    count = last - first + 1
+    count = np.maximum(last - first, 0) + 1
     begin = np.cumsum(count) - count
     item = np.repeat(np.arange(len(row)), count)
     source = first[item] + np.arange(len(item)) - begin[item]

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import OPEN
+from prefixkit.attention.bsr import OPEN, MaskKind
 from prefixkit.attention.gpu.capacity import OVERFLOW
+from prefixkit.attention.plan import KINDS
 from prefixkit.ops.arguments import BadDevice, BadShape, capturing, check_packed, check_positions
 from prefixkit.tree.arrays import ranges
 
@@ -30,7 +31,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     if capturing(work[0]):
         return
     op = "tree_attention"
-    counts, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = (
+    counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits = (
         t.cpu().numpy().astype(np.int64) for t in work
     )
     length = _check_tree(op, pages, [t.cpu().numpy().astype(np.int64) for t in nodes])
@@ -43,7 +44,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
         )
     items = np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]]))
     q_begin, q_end, partial, first = items.T[:4]
-    count = items[:, 4] >> 2
+    count = items[:, 4] // KINDS
     if len(items) and (q_begin.min() < 0 or q_end.max() > rows or np.any(q_begin > q_end)):
         raise BadPlan(f"{op}: items take queries {q_begin.min()}..{q_end.max()}, but q has {rows} rows")
     if len(items) and (first.min() < 0 or (first + count).max() > len(segments) or count.min() < 1):
@@ -56,6 +57,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
     partials = int((partial[written] + q_end[written] - q_begin[written]).max(initial=0))
     if partials > counts[3]:
         raise BadPlan(f"{op}: items write {partials} partial rows, but counts say {counts[3]}")
+    _check_limits(op, items[items[:, 4] % KINDS == MaskKind.LIMIT], limits)
     _partition(op, "merge_indptr", merge_indptr[: rows + 1], len(merge_indices), "merge_indices")
     merged = merge_indices[: merge_indptr[rows]]
     if len(merged) and (merged.min() < 0 or merged.max() >= partials):
@@ -88,6 +90,20 @@ def _check_segments(op: str, segments: Array, length: Array) -> None:
     if np.any(wrong):
         n, b, e = segments[np.argmax(wrong)]
         raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
+
+
+def _check_limits(op: str, items: Array, limits: Array) -> None:
+    """Items of kind LIMIT have ascending limits at the partial rows that they write."""
+    if not len(items):
+        return
+    q_begin, q_end, partial = items.T[:3]
+    end = int((partial + q_end - q_begin).max())
+    if partial.min() < 0 or end > len(limits):
+        raise BadPlan(f"{op}: items read limits of partial rows {partial.min()}..{end}, but there are {len(limits)}")
+    of = np.repeat(np.arange(len(items)), q_end - q_begin)
+    read = limits[ranges(partial, q_end - q_begin)]
+    if np.any((read[1:] < read[:-1]) & (of[1:] == of[:-1])):
+        raise BadPlan(f"{op}: the limits of an item descend; those of a row must ascend with its queries")
 
 
 def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:

@@ -18,9 +18,11 @@ from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES,
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
+from prefixkit.attention.heavy_paths import is_deep
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.runs import Runs, with_runs
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible
@@ -54,7 +56,8 @@ class CudaPlanner(Planner):
         gpu: What the paths of the GPU cost.
         num_sms: Blocks to plan for, one or two per multiprocessor.
         launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy
-            makes those that need too much memory in any case, and those whose queries do not see all.
+            makes those that need too much memory in any case, those whose queries do not see all, and those of deep
+            trees.
     """
 
     def __init__(
@@ -67,6 +70,11 @@ class CudaPlanner(Planner):
     ) -> None:
         super().__init__(shape, gpu.sharing, visible)
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
+        self._runs: Runs | None = None  # of the last plan
+
+    def by_paths(self, tree: StepTree) -> bool:
+        """Of deep trees: the GPU makes plans of the others, and takes each shared node by itself."""
+        return is_deep(tree)
 
     def specify(self, tree: StepTree) -> Plan:
         return self._plan_of(tree, self.formats(tree))
@@ -100,29 +108,36 @@ class CudaPlanner(Planner):
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
-        snapshot, arrays = tree.snapshot, _tree_arrays(tree)
-        count = len(arrays)
-        capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
-        by_gpu = self.launch is not None and not self.visible.limits
-        if by_gpu and capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
+        snapshot, capacity = tree.snapshot, self._capacity_on_gpu(tree)
+        if self.launch is not None and capacity is not None:
+            self._runs, arrays = None, _tree_arrays(tree, None)
             nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
-            arrays = [np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()]
-            planned_tree, *tensors = upload(arrays, device)
-            assert self.launch is not None, "it makes them"
+            planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
             made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
         else:
-            if by_gpu:
-                log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
             plan = self.specify(tree)
-            work = [lengthened(array) for array in plan.arrays()]
-            tensors = upload([*work, *arrays, *step_arrays()], device)
+            self._runs, arrays = plan.runs, _tree_arrays(tree, plan.runs)
+            tensors = upload([*map(lengthened, plan.arrays()), *arrays, *step_arrays()], device)
             made, tensors = StepPlan(tensors[:WORK_TENSORS], tree, lambda: plan), tensors[WORK_TENSORS:]
-        return over_tree(made, tensors[:count], tree), tensors[count:]
+        return over_tree(made, tensors[: len(arrays)], tree), tensors[len(arrays) :]
+
+    def _capacity_on_gpu(self, tree: StepTree) -> PlanCapacity | None:
+        """Capacity for the plan if the GPU makes it, None if numpy does."""
+        if self.launch is None or self.visible.limits:
+            return None
+        if self.by_paths(tree):
+            log.debug("numpy plans: the tree is deep")
+            return None
+        capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
+        if capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
+            return capacity
+        log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
+        return None
 
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        arrays = _tree_arrays(tree)
+        arrays = _tree_arrays(tree, self._runs)
         tensors = upload([*arrays, *step_arrays()], device)
         return over_tree(last, tensors[: len(arrays)], tree), tensors[len(arrays) :]
 
@@ -136,18 +151,18 @@ class CudaPlanner(Planner):
         return make_gpu_plan(formats, tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu)
 
 
-def _tree_arrays(tree: StepTree) -> list[Array]:
+def _tree_arrays(tree: StepTree, runs: Runs | None) -> list[Array]:
     """A plan's tensors behind the work."""
     sequences = [] if tree.queries.sequence is None else [tree.sequences]
     if tree.later is None:
-        return [*node_arrays(tree), *sequences]
+        return [*node_arrays(tree, runs), *sequences]
     none = np.zeros(0, np.int64)
-    return [*node_arrays(tree), *(sequences or [none]), none, tree.reach]
+    return [*node_arrays(tree, runs), *(sequences or [none]), none, tree.reach]
 
 
-def node_arrays(tree: StepTree) -> list[Ints]:
-    """``tree.arrays()``, of at least two nodes and two pages: further nodes are empty."""
-    start, length, page_indptr, pages, first_slot = tree.arrays()
+def node_arrays(tree: StepTree, runs: Runs | None = None) -> list[Ints]:
+    """``tree.arrays()`` and a plan's runs, of at least two nodes and two pages: further nodes are empty."""
+    start, length, page_indptr, pages, first_slot = with_runs(tree.arrays(), runs)
     indptr = lengthened(page_indptr, FEWEST_ENTRIES + 1, page_indptr[-1])
     return [lengthened(start), lengthened(length), indptr, lengthened(pages), lengthened(first_slot)]
 

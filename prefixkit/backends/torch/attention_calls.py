@@ -81,12 +81,11 @@ def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
         (single_run & (tokens > heads.longest_copy))
         | (rows * tokens * heads.score_us > 10 * tuning.call_us)
         | (tiles.mask == MASKED)
-        | (tiles.mask == LIMITED)
         | ((tiles.mask == TRIANGLE) & (tokens != rows))
     )
     for tile in np.flatnonzero(alone):
         yield np.array([tile])
-    for mask in (FULL, TRIANGLE):
+    for mask in (FULL, TRIANGLE, LIMITED):
         candidates = np.flatnonzero(~alone & (tiles.mask == mask))
         for members in _buckets(rows[candidates], tokens[candidates], heads):
             batch = candidates[members]
@@ -160,16 +159,15 @@ def make_call(
     row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
     runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
     places = None
-    if not flash or variant.mods or mask == MASKED:
+    if not flash or variant.mods or mask in (MASKED, LIMITED):
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
         places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
     last = torch.from_numpy(tree.reach[row])[:, None, :, None] if variant.looks_ahead else None
-    by_tile = visible = _visible(mask, tokens, most, places, last)
     if mask == LIMITED:
-        (tile,) = batch.tolist()
-        seen = limits[tiles.limit_begin[tile] :][:most] - tiles.before[tile]
-        by_tile = visible = torch.from_numpy(np.arange(longest) < seen[:, None])[None, None]
+        each = tiles.limit_begin[batch][:, None] + row - tiles.row[batch][:, None]
+        last = torch.from_numpy(limits[each])[:, None, :, None]
+    by_tile = visible = _visible(mask, tokens, most, places, last)
     if places is not None and variant.mask_mods:
         b, q, kv = places.to(device)
         allowed = variant.shows(b, heads.numbers(device), q, kv).cpu()
@@ -227,17 +225,17 @@ def _padded(values: Array, tokens: Array) -> Array:
 def _visible(mask: int, tokens: Array, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
     """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself.
 
-    ``last``: the last positions that queries may see, shaped as their own; None: these.
+    ``last``: the last positions that queries may see, or their limits, shaped as their positions; None: these.
     """
     longest = int(tokens.max())
     if mask == TRIANGLE:
         return None if places is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
-    if mask == MASKED:
+    shown = None if bool(np.all(tokens == longest)) else torch.from_numpy(np.arange(longest) < tokens[:, None])
+    if mask in (MASKED, LIMITED):
         assert places is not None, "such a mask is made of them"
-        return places.kv <= (places.q if last is None else last)
-    if bool(np.all(tokens == longest)):
-        return None
-    return torch.from_numpy(np.arange(longest) < tokens[:, None])[:, None, None]
+        by_position = places.kv <= (places.q if last is None else last)
+        return by_position if shown is None else by_position & shown[:, None, None]
+    return None if shown is None else shown[:, None, None]
 
 
 def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor | None:

@@ -14,7 +14,8 @@ from prefixkit.attention.queries import UNNUMBERED, StepTree, UnnumberedSequence
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.attention_calls import Call, batches, make_call
 from prefixkit.backends.torch.merge import Merge, plan_merge
-from prefixkit.backends.torch.tiles import Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.row_blocks import LIMITED_ROWS
+from prefixkit.backends.torch.tiles import LIMITED, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 
 
@@ -97,7 +98,8 @@ def compile_program(
     most_rows = (heads.tuning.masked_rows if flash else heads.tuning.scored_rows) if scored else None
     most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
-    tiles = make_tiles(plan, tree, variant.visible, most_rows, reach)
+    limited_rows = None if expanded else LIMITED_ROWS  # the keys of each tile would be expanded anew
+    tiles = make_tiles(plan, tree, variant.visible, most_rows, reach, limited_rows)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
     tiles = split_keys(
         tiles,
@@ -134,13 +136,14 @@ def _check_slots(tiles: Tiles, num_slots: int) -> None:
 
 
 def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) -> Array:
-    """Tokens beyond which a tile's keys are split, to bound the memory of copies, and of scores and masks to ``scored``
-    elements.
+    """Tokens beyond which a tile's keys are split, to bound the memory of copies and of masks by limits, and of scores
+    and other masks to ``scored`` elements.
     """
     most = heads.tuning.call_elements
     longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
+    longest = np.where(tiles.mask == LIMITED, np.minimum(longest, np.maximum(1, most // tiles.rows)), longest)
     if scored is not None:
         np.minimum(longest, np.maximum(1, scored // (heads.heads * tiles.rows)), out=longest)
     return longest

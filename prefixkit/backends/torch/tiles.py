@@ -19,21 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import MaskKind
-from prefixkit.attention.plan import Plan
+from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.runs import with_runs
 from prefixkit.attention.visible import Visible
+from prefixkit.backends.torch.row_blocks import LIMITED_ROWS, RowBlocks, split_rows
 from prefixkit.tree.arrays import Ints, ranges
 
 Array = NDArray[np.int64]
-
-# Query rows of a tile of an item of kind LIMIT: few enough that their limits lie close together.
-LIMITED_ROWS = 128
 
 # A tile's mask.
 FULL = 0  # every row sees every key
 TRIANGLE = 1  # row i sees keys 0..i
 MASKED = 2  # a row sees the keys whose position is not beyond its own, or its reach
-LIMITED = 3  # a row sees as many keys as its limit exceeds the keys before the tile's in its item's KV list
+LIMITED = 3  # a row sees the keys whose position is not beyond its limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +45,7 @@ class Tiles:
         mask: ``[tiles]`` FULL, TRIANGLE, MASKED or LIMITED.
         indptr: ``[tiles + 1]`` bounds of each tile's runs.
         slot, count, position: ``[runs]`` first slot, tokens, position of the first token.
-        limit_begin, before: ``[tiles]`` of LIMITED tiles, where the plan's limits have that of the first row, and the
-            keys of the item's KV list before the tile's; else 0.
+        limit_begin: ``[tiles]`` of LIMITED tiles, where the plan's limits have that of the first row.
     """
 
     item: Array
@@ -59,7 +57,6 @@ class Tiles:
     count: Array
     position: Array
     limit_begin: Array
-    before: Array
 
     def __len__(self) -> int:
         return len(self.item)
@@ -72,7 +69,12 @@ class Tiles:
 
 
 def make_tiles(
-    plan: Plan, tree: StepTree, visible: Visible, most_rows: int | None, reach: Array | None = None
+    plan: Plan,
+    tree: StepTree,
+    visible: Visible,
+    most_rows: int | None,
+    reach: Array | None = None,
+    limited_rows: int | None = LIMITED_ROWS,
 ) -> Tiles:
     """Split a plan's items into tiles.
 
@@ -82,57 +84,27 @@ def make_tiles(
         visible: What lies before it is in no tile.
         most_rows: Rows of a tile at most, so that each sees few keys it must mask; None leaves them together.
         reach: ``[rows]`` the last position that each query row may see; None: its own.
+        limited_rows: The same as ``most_rows`` for tiles with masks by limits.
     """
     items = plan.items.astype(np.int64)
-    item, row, rows = _split_rows(items, most_rows, plan.limit_begin)
-    limits = _limits(plan, items, item, row, rows) if len(plan.limit_begin) else None
-    slices = _slices(plan, tree, items[item], row, rows, visible, limits, reach)
+    blocks, nodes = split_rows(plan, items, most_rows, limited_rows), with_runs(tree.arrays(), plan.runs)
+    slices = _slices(plan, tree, nodes, items[blocks.item], blocks, visible, reach)
     block, mask, node, low, high, skipped = slices[:, np.argsort(slices[0] * 4 + slices[1], kind="stable")]
     opens = _changes(block, mask, np.where(mask == TRIANGLE, np.arange(len(mask)), -1))
     first = np.flatnonzero(opens)
-    run_tile, slot, count, position = _runs(tree, node, low, high, np.cumsum(opens) - 1)
+    run_tile, slot, count, position = _runs(nodes, tree.snapshot.page_size, node, low, high, np.cumsum(opens) - 1)
     block, skipped = block[first], skipped[first]
     return Tiles(
-        item=item[block],
-        row=row[block] + skipped,
-        rows=rows[block] - skipped,
+        item=blocks.item[block],
+        row=blocks.row[block] + skipped,
+        rows=blocks.rows[block] - skipped,
         mask=mask[first],
         indptr=np.searchsorted(run_tile, np.arange(len(first) + 1)),
         slot=slot,
         count=count,
         position=position,
-        **_limit_columns(mask[first] == LIMITED, block, limits),
+        limit_begin=blocks.limit_begin[block],
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Limits:
-    """``[blocks]`` of items of kind LIMIT: where the block's limits begin in the plan's, the lowest and the highest."""
-
-    limited: NDArray[np.bool_]
-    begin: Array
-    least: Array
-    most: Array
-
-
-def _limits(plan: Plan, items: Array, item: Array, row: Array, rows: Array) -> _Limits:
-    """The limits of blocks of rows of a plan that has some."""
-    mine = plan.limit_begin[item] >= 0
-    begin = np.where(mine, plan.limit_begin[item] + row - items[item, 0], 0)
-    bounds = np.stack((begin, begin + np.where(mine, rows, 1)), axis=1).reshape(-1)
-    padded = np.append(plan.limits, 0)  # reduceat wants every bound to be an index
-    least, most = (extreme.reduceat(padded, bounds)[::2].astype(np.int64) for extreme in (np.minimum, np.maximum))
-    return _Limits(mine, begin, least, most)
-
-
-def _limit_columns(limited: NDArray[np.bool_], block: Array, limits: _Limits | None) -> dict[str, Array]:
-    """``Tiles.limit_begin`` and ``Tiles.before``."""
-    if limits is None:
-        return dict.fromkeys(("limit_begin", "before"), np.zeros(len(block), dtype=np.int64))
-    return {
-        "limit_begin": np.where(limited, limits.begin[block], 0),
-        "before": np.where(limited, limits.least[block], 0),
-    }
 
 
 def _changes(*keys: Array) -> NDArray[np.bool_]:
@@ -142,76 +114,46 @@ def _changes(*keys: Array) -> NDArray[np.bool_]:
     return changes
 
 
-def _split_rows(items: Array, most: int | None, limit_begin: Ints) -> tuple[Array, Array, Array]:
-    """Item, first row and number of rows of blocks of query rows."""
-    item = np.flatnonzero(items[:, 1] > items[:, 0])
-    begin, end = items[item, :2].T
-    if most is None and not len(limit_begin):
-        return item, begin, end - begin
-    size = end - begin
-    if len(limit_begin):
-        size = np.where(limit_begin[item] >= 0, LIMITED_ROWS, size)
-    size = np.minimum(size, most) if most is not None else size
-    blocks = -(-(end - begin) // size)
-    each = np.repeat(size, blocks)
-    row = np.repeat(begin, blocks) + each * ranges(np.zeros_like(blocks), blocks)
-    return np.repeat(item, blocks), row, np.minimum(np.repeat(end, blocks) - row, each)
-
-
 def _slices(
     plan: Plan,
     tree: StepTree,
+    nodes: tuple[Ints, ...],
     items: Array,
-    row: Array,
-    rows: Array,
+    blocks: RowBlocks,
     visible: Visible,
-    limits: _Limits | None,
     reach: Array | None,
 ) -> Array:
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
     node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
     """
-    count = items[:, 4] >> 2
+    count = items[:, 4] // KINDS
     block = np.repeat(np.arange(len(items)), count)
     node, begin, end = plan.segments[ranges(items[:, 3], count)].astype(np.int64).T
-    start = tree.snapshot.start[node]
-    low, high = start + begin, start + np.minimum(end, tree.length[node])
-    lowest, highest, in_sequence = _spans(tree.positions, row, rows)
+    start, length, *_ = nodes
+    low, high = start[node] + begin, start[node] + np.minimum(end, length[node])
+    lowest, highest, in_sequence = _spans(tree.positions, blocks.row, blocks.rows)
     q_low, q_high, adjacent = lowest[block], highest[block], in_sequence[block]
     if visible.limits:
-        trimmed = np.maximum(low, visible.begin(q_low))
-        # Limits count from the beginning of the list, so theirs stays whole.
-        low = trimmed if limits is None else np.where(limits.limited[block], low, trimmed)
-    causal = (items[:, 4] & 3 == MaskKind.OWN)[block]
+        low = np.maximum(low, visible.begin(q_low))
+    causal = (items[:, 4] % KINDS == MaskKind.OWN)[block]
     if reach is not None:
-        (_, furthest, _), adjacent = _spans(reach, row, rows), np.zeros_like(adjacent)
+        (_, furthest, _), adjacent = _spans(reach, blocks.row, blocks.rows), np.zeros_like(adjacent)
         q_high = furthest[block]
     high = np.where(causal, np.minimum(high, q_high + 1), high)
     # The triangle starts at q_low; but where that leaves it a single key, every query sees the key.
     split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))
     split = np.maximum(low, np.where(causal, split, high))
     by_position, skipped = np.where(adjacent, TRIANGLE, MASKED), np.where(adjacent, split - q_low, 0)
-    if limits is not None:
-        limited = limits.limited[block]
-        in_all, in_some = _cut(low, high, count, limits.least[block], limits.most[block])
-        split, high = np.where(limited, in_all, split), np.where(limited, in_some, high)
+    if blocks.limited.any():
+        limited, masked = blocks.limited[block], blocks.masked[block]
+        low, high = np.maximum(low, blocks.low[block]), np.minimum(high, blocks.high[block])
+        split = np.where(limited, np.where(masked, low, high), split)
         by_position, skipped = np.where(limited, LIMITED, by_position), np.where(limited, 0, skipped)
     full, rest = low < split, split < high
     none = np.zeros_like(low)
     before = np.stack((block, none, node, low, split, none))[:, full]
     after = np.stack((block, by_position, node, split, high, skipped))[:, rest]
     return np.concatenate((before, after), axis=1)
-
-
-def _cut(low: Array, high: Array, count: Array, least: Array, most: Array) -> tuple[Array, Array]:
-    """Where each segment's keys end that all rows of a block see, and those that some see: the first ``least`` keys of
-    the block's list, and the first ``most``.
-    """
-    size = np.maximum(high - low, 0)
-    total = np.concatenate(([0], np.cumsum(size)))
-    first = np.repeat(total[np.cumsum(count) - count], count)
-    before = total[:-1] - first
-    return low + np.clip(least - before, 0, size), low + np.clip(most - before, 0, size)
 
 
 def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
@@ -225,18 +167,20 @@ def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, N
     return low, high, jumps[row + rows - 1] == jumps[row]
 
 
-def _runs(tree: StepTree, node: Array, low: Array, high: Array, tile: Array) -> tuple[Array, Array, Array, Array]:
+def _runs(
+    nodes: tuple[Ints, ...], size: int, node: Array, low: Array, high: Array, tile: Array
+) -> tuple[Array, Array, Array, Array]:
     """Tile, first slot, tokens and first position of each run of consecutive slots (and positions)."""
-    snapshot, size = tree.snapshot, tree.snapshot.page_size
+    start, _, page_indptr, pages_of, first_slot = nodes
     tokens = high - low
-    within = snapshot.first_slot[node] + low - snapshot.start[node]
+    within = first_slot[node] + low - start[node]
     first_page = within // size
     pages = (within + tokens - 1) // size - first_page + 1
     part = np.repeat(np.arange(len(tokens)), pages)
     page = ranges(first_page, pages)
     begin = np.maximum(page * size, within[part])
     count = np.minimum((page + 1) * size, (within + tokens)[part]) - begin
-    slot = snapshot.pages[snapshot.page_indptr[node][part] + page].astype(np.int64) * size + begin % size
+    slot = pages_of[page_indptr[node][part] + page].astype(np.int64) * size + begin % size
     position = low[part] + begin - within[part]
     tile = tile[part]
     before = np.cumsum(count) - count
@@ -281,5 +225,4 @@ def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
         count=(high - low)[order],
         position=(tiles.position[run] + shift)[order],
         limit_begin=tiles.limit_begin[parent],
-        before=tiles.before[parent] + np.where(limited[parent], (part * limit[run])[order][first], 0),
     )

@@ -58,6 +58,20 @@ def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed
     capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(capacity)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_the_capacity_for_paths_holds_their_plans(seed):
+    """With nodes of any lengths, and with those of now, which is no more."""
+    rng = np.random.default_rng(seed)
+    snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60, 200])), int(rng.choice([4, 300, 20000])), 3, 0.6)
+    shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+    tree = StepTree(snapshot, queries)
+    rows = decompose(tree, shape, cost.sharing, paths=True)
+    plan = make_gpu_plan([rows], tree.length, queries.num_rows, shape, sms, cost)
+    any_length, now = (capacity_for(tree, shape, sms, cost, now=now, paths=True) for now in (False, True))
+    now.check(size_of(plan))
+    any_length.check(now)
+
+
 def test_a_deep_trees_plan_needs_little_capacity():
     """Any plan of it needs a partial row for each query and ancestor; but short nodes are not shared."""
     levels = 400
@@ -69,3 +83,5 @@ def test_a_deep_trees_plan_needs_little_capacity():
     tree = StepTree(snapshot, queries)
     most, now = (capacity_for(tree, shape, 132, now=now).partials for now in (False, True))
     assert most > 20 * now
+    by_paths = capacity_for(tree, shape, 132, paths=True)
+    assert by_paths.partials * 20 < most and by_paths.segments * 3 < capacity_for(tree, shape, 132).segments

@@ -21,12 +21,14 @@ from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
+from prefixkit.attention.runs import with_runs
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.attention.variants.gallery import streaming
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
+from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.testing.random_plans import narrowed
 from prefixkit.testing.row_limits import with_row_limits
 from prefixkit.variants import streaming_llm
@@ -154,6 +156,7 @@ def attend(
     variant: Variant = CAUSAL,
     classes: bool = False,
     limits: np.random.Generator | None = None,
+    paths: bool = False,
 ) -> tuple[Tensor, ...]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
 
@@ -165,7 +168,8 @@ def attend(
     positions = case.positions.long()
     length = StepTree(snapshot, case.queries).length
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
-    rows_of = decompose(StepTree(snapshot, case.queries), case.shape, SHARE_ALL, shared, visible=variant.visible)
+    tree = StepTree(snapshot, case.queries)
+    rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
     formats = [narrowed(rows_of, case.shape.gqa_group)]
     words = words_on_device(variant, torch.device("cpu")).tensor
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
@@ -173,8 +177,7 @@ def attend(
     if limits is not None:
         case, plan, *mask = with_row_limits(limits, case, plan)
     work = [np.ascontiguousarray(x) for x in plan.arrays()]
-    nodes = (snapshot.start, length, snapshot.page_indptr, snapshot.pages, snapshot.first_slot)
-    tree = [np.ascontiguousarray(x, dtype=np.int32) for x in nodes]
+    nodes = [np.ascontiguousarray(x, dtype=np.int32) for x in with_runs(tree.arrays(), plan.runs)]
     out = torch.full((rows + padding, heads, dim), torch.nan, dtype=q.dtype)
     lse = torch.full((rows + padding, heads), torch.nan)
     partial_out = torch.full((max(1, int(plan.counts[3])), heads, dim), torch.nan)
@@ -186,7 +189,7 @@ def attend(
         *fake_maps(k, v, boxes),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
-        *(x.ctypes.data for x in (*work, *tree)),
+        *(x.ctypes.data for x in (*work, *nodes)),
         *(page, head, slot, heads, kv_heads, snapshot.page_size, case.scale, case.scale * np.log2(np.e)),
         *(
             words.data_ptr(),
@@ -284,6 +287,21 @@ def test_the_parts_of_attention_at_positions_in_the_cache(tmp_path, sinks, size,
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, shown)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize("variant", [CAUSAL, sliding_window(9)], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("name", ["spine p20 d12 t1-3 s1-9", "search p9 n30 t1-6", "comb d9 b2 t5 s3"])
+def test_plans_of_heavy_paths(tmp_path, name, variant):
+    """Lists of which each query sees a prefix, over slices of runs."""
+    snapshot = tree_of(name)
+    rng = np.random.default_rng(0)
+    queries = leaf_queries(snapshot)
+    case = random_case(rng, snapshot, len(snapshot.pages), queries, 6, 3, 64, spread=1.0)
+    out, lse = attend(built(tmp_path, 64, variant), case, stages=3, blocks=2, variant=variant, paths=True)
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant)
+    torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
 TABLE = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.3

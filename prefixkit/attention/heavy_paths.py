@@ -1,0 +1,88 @@
+"""Heavy paths of a tree: from a node down to a leaf, by the child that is listed last.
+
+A snapshot lists the heaviest child of a node last (``tree/freeze.py``), so a path follows the most sequences, and a
+sequence meets at most ``1 + log2`` of their number of paths (Sleator and Tarjan, A data structure for dynamic trees,
+section 3).  In any other order all that is said here holds but that bound.  The nodes below a node of a path are
+consecutive, and leave the path in ascending depth: what they see of it is a prefix, and never shorter than that of the
+nodes before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.ancestry import mark
+from prefixkit.attention.queries import StepTree
+from prefixkit.tree.arrays import Longs, ranges
+from prefixkit.tree.snapshot import TreeSnapshot
+
+# Nodes above a query, each read by several BSR rows, from which on a tree counts as deep.
+DEEP = 8
+
+
+def path_order(snapshot: TreeSnapshot) -> Longs:
+    """``[nodes]`` all nodes, path after path, each from the top down: of one path are those that end alike."""
+    order: Longs = np.argsort(snapshot.subtree_end, kind="stable")
+    return order
+
+
+def continues_path(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
+    """``[nodes]`` whether each goes on its parent's path."""
+    end, parent = snapshot.subtree_end, snapshot.parent
+    goes_on: NDArray[np.bool_] = (parent >= 0) & (end == end[parent])
+    return goes_on
+
+
+def is_deep(tree: StepTree) -> bool:
+    """Whether some query has more than :data:`DEEP` nodes above it that several BSR rows read."""
+    snapshot = tree.snapshot
+    owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
+    forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
+    return bool(mark(snapshot.subtree_end, forks).above[tree.queries.node].max(initial=0) > DEEP)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Shared parts of paths: nodes one below the other, which all queries below the first of them read as one list.
+
+    Attributes:
+        heads: ``[nodes]`` True for the first node of each part.
+        nodes: ``[nodes of parts]`` part after part, each from the top down.
+        bounds: ``[parts + 1]`` where each begins in ``nodes``.
+        number: ``[nodes]`` the part that each node is the head of.
+    """
+
+    heads: NDArray[np.bool_]
+    nodes: Longs
+    bounds: Longs
+    number: Longs
+
+    def of(self, head: Longs) -> tuple[Longs, Longs]:
+        """The nodes of the parts with these heads, part after part, and how many each has."""
+        number = self.number[head]
+        count = self.bounds[number + 1] - self.bounds[number]
+        return self.nodes[ranges(self.bounds[number], count)], count
+
+    def last(self, head: Longs) -> Longs:
+        """The last node of the part of each head."""
+        return self.nodes[self.bounds[self.number[head] + 1] - 1]
+
+
+def shared_parts(snapshot: TreeSnapshot, shared: NDArray[np.bool_], *, paths: bool) -> Parts:
+    """The parts that shared nodes make: of each path what goes on without a gap; each node alone unless ``paths``."""
+    heads = shared
+    nodes = np.flatnonzero(shared)
+    if paths:
+        parent = snapshot.parent
+        # A part ends where tokens are missing between two nodes, so that its positions are consecutive.
+        meets = snapshot.start == snapshot.start[parent] + snapshot.length[parent]
+        heads = shared & ~(continues_path(snapshot) & meets & shared[parent])
+        order = path_order(snapshot)
+        nodes = order[shared[order]]
+    first = np.flatnonzero(heads[nodes])
+    number = np.zeros(len(shared), dtype=np.int64)
+    number[nodes[first]] = np.arange(len(first))
+    return Parts(heads, nodes, np.append(first, len(nodes)), number)

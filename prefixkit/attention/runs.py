@@ -1,0 +1,116 @@
+"""Runs: nodes of one path whose KV lies one after the other in memory, joined to one node.
+
+A kernel reads each segment of a KV list by itself, so segments of one token are slow.  Where the inner nodes of a path
+go on from each other's last slots, as the nodes do that a search leaves behind, a segment is a slice of them all.
+Inner nodes do not grow, so a run is good as long as the tree's structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.attention.heavy_paths import continues_path, path_order
+from prefixkit.tree.arrays import Ints, Longs, indptr_of, ranges
+from prefixkit.tree.snapshot import TreeSnapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Nodes behind those of a tree: run ``r`` of a tree of ``n`` nodes is node ``n + r``.
+
+    Attributes:
+        start, length, first_slot: ``[runs]`` as a snapshot has them of nodes.
+        page_indptr: ``[runs + 1]`` bounds of each run's pages in ``pages``.
+        pages: Page numbers, run after run.
+    """
+
+    start: Ints
+    length: Ints
+    first_slot: Ints
+    page_indptr: Ints
+    pages: Ints
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def with_runs(arrays: tuple[Ints, ...], runs: Runs | None) -> tuple[Ints, ...]:
+    """``StepTree.arrays()``, and the runs behind its nodes."""
+    if runs is None:
+        return arrays
+    start, length, page_indptr, pages, first_slot = arrays
+    return (
+        np.concatenate((start, runs.start)),
+        np.concatenate((length, runs.length)),
+        np.concatenate((page_indptr, page_indptr[-1] + runs.page_indptr[1:])),
+        np.concatenate((pages, runs.pages)),
+        np.concatenate((first_slot, runs.first_slot)),
+    )
+
+
+def with_run_lengths(length: Ints, runs: Runs | None) -> Ints:
+    """``[nodes]`` tokens of each node, and those of the runs behind them."""
+    return length if runs is None else np.concatenate((length, runs.length))
+
+
+def adjacent_to_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
+    """``[nodes]`` which inner nodes go on their parent's path, and from its last slot, in its page or at a boundary."""
+    length, size, nodes = snapshot.length, snapshot.page_size, np.arange(snapshot.num_nodes)
+    adjacent = np.zeros(len(nodes), dtype=bool)
+    goes_on = continues_path(snapshot) & (snapshot.subtree_end > nodes + 1) & (length > 0)
+    below = np.flatnonzero(goes_on & (length[snapshot.parent] > 0))
+    if not len(below):
+        return adjacent
+    above = snapshot.parent[below]
+    end = snapshot.first_slot[above] + length[above]
+    last_page = snapshot.pages[snapshot.page_indptr[above] + (end - 1) // size]
+    first_page = snapshot.pages[snapshot.page_indptr[below] + snapshot.first_slot[below] // size]
+    meets = end % size == snapshot.first_slot[below] % size
+    meets &= snapshot.start[below] == snapshot.start[above] + length[above]  # not where tokens were trimmed
+    adjacent[below] = meets & ((end % size == 0) | (last_page == first_page))
+    return adjacent
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """The longest stretches of nodes of which each but the first is adjacent to its parent; some are used as runs."""
+
+    snapshot: TreeSnapshot
+    order: Longs  # path after path
+    first: Longs  # [nodes] where in `order` the stretch of each node begins
+
+    @staticmethod
+    def of(snapshot: TreeSnapshot, adjacent: NDArray[np.bool_]) -> Stretches:
+        """Of the nodes that are ``adjacent`` to their parents."""
+        order = path_order(snapshot)
+        first = np.empty(len(order), dtype=np.int64)
+        first[order] = np.maximum.accumulate(np.where(adjacent[order], 0, np.arange(len(order))))
+        return Stretches(snapshot, order, first)
+
+    def runs(self, node: Longs) -> tuple[Runs, Longs]:
+        """The stretches that these nodes are of, and which of them each is of."""
+        snapshot, size = self.snapshot, self.snapshot.page_size
+        begin, which = np.unique(self.first[node], return_inverse=True)
+        in_order = self.first[self.order]  # rises
+        count = np.searchsorted(in_order, begin, side="right") - begin
+        nodes = self.order[ranges(begin, count)]
+        run = np.repeat(np.arange(len(begin)), count)
+        first = np.cumsum(count) - count
+        slot, length = snapshot.first_slot[nodes], snapshot.length[nodes]
+        page, last_page = slot // size, (slot + length - 1) // size
+        held_before = slot % size > 0  # the node before it in its run holds the page too
+        held_before[first] = False
+        page += held_before
+        pages = last_page - page + 1
+        top = nodes[first]
+        runs = Runs(
+            start=snapshot.start[top],
+            length=np.add.reduceat(length, first, dtype=np.int32),
+            first_slot=snapshot.first_slot[top] % size,
+            page_indptr=indptr_of(np.bincount(run, pages, len(begin)).astype(np.int64)),
+            pages=snapshot.pages[ranges(snapshot.page_indptr[nodes] + page, pages)],
+        )
+        return runs, which
