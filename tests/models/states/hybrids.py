@@ -46,7 +46,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 # Mamba 2 alone, for tests of few kinds.
 _OTHERS: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+    "mamba2": {
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    }
 }
 
 

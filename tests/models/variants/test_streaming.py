@@ -25,8 +25,10 @@ def rotary(base: float, dims: int, interleaved: bool = False) -> Any:
 def of_frequencies(frequencies: Tensor, dims: int, interleaved: bool) -> Any:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angle = positions[:, None] * frequencies.to(x.device)
-        cos, sin = angle.cos(), angle.sin()
-        turning, still = x[..., :dims].double(), x[..., dims:]
+        # In 16 bits as transformers' models do it.
+        dtype = torch.float64 if x.dtype in (torch.float32, torch.float64) else x.dtype
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        turning, still = x[..., :dims].to(dtype), x[..., dims:]
         first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
         pair = first * cos - second * sin, second * cos + first * sin
         made = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
