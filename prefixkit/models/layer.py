@@ -176,12 +176,10 @@ class Layer:
         positions, plan = self.step.positions, self.plan_under(keys[0], query.shape[1])
         q, logits = self.asked(query, positions), None if sinks is None else sinks.to(query.dtype)
         if self.own.sinks is None:
-            out: Tensor = torch.ops.prefixkit.tree_attention(q, *self.own.pages, positions, plan, scale, *keys, logits)[
-                0
-            ]
+            out, _ = torch.ops.prefixkit.tree_attention(q, *self.own.pages, positions, plan, scale, *keys, logits)
         else:
             near, far = Rotated(q, positions, plan, keys[0]), self.at_sinks(query, keys[1])
-            out = streaming_attention(near, far, self.own.pages, scale, logits)[0]
+            out, _ = streaming_attention(near, far, self.own.pages, scale, logits)
         return self.finished(out)
 
     def plan_under(self, variant: str, heads: int) -> list[Tensor]:

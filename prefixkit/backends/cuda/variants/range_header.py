@@ -35,7 +35,7 @@ def range_function(name: str, expression: Expression, words: list[list[int]]) ->
         value = _value(expression, node, [values[arg] for arg in node.args], words)
         if value is not None:
             kind = "Range" if node.type is Type.INT else "Maybe"
-            lines.append(f"        const {kind} x{number} = {value.text};\n")
+            lines.append(f"        [[maybe_unused]] const {kind} x{number} = {value.text};\n")
             value = _Ranged(f"x{number}", value.bits)
         values.append(value)
     result = values[-1]

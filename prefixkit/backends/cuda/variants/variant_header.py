@@ -173,15 +173,15 @@ def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
     assert expression is not None
     of_scores, values, lines = result == "float", list[_Value](), list[str]()
     if of_scores:
-        lines.append("        const int kv_idx = kv_base + kv_offset;\n")
+        lines.append("        [[maybe_unused]] const int kv_idx = kv_base + kv_offset;\n")
     for number, node in enumerate(expression.nodes):
         args = [values[arg] for arg in node.args]
         value = _value(expression, node, args, places.scalars, places.tensors)
-        lines.append(f"        const {value.declared} x{number} = {value.text};\n")
+        lines.append(f"        [[maybe_unused]] const {value.declared} x{number} = {value.text};\n")
         if of_scores and (slope := _slope(node, args)) and value.bits <= 31:
             bases = [replace(arg, text=arg.base if arg.slope else arg.text) for arg in args]
             base = _value(expression, node, bases, places.scalars, places.tensors).text if args else "kv_base"
-            lines.append(f"        const int y{number} = {base};\n")
+            lines.append(f"        [[maybe_unused]] const int y{number} = {base};\n")
             value = replace(value, base=f"y{number}", slope=slope)
         values.append(replace(value, text=f"x{number}"))
     given = _SCORE_ARGUMENTS if of_scores else _ARGUMENTS
