@@ -13,10 +13,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.heavy_paths import Parts, shared_parts
-from prefixkit.attention.kv_lists import KVLists, kv_lists
+from prefixkit.attention.paths.heavy_paths import Parts, shared_parts
+from prefixkit.attention.paths.kv_lists import KVLists, kv_lists
+from prefixkit.attention.paths.runs import Runs
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import Runs
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.visible import ALL, Visible, lowest_positions
 from prefixkit.tree.arrays import Ints, Longs, ranges

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import BSR, MaskKind, no_ints
-from prefixkit.attention.runs import Runs, with_run_lengths
+from prefixkit.attention.paths.runs import Runs, with_run_lengths
 from prefixkit.tree.arrays import Ints, Longs, ranges
 
 # An item's fifth number has its MaskKind below this, its segments above.

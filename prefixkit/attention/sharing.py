@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
-from prefixkit.attention.path_sharing import may_begin, share_paths
+from prefixkit.attention.paths.path_sharing import may_begin, share_paths
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints, Longs

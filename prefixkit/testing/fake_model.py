@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.bsr import OPEN, MaskKind
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import KINDS
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner

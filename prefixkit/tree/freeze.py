@@ -123,7 +123,7 @@ def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
     """The nodes of a tree in the depth-first order that lists the child with the most leaves of each node last, the
     others as they are; of equally heavy ones the last.  None where they are in this order.
 
-    Attention reads nodes of a path as one list (``attention/heavy_paths.py``), and a path follows the last child.
+    Attention reads nodes of a path as one list (``attention/paths/heavy_paths.py``), and a path follows the last child.
     Leaves are what mostly asks, and they depend on the structure alone, so snapshots of one version have one order.
 
     Args:

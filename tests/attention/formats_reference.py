@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, OPEN, MaskKind
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.reference import Exact, Rows, attention_over
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.variants import CAUSAL, Variant
 from prefixkit.attention.variants.variant import Mod
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from prefixkit.attention.bsr import OPEN, MaskKind, decompose
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import KINDS, Plan, make_plan
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.attention.variants import (

@@ -12,9 +12,9 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, MaskKind, decompose
 from prefixkit.attention.gpu.gpu_cost import H200
-from prefixkit.attention.heavy_paths import is_deep
+from prefixkit.attention.paths.heavy_paths import is_deep
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.queries import StepTree, decode_tree
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot, random_parents

@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.kv_split import EXTRA
-from prefixkit.attention.heavy_paths import continues_path
+from prefixkit.attention.paths.heavy_paths import continues_path
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, may_share
 

@@ -18,11 +18,11 @@ from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES,
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
-from prefixkit.attention.heavy_paths import is_deep
+from prefixkit.attention.paths.heavy_paths import is_deep
+from prefixkit.attention.paths.runs import Runs, with_runs
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import Runs, with_runs
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.bsr import MaskKind
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.visible import Visible
 from prefixkit.backends.torch.row_blocks import LIMITED_ROWS, RowBlocks, split_rows
 from prefixkit.tree.arrays import Ints, ranges

@@ -9,8 +9,8 @@ import torch
 from prefixkit.attention.bsr import decompose
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda.checked_mode import BadPlan, check_packed_numbers
 from prefixkit.testing.forests import SHARE_ALL, gpu_plan_of, int_tensors, node_tensors, random_case

@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefixkit.attention.bsr import MaskKind, decompose
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
-from prefixkit.attention.runs import with_runs
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.attention.variants.gallery import streaming
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for

@@ -10,7 +10,7 @@ import torch
 
 from prefixkit.attention.gpu.capacity import capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200
-from prefixkit.attention.heavy_paths import is_deep
+from prefixkit.attention.paths.heavy_paths import is_deep
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
-from prefixkit.attention.heavy_paths import Parts
+from prefixkit.attention.paths.heavy_paths import Parts
+from prefixkit.attention.paths.runs import Runs, Stretches, adjacent_to_parent
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.runs import Runs, Stretches, adjacent_to_parent
 from prefixkit.tree.arrays import Longs, ranges
 
 

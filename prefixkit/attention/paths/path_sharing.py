@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
-from prefixkit.attention.heavy_paths import path_order
+from prefixkit.attention.paths.heavy_paths import path_order
 from prefixkit.tree.arrays import Ints, Longs, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.heavy_paths import continues_path, path_order
+from prefixkit.attention.paths.heavy_paths import continues_path, path_order
 from prefixkit.tree.arrays import Ints, Longs, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 

@@ -1,0 +1,1 @@
+"""Heavy paths: nodes that follow each other are read as one list."""
