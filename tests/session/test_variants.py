@@ -118,7 +118,7 @@ def test_the_models_own_generate_takes_a_tree_whatever_pays(
         for step in (0,) if "num_beams" in options else range(6):  # later rows of beams are of other sequences
             assert torch.allclose(out.logits[step][row], want[ids.shape[1] - 1 + step], atol=2e-3)
     if "num_beams" in options:
-        (beam, *_) = prefixkit.beam_search(model, None, prompts[:1], num_beams=3, max_new_tokens=6)
+        (beam, *_) = prefixkit.beam_search(model, None, prompts[:1], num_beams=3, max_new_tokens=6, stop_token_ids=())
         assert beam.tokens == out.sequences[0, ids.shape[1] :].tolist()
 
 
