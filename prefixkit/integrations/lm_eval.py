@@ -75,8 +75,8 @@ class _Wanted:
 class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's ``hf`` model, over :meth:`prefixkit.Session.score` and :meth:`prefixkit.Session.stream`.
 
-    Requests run in the order of their tokens, in calls of some 32,000 distinct tokens, whatever ``batch_size`` says; it
-    counts rolling windows alone, which are scored so many at a time.  Log-probabilities are float32, as with
+    Requests run in the order of their tokens, in calls of some 32,000 distinct tokens, whatever ``batch_size`` says:
+    that is how many rolling windows are scored at a time, and nothing else.  Log-probabilities are float32, as with
     ``softmax_dtype="float32"``.
 
     Args:

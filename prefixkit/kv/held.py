@@ -20,7 +20,7 @@ class Held:
     """Of a sequence, what some layer sees of it later.
 
     Attributes:
-        sinks: So many of its first tokens.
+        sinks: How many of its first tokens.
         window: And of its last ones.
     """
 

@@ -33,7 +33,7 @@ def write_drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, d
 
 
 def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor) -> Tensor:
-    """``[n, 2]`` logarithms of probabilities, and masses, of so many rows."""
+    """``[n, 2]`` logarithms of probabilities, and masses, of ``n`` rows."""
     temperature = _field(records, "temperature")[:, None]
     scores = _penalised(logits, seen, _field(records, "penalty")[:, None])
     ordered = scores.sort(1, descending=True).values

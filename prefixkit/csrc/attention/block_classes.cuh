@@ -12,7 +12,7 @@ namespace prefixkit {
 
 // For KV tiles with BITS it has also written which tokens each query sees: for a tile item's n-th KV tile of this class
 // the bits number `n` behind the one that the last word of the item's row names, 2 words for each of up to `bit_rows`
-// queries.  Such tiles are COMPARED by whoever does not read bits.
+// queries.  Kernels that read no bits compare such tiles.
 enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2, BITS = 3 };
 DEVICE int bit_rows(const Attention& a) { return max(1, divide_small(128, group_of(a))); }
 // Behind the rows of all items: a counter of two words, then bits.

@@ -16,7 +16,7 @@ ANYTHING = "Maybe{true, true}"
 
 @dataclass(frozen=True)
 class _Ranged:
-    """A variable: a Range of integers of so many bits, or a Maybe."""
+    """A variable: a Range of integers whose magnitude takes ``bits`` bits, or a Maybe."""
 
     text: str
     bits: int = 0
