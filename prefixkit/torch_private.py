@@ -6,8 +6,8 @@ gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from importlib import import_module
 from types import CodeType, SimpleNamespace
@@ -105,6 +105,17 @@ def without_memory() -> AbstractContextManager[Any]:
         "torch._subclasses.fake_tensor", "FakeTensorMode", lambda: torch.device("meta")
     )()
     return made
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """A context that no mode of the caller reaches (fake tensors, default devices): the collector of garbage runs
+    finalizers within whatever the program happens to do.
+    """
+    modes = private("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
+    functions = private("torch", "_C.DisableTorchFunction", nullcontext)
+    with modes(), functions():
+        yield
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:

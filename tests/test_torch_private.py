@@ -12,6 +12,11 @@ def traced(x):
     return x + 1
 
 
+def leave_modes():
+    with private.outside_modes():
+        return torch.zeros(1)
+
+
 GRAPH = torch.fx.symbolic_trace(traced)
 LAZY = {
     "torch._dynamo.maybe_mark_dynamic": lambda: private.mark_dynamic(torch.zeros(3), 0),
@@ -20,6 +25,7 @@ LAZY = {
         private.fake_mode_of([torch.zeros(3), 1]) is None or pytest.fail("a mode")
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": private.without_memory,
+    "torch.utils._python_dispatch._disable_current_modes": leave_modes,
     "torch._dynamo.exc.FailOnRecompileLimitHit": private.compiler_errors,
 }
 

@@ -27,6 +27,7 @@ from prefixkit.models.generate.unplaced import compute_again
 from prefixkit.models.indexing.index_copies import copy_index_keys
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel
 from prefixkit.models.states.taken_cache import empty_cache
+from prefixkit.torch_private import outside_modes
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
 
@@ -234,7 +235,8 @@ class TreeCache(DynamicCache):
 
     def __del__(self) -> None:
         if "_steps" in self.__dict__ and not sys.is_finalizing():
-            self.reset()
+            with outside_modes():
+                self.reset()
 
     def activate_past_recording(self) -> None:
         """For the fallback: all that was computed on a tree can be cropped."""

@@ -12,6 +12,7 @@ import torch
 from prefixkit.models import TreeCache, patch, unpatch
 from prefixkit.models.model_stores import stores_of
 from prefixkit.testing.tiny import tiny_llama
+from prefixkit.torch_private import without_memory
 
 FEW_SHOT = torch.arange(5, 85)
 
@@ -54,6 +55,18 @@ def test_what_was_generated_is_known_too(model, ran):
     ids = torch.cat((turn, torch.tensor([[9, 9]])), 1)
     assert torch.equal(greedy(model, ids), greedy(tiny_llama(), ids))
     assert ran[0] == 3, "the last token that was generated, and the two new ones"
+
+
+@pytest.mark.parametrize("mode", [without_memory, lambda: torch.device("meta")], ids=["fake tensors", "meta"])
+def test_a_cache_that_is_collected_within_a_mode_of_torch_is_known_later(model, ran, mode):
+    """The collector of garbage may run anywhere, while a model is made without memory as well."""
+    held = greedy(model, prompt(1, 2, 3), return_dict_in_generate=True)
+    with mode():
+        del held
+        gc.collect()
+    ran.clear()
+    greedy(model, prompt(1, 2, 4))
+    assert ran[0] == 1
 
 
 def test_logits_of_all_tokens_are_computed_again(model, ran):

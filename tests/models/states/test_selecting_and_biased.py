@@ -160,7 +160,8 @@ def test_rows_are_padded_only_as_far_as_queries_are_not_scaled(seed):
     assert facts_of(model).scales_from == 68
     assert facts_of(make("inkling2_text", seed)).scales_from is None, "which scales them by their positions"
     for pads, new, on_tree in (((0, 7), 5, True), ((0, 7), 7, False), ((0, 0), 7, True)):
-        want, got, cache = compared(model, padded(seed, 64, pads), max_new_tokens=new, do_sample=False)
+        length = {"max_new_tokens": new, "min_new_tokens": new}  # a row that ends sooner would not reach position 68
+        want, got, cache = compared(model, padded(seed, 64, pads), **length, do_sample=False)
         assert isinstance(cache, TreeCache) == on_tree
         assert torch.equal(got, want)
 
