@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
-from prefixkit.models.layer import LayerCache, LayeredCache
+from prefixkit.models.layered_cache import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.own_attention.own_code import OwnCode
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree

@@ -1,124 +1,22 @@
-"""Caches that reach every attention layer, and what a layer finds in them."""
+"""What an attention layer finds in place of a cache: its pages, and the step in progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache
+from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.rotation import Angles, angles, rotate
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant
-from prefixkit.models.indexing.text_positions import ShownLayers
 from prefixkit.models.layer_pages import LayerPages
-from prefixkit.models.model_errors import NotPatched
+from prefixkit.models.layered_cache import Bias
 from prefixkit.models.variants.layer_scores import register_variant
 from prefixkit.ops.streaming import Rotated, streaming_attention
 from prefixkit.torch_private import mark_dynamic
-
-
-class Compiled(Protocol):
-    """Layers that run through torch.compile; see ``CompiledLayers``."""
-
-    active: bool
-
-    def begin(self, step: Step) -> None: ...
-
-    def run(self, cache: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-Bias = Callable[[], Variant]  # called where tensors have values
-
-
-class LayerCache(Protocol):
-    """What an attention module's original ``forward`` and our attention function find in place of a cache."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take the ``[1, kv_heads, T, head_dim]`` keys and values of a forward pass; returns what to attend over."""
-
-    def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
-        """Raise unless attention was asked for over what :meth:`update` has returned, without a mask of its own."""
-
-    def attend(
-        self,
-        query: Tensor,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-        sinks: Tensor | None,
-        bias: Bias | None = None,
-    ) -> Tensor:
-        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi, and
-        sinks are ``[heads]``, or ``[T, heads]`` where the layer's own bias is added.
-        """
-
-
-class LayeredCache(Cache):
-    """A cache of which every patched attention module gets a part of its own, for the length of a call.
-
-    It holds no keys, so the base class, which sees no layers, answers as an empty cache: its length is zero, and it is
-    not compileable.
-
-    Attributes:
-        num_layers: Attention modules.
-        compiled: The layers that run through torch.compile, or None.
-    """
-
-    compiled: Compiled | None = None
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[])
-        self.layers = ShownLayers(self.text_positions)
-        self.num_layers = num_layers
-
-    def text_positions(self) -> Tensor:
-        """``[3, 1, N]`` int64 the positions 0 to N - 1, as far as those of tokens that run go."""
-        raise NotImplementedError
-
-    @property
-    def position_ids(self) -> Tensor:
-        """The same, for models that ask a cache and none of its layers."""
-        return self.text_positions()
-
-    @position_ids.setter
-    def position_ids(self, positions: Tensor) -> None:
-        """What a model would keep for its next pass."""
-
-    def layer(self, module: nn.Module, position_ids: Tensor | None) -> LayerCache:
-        """The part of an attention module, for one call of its ``forward``, which may be told of positions."""
-        raise NotImplementedError
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """NotPatched: only layers that ``patch`` has not touched get here; others write through their part."""
-        raise NotPatched(
-            f"layer {layer_idx} was given a {type(self).__name__}, but it is not patched; call prefixkit.patch(model) "
-            "first, and after anything that wraps or replaces attention layers"
-        )
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1, as transformers writes "no maximum"."""
-        return -1
-
-    def __len__(self) -> int:
-        return self.num_layers
-
-    is_initialized = True
-    is_croppable = False
-    batch_size = 1  # one row of tokens, whatever the number of sequences
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Windows are the attention variants' business; every layer keeps all its KV."""
-        return [False] * self.num_layers
-
-    is_linear = is_dummy = is_sliding
 
 
 class TracedStep:

@@ -16,7 +16,8 @@ from prefixkit.models.indexing.index_keys import StepCompressor, StepIndexer
 from prefixkit.models.indexing.indexers import Block, IndexerCall, is_selection_mask, selected_of
 from prefixkit.models.latents.latent_layer import attend_latents
 from prefixkit.models.latents.latent_maps import EXPAND
-from prefixkit.models.layer import Layer, LayerCache
+from prefixkit.models.layer import Layer
+from prefixkit.models.layered_cache import LayerCache
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.ops.backend import plain_torch
 

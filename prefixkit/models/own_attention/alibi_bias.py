@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.variants import Variant, alibi, rounded_alibi
-from prefixkit.models.layer import Bias
+from prefixkit.models.layered_cache import Bias
 from prefixkit.models.own_attention.own_code import function_of_module
 from prefixkit.threads import once
 

@@ -17,7 +17,7 @@ from prefixkit.attention.variants import lookup
 from prefixkit.attention.visible import Visible
 from prefixkit.models.attention_class import become, original_class, run_on, subclass
 from prefixkit.models.families import text_config
-from prefixkit.models.layer import Bias
+from prefixkit.models.layered_cache import Bias
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.variants.layer_scores import register_variant

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefixkit.models.layer import LayerCache
+from prefixkit.models.layered_cache import LayerCache
 from prefixkit.models.own_attention.own_code import shown
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prefixkit.models.layer import Bias, LayerCache
+from prefixkit.models.layered_cache import Bias, LayerCache
 
 
 class HeadsInTurn:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.layer import Bias, LayerCache
+from prefixkit.models.layered_cache import Bias, LayerCache
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from prefixkit.models.attention_class import SCALES, layer_number, original_clas
 from prefixkit.models.indexing.indexers import IndexerCall
 from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.latents.latent_maps import EXPAND, is_affine
-from prefixkit.models.layer import Bias, LayeredCache
+from prefixkit.models.layered_cache import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
