@@ -14,28 +14,34 @@ from prefixkit.attention.variants.variant import Variant, variant
 
 
 @lru_cache(maxsize=1024, typed=True)
-def sliding_window(size: int) -> Variant:
-    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more."""
+def sliding_window(size: int, causal: bool = True) -> Variant:
+    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more.
+
+    Unless it is ``causal``, it sees what comes after it as well.
+    """
     check_count("sliding_window", "size", size)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx < size) & (kv_idx <= q_idx)
+        near = q_idx - kv_idx < size
+        return near & (kv_idx <= q_idx) if causal else near
 
-    return variant(mask_mod=mask_mod, name=f"sliding_window({size})")
+    return variant(mask_mod=mask_mod, name=f"sliding_window({size}{'' if causal else ', causal=False'})")
 
 
 @lru_cache(maxsize=1024, typed=True)
-def chunked(size: int) -> Variant:
-    """Each query sees its own chunk of ``size`` tokens only, up to itself; chunks begin at multiples of ``size``.
+def chunked(size: int, causal: bool = True) -> Variant:
+    """Each query sees its own chunk of ``size`` tokens only, up to itself if ``causal``; chunks begin at multiples of
+    ``size``.
 
     ValueError unless ``size`` is 1 or more.
     """
     check_count("chunked", "size", size)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx // size == kv_idx // size) & (kv_idx <= q_idx)
+        same = q_idx // size == kv_idx // size
+        return same & (kv_idx <= q_idx) if causal else same
 
-    return variant(mask_mod=mask_mod, name=f"chunked({size})")
+    return variant(mask_mod=mask_mod, name=f"chunked({size}{'' if causal else ', causal=False'})")
 
 
 def check_count(function: str, parameter: str, value: object, least: int = 1) -> None:

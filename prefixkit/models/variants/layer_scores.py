@@ -33,12 +33,13 @@ def register_variant(
     known = _composed.setdefault(CAUSAL if user is None else user, {})
     if asked not in known:
         parts: list[Variant] = [] if bias is None else [bias]
+        causal = user is None or not user.looks_ahead  # a layer's own range then bounds only what is before a query
         if cap is not None:
             parts.append(soft_cap(cap))
         if visible.window is not None:
-            parts.append(sliding_window(visible.window))
+            parts.append(sliding_window(visible.window, causal))
         if visible.chunk is not None:
-            parts.append(chunked(visible.chunk))
+            parts.append(chunked(visible.chunk, causal))
         if sinks:
             parts.append(attention_sinks())
         composed = compose(*parts) if user is None else compose(*parts, user)

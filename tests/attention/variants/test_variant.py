@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from prefixkit.attention.variants import (
     soft_cap,
     variant,
 )
+from prefixkit.attention.variants.gallery import as_mask_mod
 
 HEADS, ROWS, LENGTH = 4, 5, 9
 
@@ -103,6 +105,20 @@ def test_sigmoid_weights_come_after_all_other_changes(where: tuple[Tensor, ...],
         compose(sigmoid(), attention_sinks())
 
 
+@pytest.mark.parametrize("bounded", [sliding_window, chunked])
+def test_what_is_composed_shows_later_keys_where_every_mask_does(
+    where: tuple[Tensor, ...], bounded: Callable[..., Variant]
+) -> None:
+    """Torch's ``and_masks`` of the parts, with the causality that attention adds to those that do not look ahead."""
+    ahead = variant(mask_mod=or_masks(causal, prefix))
+    for part, others in ((bounded(3), True), (bounded(3, causal=False), False)):
+        both = compose(part, alibi(torch.rand(HEADS)), ahead)
+        assert both.looks_ahead != others
+        shown = and_masks(*(as_mask_mod(each) for each in (part, ahead)))(*where)
+        assert torch.equal(as_mask_mod(both)(*where).expand_as(shown), shown)
+    assert compose(ahead, alibi(torch.rand(HEADS))).looks_ahead and compose(ahead, CAUSAL) is ahead
+
+
 def test_compose_of_nothing_is_causal() -> None:
     assert compose() is CAUSAL
     assert compose(CAUSAL, CAUSAL) is CAUSAL
@@ -121,7 +137,6 @@ def test_a_mask_that_does_not_hide_what_follows_looks_ahead() -> None:
     for mask in (noop_mask, prefix, or_masks(causal, prefix), lambda b, h, q, kv: (q - kv).abs() < 4):
         assert variant(mask_mod=mask).looks_ahead
     assert not variant(score_mod=lambda s, b, h, q, kv: s * 2).looks_ahead, "without a mask attention is causal"
-    assert compose(sliding_window(3), variant(mask_mod=or_masks(causal, prefix))).looks_ahead
     assert variant(mask_mod=causal, traced=False).looks_ahead, "what is not traced may do anything"
 
 
