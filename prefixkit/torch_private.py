@@ -61,11 +61,11 @@ def public_storage(begin: int, device: torch.device, size: int) -> UntypedStorag
 storage_over: Callable[[int, torch.device, int], UntypedStorage] = private(
     "torch", "_C._construct_storage_from_data_pointer", public_storage
 )
-_use_count: Callable[[int], int] = private("torch", "_C._storage_Use_Count", lambda storage: 0)
+use_count: Callable[[int], int] = private("torch", "_C._storage_Use_Count", lambda storage: 0)
 
 
 def _uses(tensor: Tensor) -> int:
-    return _use_count(tensor.untyped_storage()._cdata)
+    return use_count(tensor.untyped_storage()._cdata)
 
 
 _NO_TENSORS = _uses(torch.empty(1, device="cpu")) - 1  # what the question itself adds to the count

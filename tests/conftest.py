@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ def num_forests(request: pytest.FixtureRequest) -> int:
     """How many random forests to try."""
     count: int = request.config.getoption("--forests")
     return count
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes stores find free on every device from now on."""
+    return lambda free: monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: free)
 
 
 @pytest.fixture(scope="session")

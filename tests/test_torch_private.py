@@ -82,5 +82,5 @@ def test_tensors_over_one_memory_are_counted():
 
 
 def test_where_torch_does_not_count_tensors_their_number_is_unknown(monkeypatch):
-    monkeypatch.setattr(private, "_use_count", lambda storage: 0)
+    monkeypatch.setattr(private, "use_count", lambda storage: 0)
     assert private.tensors_over(torch.zeros(8)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +25,8 @@ class Borrower:
 
 
 @pytest.fixture
-def stores(monkeypatch: pytest.MonkeyPatch) -> ModelStores:
-    monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: FREE)
+def stores(free_memory: Callable[[int], None]) -> ModelStores:
+    free_memory(FREE)
     return ModelStores()
 
 

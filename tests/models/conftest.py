@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -36,6 +37,18 @@ def rng() -> np.random.Generator:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"rng seed {seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def scaled_twice(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+    """Makes the eager attention function of a module of transformers scale by twice what it is asked to."""
+
+    def change(module: ModuleType) -> None:
+        eager = module.eager_attention_forward
+        twice = lambda *args, **given: eager(*args, **given | {"scaling": 2 * given["scaling"]})  # noqa: E731
+        monkeypatch.setattr(module, "eager_attention_forward", twice)
+
+    return change
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -248,10 +248,10 @@ def test_two_threads_of_a_session_and_of_generate(model: Any, seed: int) -> None
 
 
 @pytest.fixture
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def little_memory(free_memory: Callable[[int], None]) -> int:
     """8 MiB are free, whatever is taken: on a CPU a pool takes memory as it is written to."""
-    monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: 2**23)
-    yield 2**23
+    free_memory(2**23)
+    return 2**23
 
 
 def test_all_stores_together_stay_within_the_limit(model: Any, seed: int, little_memory: int) -> None:

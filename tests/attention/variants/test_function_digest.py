@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 
 import pytest
 import torch
@@ -66,13 +67,13 @@ def test_what_changes_in_place_is_the_same_part_with_another_digest():
     assert fingerprint(shifted(bias.clone())) == fingerprint(shifted(bias))
 
 
-def test_module_level_values_count(monkeypatch):
-    digest, by_factor = fingerprint(helper), fingerprint(scaled)
-    monkeypatch.setattr(f"{__name__}.FACTOR", 4)
-    assert fingerprint(helper) == digest
-    assert fingerprint(scaled) != by_factor
-    monkeypatch.setattr(f"{__name__}.TABLE", TABLE + 1)
-    assert fingerprint(helper) != digest
-    monkeypatch.setattr(f"{__name__}.TABLE", object())
+def test_module_level_values_count():
+    def within(function, **values):
+        """The function as of a module in which names have these values."""
+        return FunctionType(function.__code__, globals() | values)
+
+    assert fingerprint(within(helper, FACTOR=4)) == fingerprint(helper)
+    assert fingerprint(within(scaled, FACTOR=4)) != fingerprint(scaled)
+    assert fingerprint(within(helper, TABLE=TABLE + 1)) != fingerprint(helper)
     with pytest.raises(TypeError, match="numbers, strings, tensors and plain functions, got a object"):
-        fingerprint(scaled)
+        fingerprint(within(helper, TABLE=object()))

@@ -78,8 +78,8 @@ class TestWhatCannotBeOnATree:
         assert torch.equal(got, want)
         assert isinstance(cache, TreeCache)
 
-    def test_kv_that_does_not_fit(self, padded, said, monkeypatch):
-        monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: 10_000)
+    def test_kv_that_does_not_fit(self, padded, said, free_memory):
+        free_memory(10_000)
         want, got, cache = compared(make_model(), padded, **SAMPLED)
         assert torch.equal(got, want)
         assert type(cache) is DynamicCache

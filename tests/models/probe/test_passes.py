@@ -139,12 +139,10 @@ def test_positions_of_a_model_that_counts_from_its_padding_token_are_known(tiny)
     assert facts_of(tiny("bert", is_decoder=True)).counts_from_zero
 
 
-def test_an_eager_function_that_means_something_else_is_noticed(tiny, monkeypatch):
+def test_an_eager_function_that_means_something_else_is_noticed(tiny, scaled_twice):
     import transformers.models.llama.modeling_llama as llama
 
-    eager = llama.eager_attention_forward
-    twice = lambda *args, **kwargs: eager(*args, **kwargs | {"scaling": 2 * kwargs["scaling"]})  # noqa: E731
-    monkeypatch.setattr(llama, "eager_attention_forward", twice)
+    scaled_twice(llama)
     model = tiny("llama")
     model.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedModel, match=r"LlamaAttention\) attends in a way of its own"):

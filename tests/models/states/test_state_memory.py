@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -198,10 +200,8 @@ def test_the_command_line_samples_and_forecasts(tmp_path: Path) -> None:
 # -- layers between which others lie -----------------------------------------------------------------------------------
 
 
-def test_an_attention_layer_that_is_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = lfm2.eager_attention_forward
-    twice = lambda *args, **given: eager(*args, **given | {"scaling": 2 * given["scaling"]})  # noqa: E731
-    monkeypatch.setattr(lfm2, "eager_attention_forward", twice)
+def test_an_attention_layer_that_is_refused_is_named(scaled_twice: Callable[[ModuleType], None]) -> None:
+    scaled_twice(lfm2)
     model = make_hybrid("lfm2")
     model.set_attn_implementation("sdpa")
     with pytest.raises(prefixkit.UnsupportedModel, match=r"^model\.layers\.1\.self_attn \(Lfm2Attention\) attends in"):
