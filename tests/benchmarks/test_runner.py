@@ -50,7 +50,7 @@ def test_a_comparison_times_both_checkouts(tmp_path: Path, capsys: pytest.Captur
         "--turns",
         "2",
         "--fresh",
-        "1",
+        "2",
         "--out",
         tmp_path / "out.json",
     ]

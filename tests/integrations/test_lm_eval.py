@@ -70,6 +70,14 @@ TASKS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_programs():
+    """No list of the machine's packages and drivers, for which lm-eval runs a dozen programs after each evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """The tasks' folder: YAML files over local JSON."""
