@@ -44,8 +44,20 @@ def tiny() -> tuple[Any, Any]:
     return LlamaForCausalLM(config).eval(), byte_tokenizer()
 
 
+def parse(description: str | None, arguments: list[str] | None, **flags: str) -> argparse.Namespace:
+    """``--tiny`` and these flags, with what each does; None for the arguments takes those of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags["tiny"] = "a tiny random model instead of SmolLM2-135M-Instruct"
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    return parser.parse_args(arguments)
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and tokenizer that the options ask for."""
+    return tiny() if options.tiny else load_demo()
+
+
 def from_arguments(description: str | None, arguments: list[str] | None = None) -> tuple[Any, Any]:
     """The model and tokenizer that the arguments ask for; None takes those of the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model instead of SmolLM2-135M-Instruct")
-    return tiny() if parser.parse_args(arguments).tiny else load_demo()
+    return load(parse(description, arguments))

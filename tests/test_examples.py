@@ -29,7 +29,7 @@ SAYS = {
     "diverse_beams": "group 2",
     "scored_beams": "beam search by log-probability alone",
     "tree_of_thoughts": "-> depth 4",
-    "process_reward": "tokens computed for the values of 6 samples",
+    "verifier_search": "the last level's values took",
 }
 
 

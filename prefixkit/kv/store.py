@@ -118,6 +118,14 @@ class KVStore:
         self.cache.record_hit(sequence)
         return sequence
 
+    def touch(self, contexts: Iterable[Ints]) -> None:
+        """Let what the tree holds of these sequences, which a call admits in turns, be evicted after all else.
+
+        Else a sequence that is admitted early may take the KV of one that comes later, and leave what nothing needs.
+        """
+        for tokens in contexts if self.tree.num_cached else ():
+            self.cache.touch(self.tree.match(tokens).node)
+
     def check_spans(self, texts: Ordered[tuple[str, int]], chunk: int) -> None:
         """Raise SpanTooLong where a step of ``chunk`` tokens cannot compute a span of a text as a whole.
 

@@ -31,6 +31,7 @@ from prefixkit.models.attention_class import is_tree_class, layer_number, origin
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
+from prefixkit.models.model_calls import no_lm_head
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.measured import Probed
@@ -92,6 +93,11 @@ class ModelFacts:
     def vocab_size(self) -> int:
         """Columns of its logits."""
         return int(self.config.vocab_size)
+
+    def check_lm_head(self) -> None:
+        """Raise TypeError for a model that gives hidden states alone, as reward models do, where logits are needed."""
+        if not self.inner.can_generate():
+            raise TypeError(no_lm_head(self.inner))
 
     @property
     def generation_config(self) -> Any:

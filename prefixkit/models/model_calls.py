@@ -13,6 +13,14 @@ def logits_of(output: Any) -> Tensor | None:
     return logits
 
 
+def no_lm_head(model: nn.Module) -> str:
+    """What is wrong with a model that is to sample or to score, and gives no logits of next tokens."""
+    return (
+        f"{type(model).__name__} has no language-model head, so that it neither samples nor scores; load it with "
+        "AutoModelForCausalLM, or ask for what a head makes of its hidden states: session.values()"
+    )
+
+
 def random_part(model: nn.Module) -> str | None:
     """The name of what a model in training mode drops at random; None if nothing, or in evaluation mode."""
     if not model.training:

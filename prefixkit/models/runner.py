@@ -16,7 +16,7 @@ from prefixkit.models.experts import experts_by_ops, most_rows
 from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rotary
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.layer_pages import layer_pages
-from prefixkit.models.model_calls import logits_of, random_part
+from prefixkit.models.model_calls import logits_of, no_lm_head, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.step_cache import StepCache
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps through a patched causal language model.
+    """Runs steps through a patched model: a causal language model, or one that gives hidden states alone.
 
     Args:
         model: The model.
@@ -46,7 +46,6 @@ class ModelRunner:
     Raises:
         NotPatched: ``patch(model)`` was not called.
         UnsupportedModel: see :func:`kv_spec`; or an adapter puts learned tokens before every prompt.
-        TypeError: the model has no language-model head.
         ValueError: the pool was made for a model of another shape.
     """
 
@@ -69,17 +68,13 @@ class ModelRunner:
                 f"({type(model.active_peft_config).__name__}), which no tree holds; call model.generate(), or take an "
                 "adapter of weights such as LoRA"
             )
-        if not inner.can_generate():
-            raise TypeError(
-                f"ModelRunner: {type(inner).__name__} has no language-model head; load the model with "
-                "AutoModelForCausalLM"
-            )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
+        self._has_lm_head = inner.can_generate()
         warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
@@ -100,6 +95,7 @@ class ModelRunner:
             ``torch.inference_mode``.
 
         Raises:
+            TypeError: the model has no language-model head.
             ValueError: the model is in training mode, and drops something at random.
             IncompleteStep: a layer was not reached exactly once; or tokens see later ones, and it is not known which.
         """
@@ -112,6 +108,8 @@ class ModelRunner:
 
     def compute(self, step: Step) -> Tensor:
         """The same, but the logits in the dtype that the model gives them."""
+        if not self._has_lm_head:
+            raise TypeError(f"ModelRunner: {no_lm_head(pretrained_model(self.model))}")
         kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
 
         def logits(**inputs: Any) -> Tensor | None:

@@ -84,6 +84,7 @@ def scored_tokens(
     Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.score` says what may be given and is
     raised.
     """
+    facts.check_lm_head()
     encoded = _encoded(facts, tokenizer, prompts)
     as_own = partial(as_list, "continuations", of="strings or of lists of token ids")
     given = [as_own(own) if isinstance(own, Iterator) else own for own in as_own(continuations)]
@@ -194,8 +195,10 @@ def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[
     """Parameters, of which those without stop tokens get the generation config's end of sequence, or the tokenizer's.
 
     Raises:
+        TypeError: the model has no language-model head.
         ValueError: the generation config asks for what would be left out, or stop strings need text.
     """
+    facts.check_lm_head()
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], REFUSED_FIELDS["logits"].split()
     names = set(REFUSED_FIELDS["calls"].split()) - (set() if samples else {"num_beams"})
     if beams := len(samples) < len(each):

@@ -276,6 +276,7 @@ class Session(SessionMemory):
         """
         with self._called() as facts:
             _check_causal(facts)
+            facts.check_lm_head()
             check_place(path)
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:

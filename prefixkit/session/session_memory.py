@@ -166,6 +166,7 @@ class SessionMemory:
             KVBudgetTooSmall: the pool does not hold it beside what is pinned already.
         """
         with self._called() as facts:
+            facts.check_lm_head()
             (request,) = prompt_requests(facts, self.tokenizer, [prompt])
             with self._engine(facts, [request.tokens], elsewhere=False) as engine:
                 return Pin(request.tokens.tolist(), self._compute(facts, engine, request), self)

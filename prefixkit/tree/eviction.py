@@ -68,15 +68,23 @@ class PrefixCache:
         """Drop the sequence, and retain those of its tokens that have KV until their pages are needed."""
         node = self.tree.retain(sequence)
         if node is not None:
-            self._touch(node)
+            self.touch(node)
 
     def record_hit(self, sequence: Sequence) -> int:
         """Count a sequence that was just inserted; returns how many of its tokens, from the first, have KV."""
-        self._touch(sequence.node, 1)
+        self.touch(sequence.node, 1)
         computed = sequence.computed
         self.tokens_queried += sequence.length
         self.tokens_hit += computed
         return computed
+
+    def touch(self, node: Node, uses: int = 0) -> None:
+        """Note that the node and its ancestors were hit or retained now."""
+        self._now += 1
+        above: Node | None = node
+        while above is not None:
+            above.used_at, above.uses = self._now, above.uses + uses
+            above = above.parent
 
     def free_pages(self, pages: int) -> bool:
         """Evict until ``pages`` pages are free; False if they cannot be, and then all is evicted that can be."""
@@ -109,14 +117,6 @@ class PrefixCache:
         finally:
             node.pins -= 1
             self.tree.merge(node)
-
-    def _touch(self, node: Node, uses: int = 0) -> None:
-        """Note that the node and its ancestors were hit or retained now."""
-        self._now += 1
-        above: Node | None = node
-        while above is not None:
-            above.used_at, above.uses = self._now, above.uses + uses
-            above = above.parent
 
     def _first(self) -> Node | None:
         """The evictable node of the least value, taken out of the order; None where there is none."""

@@ -167,3 +167,16 @@ def test_keys_of_spans_that_have_gone_are_given_again() -> None:
     assert spelling.size == 7 * 9
     assert held.keys().tolist() == keys
     assert held.tokens().tolist() == [*range(12)]
+
+
+def test_what_a_call_will_admit_is_evicted_after_what_is_newer() -> None:
+    store = store_of(6)
+    for first in (0, 100):
+        sequence = store.admit(tokens((first, first + 12)))
+        assert sequence is not None
+        computed(store)
+        store.retain(sequence)
+    waiting = tokens((0, 12), (20, 24))
+    store.touch([waiting])
+    assert store.admit(tokens((200, 212))) is not None
+    assert store.tree.match(waiting).length == 12 and store.tree.match(tokens((100, 112))).length == 0

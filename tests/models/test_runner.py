@@ -80,10 +80,12 @@ def test_a_pool_of_another_shape_is_refused(tiny):
         ModelRunner(patch(tiny()), KVPool(spec_of_alike(3, 2, 24, torch.float32, torch.device("cpu")), 4, 4))
 
 
-def test_a_model_without_a_language_head_is_refused(tiny):
-    model = patch(tiny()).model
-    with pytest.raises(TypeError, match="LlamaModel has no language-model head"):
-        ModelRunner(model, KVPool(kv_spec(model), 4, 4))
+def test_a_model_without_a_language_head_gives_hidden_states_alone(run):
+    step = run.step()
+    want, runner = run.runner.hidden(step), ModelRunner(run.model.model, run.pool)
+    assert torch.equal(runner.hidden(step), want)
+    with pytest.raises(TypeError, match=r"Gemma2Model has no language-model head.*session.values"):
+        runner(step)
 
 
 def test_a_wrapper_that_passes_keywords_on_is_run_as_a_whole(run):

@@ -46,6 +46,7 @@ class ContextRun:
             most_wanted: After how many tokens of a step something may be wanted; None: all.
         """
         contexts, begin = lay_out(texts), 0
+        self.store.touch(contexts.tokens)
         try:
             while begin < len(contexts.tokens):
                 end = self._admit(contexts, begin)

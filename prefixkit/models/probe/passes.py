@@ -183,11 +183,17 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
 
 
 def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:
-    """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``."""
+    """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``.
+
+    Of a model without a language-model head it is their last hidden states: other heads may take some rows alone.
+    """
     input_ids = torch.tensor([tokens], device=_device(model))
     given = step_inputs(model, cache, {"input_ids": input_ids, "use_cache": True, **given})
     try:
-        logits = logits_of(_call_of(model)(**given))
+        if model.can_generate():
+            rows = logits_of(_call_of(model)(**given))
+        else:
+            rows = getattr(_call_of(model.base_model)(**given), "last_hidden_state", None)
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -207,10 +213,10 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             "layers attended or kept a state; "
             f"{why if checkpointing else other}"
         )
-    return None if logits is None else logits[0].float()[[0, -1]]
+    return None if rows is None else rows[0].float()[[0, -1]]
 
 
-def _call_of(model: PreTrainedModel) -> Callable[..., Any]:
+def _call_of(model: nn.Module) -> Callable[..., Any]:
     """What runs a model, which may be running: hooks and contexts that it brings must not be entered twice, but a
     sharded model needs its own to gather its weights.
     """
