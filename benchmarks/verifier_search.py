@@ -9,13 +9,15 @@ one call and nothing with calls before; *transformers*: the unpatched model comp
 batch, by ``generate`` for the step, and in batches of ``--rows`` for the values.  The seeds make the first two sample
 the same; ``generate`` is given the tokens that it has to choose, which costs it no sampling, and its own values decide
 which beams go on.  Solutions are asserted to be equal.  Tokens are those of the texts alone, without padding and
-without tokens of rows that have ended.  Seconds are of the host's clock, and of the process's CPU time.
+without tokens of rows that have ended.  Seconds are of the host's clock, and of the process's CPU time; the first two
+ways take turns, and *transformers* follows.
 """
 
 import statistics
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,10 @@ Sampled = dict[tuple[tuple[int, ...], int], tuple[list[int], Any]]
 
 
 def main() -> None:
-    sizes: Row = {"n": 64, "expand": 4, "depth": 3, "new": 24, "temperature": 0.8, "turns": 3, "rows": 16}
-    options = arguments(__doc__, model={"choices": ("demo", "tiny"), "default": "demo"}, dvts=False, **sizes)
-    run = Run(options, "cpu")
-    models = Models(options)
+    sizes: Row = {"n": 64, "expand": 4, "depth": 3, "new": 24, "temperature": 0.8, "rows": 16}
+    model = {"choices": ("demo", "tiny"), "default": "demo"}
+    options = arguments(__doc__, model=model, dvts=False, turns=3, plain_turns=1, **sizes)
+    run, models = Run(options, "cpu"), Models(options)
     found: dict[str, list[Row]] = {way: [] for way in WAYS}
     solutions: list[list[Candidate]] = []
 
@@ -46,18 +48,28 @@ def main() -> None:
         row, candidates = models.searched(way)
         found[way].append(row)
         solutions.append(candidates)
-        print(way, row, flush=True)
-        return float(row["s"])
+        run.add("searches", {"way": way, **row})
+        return float(row["cpu_s"])
 
-    in_turns({way: lambda way=way: searched(way) for way in WAYS}, options.turns)  # type: ignore[misc]
+    in_turns({way: partial(searched, way) for way in WAYS[:2]}, options.turns)
+    in_turns({way: partial(searched, way) for way in WAYS[2:]}, options.plain_turns)
     for other in solutions[1:]:
         assert [one.node.text for one in other] == [one.node.text for one in solutions[0]], "other solutions"
-    worst = max(abs(a.value - b.value) for other in solutions for a, b in zip(other, solutions[0], strict=True))
-    run.result |= {"solutions": len(solutions[0]), "worst_difference_of_values": worst}
-    for way, rows in found.items():
-        medians = {name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0]}
-        run.add("ways", {"way": way, **medians})
-    run.finish()
+    values = torch.tensor([[one.value for one in each] for each in solutions])
+    run.result |= {
+        "solutions": len(solutions[0]),
+        "worst_difference_of_values": float((values - values[0]).abs().max()),
+    }
+    medians = {
+        way: {name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0]}
+        for way, rows in found.items()
+        if rows
+    }
+    run.result["medians"] = medians
+    run.result["over_nodes"] = {
+        way: {name: round(of[name] / medians["nodes"][name], 2) for name in of} for way, of in medians.items()
+    }
+    run.finish("medians", "over_nodes")
 
 
 class Models:

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
+from transformers import (
+    BloomConfig,
+    BloomForTokenClassification,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 import prefixkit
 from prefixkit import Session
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
-CLASSES = [LlamaForTokenClassification, LlamaForSequenceClassification]
+CLASSES = [LlamaForTokenClassification, LlamaForSequenceClassification, BloomForTokenClassification]
 
 
 def classifier(cls: Any) -> Any:
     """A patched classifier of three labels with random weights."""
-    config = copy.deepcopy(tiny_llama().config)
+    bloom = BloomConfig(vocab_size=260, hidden_size=64, n_layer=2, n_head=4)
+    config = bloom if cls is BloomForTokenClassification else copy.deepcopy(tiny_llama().config)
     config.num_labels = 3
     torch.manual_seed(1)
     return prefixkit.patch(cls(config).eval())
@@ -51,9 +57,10 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_values_of_its_head_are_its_own_logits(cls: Any, texts: list[list[int]]) -> None:
     model = classifier(cls)
+    head = model.classifier if cls is BloomForTokenClassification else model.score
     with Session(model, kv_budget="1MiB") as session:
         for at in ("last",) if cls is LlamaForSequenceClassification else ("last", "all"):
-            for found, tokens in zip(session.values(texts, model.score, at=at), texts, strict=True):
+            for found, tokens in zip(session.values(texts, head, at=at), texts, strict=True):
                 torch.testing.assert_close(found.double(), logits(model, tokens)[-len(found) :], rtol=1e-4, atol=1e-4)
         assert session.report.prompts == len(texts)
 

@@ -193,7 +193,7 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
         if model.can_generate():
             rows = logits_of(_call_of(model)(**given))
         else:
-            rows = getattr(_call_of(model.base_model)(**given), "last_hidden_state", None)
+            rows = getattr(model.base_model(**given), "last_hidden_state", None)
     except Enough:
         return None
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -216,7 +216,7 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
     return None if rows is None else rows[0].float()[[0, -1]]
 
 
-def _call_of(model: nn.Module) -> Callable[..., Any]:
+def _call_of(model: PreTrainedModel) -> Callable[..., Any]:
     """What runs a model, which may be running: hooks and contexts that it brings must not be entered twice, but a
     sharded model needs its own to gather its weights.
     """
