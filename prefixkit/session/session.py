@@ -207,6 +207,9 @@ class Session(SessionMemory):
     def values(self, prompts: Any, head: Head, *, at: Any = "last") -> Any:
         """What a head makes of the model's hidden states: a reward or value head, or a process reward model's.
 
+        The model may be one with another head than a language model's: ``AutoModelForTokenClassification`` with
+        ``head=model.score``, for example.
+
         Tokens that prompts share are computed once, and those that the session has seen are not computed again, but
         for the ones that values are wanted of.
 

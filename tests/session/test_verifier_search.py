@@ -65,7 +65,10 @@ def plain_value(reward: Any, tokens: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def searched(example: Any, model: Any, reward: Any) -> Any:
-    """The solutions of a search, and how many tokens the last level's values have taken; each search runs once."""
+    """Solutions, tokens that the last level's values have taken, tokens of the generator that were evicted.
+
+    Each search runs once.
+    """
 
     @functools.cache
     def search(kind: Any, dvts: bool, kv_budget: str = "4MiB") -> Any:
@@ -75,14 +78,14 @@ def searched(example: Any, model: Any, reward: Any) -> Any:
             found = example.search(generator, verifier, QUESTION, **SIZES, dvts=dvts, **STEP)
             assert_empty(generator)
             assert_empty(judging)
-            return found, judging.report.tokens_computed
+            return found, judging.report.tokens_computed, generator.store.cache.tokens_evicted
 
     return search
 
 
 @pytest.mark.parametrize("dvts", [False, True])
 def test_nodes_and_whole_texts_give_the_same_solutions(searched: Any, reward: Any, dvts: bool) -> None:
-    (found, tokens), (others, whole) = (searched(kind, dvts) for kind in (Session, Resubmitting))
+    (found, tokens, _), (others, whole, _) = (searched(kind, dvts) for kind in (Session, Resubmitting))
     assert [one.node.tokens for one in found] == [one.node.tokens for one in others]
     assert tokens < whole
     for one, other in zip(found, others, strict=True):
@@ -94,7 +97,7 @@ def test_nodes_and_whole_texts_give_the_same_solutions(searched: Any, reward: An
 def test_dvts_keeps_a_beam_of_each_subtree_where_beam_search_takes_the_best_of_all(searched: Any) -> None:
     def subtrees(dvts: bool) -> list[int]:
         """Of each solution, which of the first beams it grew from."""
-        found, _ = searched(Session, dvts)
+        found, _, _ = searched(Session, dvts)
         roots = []
         for one in found:
             path = [one.node]
@@ -109,8 +112,9 @@ def test_dvts_keeps_a_beam_of_each_subtree_where_beam_search_takes_the_best_of_a
 
 def test_released_candidates_make_room_for_the_next_level(searched: Any) -> None:
     """The pool holds the candidates of one level, and not all that are sampled."""
-    everything, _ = searched(Session, False)
-    small, _ = searched(Session, False, "56KiB")
+    everything, _, none = searched(Session, False)
+    small, _, evicted = searched(Session, False, "56KiB")
+    assert evicted and not none
     assert [one.node.tokens for one in small] == [one.node.tokens for one in everything]
 
 
