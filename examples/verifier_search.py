@@ -30,7 +30,7 @@ QUESTION = """Solve the problem in short steps, one on each line, and give the a
 A baker sells 17 loaves at 3 coins each and 4 cakes at 5 coins each. How many coins does he earn?"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A partial solution, and the verifier's value after its last step."""
 
@@ -67,14 +67,14 @@ def search(
         nodes = [child for beam in beams for child in beam.fork(expand)]
         generator.step(nodes, **step)
         candidates = verifier.judge(question, nodes)
-        ended = {one for one in candidates if level == depth or one.node.finish_reason == "stop"}
+        ended = [one for one in candidates if level == depth or one.node.finish_reason == "stop"]
         take, size = (1, expand) if dvts else (len(beams), len(nodes))
         best = list[Candidate]()
         for begin in range(0, len(nodes), size):
             going = [one for one in candidates[begin : begin + size] if one not in ended]
             best += sorted(going, key=lambda one: -one.value)[:take]
-        for one in {*candidates} - {*best} - ended:
-            one.node.release()
+        for pruned in {*candidates} - {*best, *ended}:
+            pruned.node.release()
         solved += ended
         beams = [one.node for one in best]
         if not beams:
