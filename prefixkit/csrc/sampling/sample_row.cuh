@@ -16,18 +16,24 @@ static __device__ __noinline__ float4 penalise_held(float4 x, u32 held, float pe
     return x;
 }
 
+// Of four tokens only those of the bits of `allowed`.
+DEVICE float4 only(float4 x, u32 allowed) {
+    return make_float4(allowed & 1 ? x.x : MINUS_INFINITY, allowed & 2 ? x.y : MINUS_INFINITY,
+                       allowed & 4 ? x.z : MINUS_INFINITY, allowed & 8 ? x.w : MINUS_INFINITY);
+}
+
 // Tokens are dealt out to the warps of a cluster in order, `segment` to each; its lanes take four tokens at a time.
 template <class T, bool CACHED> struct Row {
     const T* logits;
-    const u32* seen;
+    const u32 *seen, *allowed;
     float* cache;  // the block's scores, later weights
     int vocab, first, segment;
     float penalty;
-    bool penalised, aligned;
+    bool penalised, masked, aligned;
 
     DEVICE Row(const Sample& a, int row, float* shared) {
         logits = (const T*)a.logits + row * a.stride;
-        seen = a.seen + (long long)row * a.words;
+        seen = a.seen + (long long)row * a.words, allowed = a.allowed + (long long)row * a.words;
         cache = shared, vocab = a.vocab, segment = a.segment;
         first = cluster_rank() * WARPS * segment;
         aligned = a.aligned;
@@ -77,14 +83,18 @@ template <class T, bool CACHED> struct Row {
     }
     DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
 
-    DEVICE float4 penalise(int i, float4 x) const {
-        const u32 held = i < vocab ? seen[i >> 5] >> (i & 31) & 15 : 0;
-        return held ? penalise_held(x, held, penalty) : x;
+    // Whether scores are other than logits.
+    DEVICE bool changed() const { return penalised || masked; }
+    DEVICE u32 bits(const u32* words, int i) const { return i < vocab ? words[i >> 5] >> (i & 31) & 15 : 0; }
+    DEVICE float4 change(int i, float4 x) const {
+        if (penalised)
+            if (const u32 held = bits(seen, i)) x = penalise_held(x, held, penalty);
+        return masked ? only(x, bits(allowed, i)) : x;
     }
     DEVICE float4 score(int i) const {
         if (CACHED) return *(const float4*)(cache + (i - first));
         const float4 x = raw(i);
-        return penalised ? penalise(i, x) : x;
+        return changed() ? change(i, x) : x;
     }
     // f(step, i, scores) for this lane's tokens i to i + 3, of all steps.
     template <int UNROLL, class F> DEVICE void each_score(F f) const {

@@ -1,0 +1,57 @@
+"""What sampling asks of a grammar: which tokens may follow a text, and whether it may end there.
+
+A grammar is a noun that packages of ``prefixkit.integrations`` make; a user's own serves likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Matcher(Protocol):
+    """Where one text is in a grammar.
+
+    ``bits`` of a row are those of the op ``sample``, bit ``t % 32`` of word ``t // 32`` for token ``t``, and one more:
+    that of the token behind the vocabulary says whether the text may end.
+    """
+
+    def fork(self) -> Self:
+        """Another one at the same place, which goes on apart."""
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False where it may not follow, and nothing has changed."""
+
+    @classmethod
+    def fill(cls, matchers: Sequence[Self], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """Write which tokens may follow, for each of several matchers into its row of ``bits``.
+
+        Args:
+            matchers: Of one class, of any grammars.
+            rows: A row of ``bits`` for each.
+            bits: ``[any, ceil((vocab + 1) / 32)]``, C-contiguous; bits behind those that are defined may be anything.
+        """
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """What texts are to match; hashable, for it is compiled once for each tokenizer."""
+
+    @staticmethod
+    def compiler(tokens: Sequence[bytes]) -> Any:
+        """What compiles grammars of this class for a vocabulary.
+
+        Args:
+            tokens: ``[vocab]`` the bytes that each token adds to a text; none for those that no text holds: special
+                tokens, and padding of the vocabulary.
+        """
+
+    def compile(self, compiler: Any) -> Matcher:
+        """A matcher before the first token, which is forked for each text.
+
+        Raises:
+            ValueError: the grammar is malformed; the message says where.
+        """
