@@ -30,6 +30,7 @@ from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
+from prefixkit.runners.masked_steps import MaskedSteps
 from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 
@@ -64,6 +65,7 @@ class GraphRunner:
         captures: Graphs that were captured, again ones included.
         seconds_capturing: What that took.
         graph_steps: Steps that graphs ran.
+        grammar_waits: Of these, steps whose masks were filled while the graph ran.
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class GraphRunner:
         self.eager, self.model, self.plannings, self.page_size = eager, model, tuple(plannings), page_size
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
         self.weights, self.moves, self.make_capture = weights, moves, capture
-        self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
+        self.captures, self.seconds_capturing, self.graph_steps, self.grammar_waits = 0, 0.0, 0, 0
         self._pace, self._eagerly, self._keep_states = pace, False, keep_states
         self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
-        self._refused = self._no_memory = False
+        self._refused = self._no_memory = self._drawn = False
+        self._masked: MaskedSteps | None = None
         self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}  # by bucket, output and variant
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
@@ -103,7 +106,8 @@ class GraphRunner:
 
     def counters(self) -> dict[str, float]:
         own = ("graph_steps", "captures", "seconds_capturing")
-        return {**self.eager.counters(), **{name: getattr(self, name) for name in own}}
+        waits = self.eager.grammar_waits + self.grammar_waits
+        return {**self.eager.counters(), **{name: getattr(self, name) for name in own}, "grammar_waits": waits}
 
     @property
     def graph_bytes(self) -> int:
@@ -165,6 +169,8 @@ class GraphRunner:
         assert arrays is not None, "launched before"
         with self._on_device():
             self._drop_stale_graphs()
+            if self._masked is not None:
+                self._masked.select_rows(rows)
             bucket = self._bucket_for(len(rows))
             tree, variant = self._tree_after(self._steps).select_rows(rows), self._variant
             self._variant = self._variant_of(tree)
@@ -192,7 +198,7 @@ class GraphRunner:
         assert arrays is not None, "launched before"
         if isinstance(oldest, Results):
             return oldest
-        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top, self._output.drawn)
+        return arrays.ring.read(*oldest, arrays.most_top(self._output.top), self._top, self._drawn)
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
         return self.eager.sample(logits, sampling)
@@ -208,6 +214,9 @@ class GraphRunner:
         if batch.steps < self.fewest_steps and (self._bucket_for(rows), output, self._variant) not in self._graphs:
             return False
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
+        self._drawn = sampling is not None and sampling.drawn
+        masks = None if sampling is None or output.uploads_batch else sampling.masks
+        self._masked = None if masks is None else MaskedSteps(masks)
         try:
             with self._on_device():
                 if self._stale:
@@ -265,13 +274,19 @@ class GraphRunner:
                 arrays.continue_states()
             if self._sampling is None:
                 return
-            if captured.logits is not None:
+            if self._masked is not None and captured.logits is not None:
+                self._masked.sample(arrays, captured.logits[: self._rows], self._drawn)
+                self.grammar_waits += 1
+            elif captured.logits is not None:
                 logits = captured.logits[: self._rows].float()
                 self._unread.append(self.eager.sample(logits, self._sampling))
                 return
             if not self._output.top:
-                arrays.ring.copy(*arrays.sampler.sampled(self._rows, self._output.drawn))
-            self._unread.append((arrays.ring.record(first=self._output.top > 0), self._rows))
+                arrays.ring.copy(*arrays.sampler.sampled(self._rows, self._drawn))
+            index = arrays.ring.record(first=self._output.top > 0)
+            self._unread.append((index, self._rows))
+            if self._masked is not None:
+                self._masked.record(arrays.ring, index, self._rows)
 
     def _tree_after(self, steps: int) -> StepTree:
         return self._tree.grown(steps) if steps > 0 else self._tree

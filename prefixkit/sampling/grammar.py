@@ -5,6 +5,7 @@ A grammar is a noun that packages of ``prefixkit.integrations`` make; a user's o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -17,7 +18,12 @@ class Matcher(Protocol):
 
     ``bits`` of a row are those of the op ``sample``, bit ``t % 32`` of word ``t // 32`` for token ``t``, and one more:
     that of the token behind the vocabulary says whether the text may end.
+
+    Attributes:
+        vocab: Tokens of the vocabulary.
     """
+
+    vocab: int
 
     def fork(self) -> Self:
         """Another one at the same place, which goes on apart."""
@@ -32,7 +38,7 @@ class Matcher(Protocol):
         Args:
             matchers: Of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, ceil((vocab + 1) / 32)]``, C-contiguous; bits behind those that are defined may be anything.
+            bits: ``[any, ceil((vocab + 1) / 32)]``, C-contiguous; the bits behind may become anything.
         """
 
 
@@ -55,3 +61,29 @@ class Grammar(Protocol):
         Raises:
             ValueError: the grammar is malformed; the message says where.
         """
+
+
+def as_schema(schema: Any) -> str:
+    """The text of a JSON schema, given as text, as a dict, or as a class that has ``model_json_schema`` (pydantic).
+
+    Raises:
+        TypeError, ValueError: it is none of these, or no JSON.
+    """
+    given = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a JSON schema must be JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise TypeError(f"a JSON schema must be a dict or the text of one, got {type(given).__name__} {given!r}")
+    return text
+
+
+def as_rules(name: str, text: object) -> str:
+    """The text of a grammar that is none of JSON; TypeError or ValueError where it is no text, or empty."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a string, got {type(text).__name__} {text!r}")
+    if not text:
+        raise ValueError(f"{name} must not be empty: no text would match but the empty one")
+    return text

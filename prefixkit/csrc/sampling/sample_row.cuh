@@ -7,17 +7,12 @@
 namespace prefixkit {
 
 DEVICE float penalise(float x, float penalty) { return x < 0 ? __fmul_rn(x, penalty) : __fdiv_rn(x, penalty); }
-// Of four tokens those that the sequence holds, by the bits of `held`.
-static __device__ __noinline__ float4 penalise_held(float4 x, u32 held, float penalty) {
+// Of four tokens those that the sequence holds, by the bits of `held`; -inf for those that are not `allowed`.
+static __device__ __noinline__ float4 change_four(float4 x, u32 held, u32 allowed, float penalty) {
     if (held & 1) x.x = penalise(x.x, penalty);
     if (held & 2) x.y = penalise(x.y, penalty);
     if (held & 4) x.z = penalise(x.z, penalty);
     if (held & 8) x.w = penalise(x.w, penalty);
-    return x;
-}
-
-// Of four tokens only those of the bits of `allowed`.
-DEVICE float4 only(float4 x, u32 allowed) {
     return make_float4(allowed & 1 ? x.x : MINUS_INFINITY, allowed & 2 ? x.y : MINUS_INFINITY,
                        allowed & 4 ? x.z : MINUS_INFINITY, allowed & 8 ? x.w : MINUS_INFINITY);
 }
@@ -25,15 +20,14 @@ DEVICE float4 only(float4 x, u32 allowed) {
 // Tokens are dealt out to the warps of a cluster in order, `segment` to each; its lanes take four tokens at a time.
 template <class T, bool CACHED> struct Row {
     const T* logits;
-    const u32 *seen, *allowed;
+    const u32 *seen = nullptr, *allowed = nullptr;  // null: not penalised, not masked
     float* cache;  // the block's scores, later weights
     int vocab, first, segment;
     float penalty;
-    bool penalised, masked, aligned;
+    bool aligned;
 
     DEVICE Row(const Sample& a, int row, float* shared) {
         logits = (const T*)a.logits + row * a.stride;
-        seen = a.seen + (long long)row * a.words, allowed = a.allowed + (long long)row * a.words;
         cache = shared, vocab = a.vocab, segment = a.segment;
         first = cluster_rank() * WARPS * segment;
         aligned = a.aligned;
@@ -84,12 +78,11 @@ template <class T, bool CACHED> struct Row {
     DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
 
     // Whether scores are other than logits.
-    DEVICE bool changed() const { return penalised || masked; }
-    DEVICE u32 bits(const u32* words, int i) const { return i < vocab ? words[i >> 5] >> (i & 31) & 15 : 0; }
+    DEVICE bool changed() const { return seen || allowed; }
     DEVICE float4 change(int i, float4 x) const {
-        if (penalised)
-            if (const u32 held = bits(seen, i)) x = penalise_held(x, held, penalty);
-        return masked ? only(x, bits(allowed, i)) : x;
+        if (i >= vocab) return x;
+        const u32 held = seen ? seen[i >> 5] >> (i & 31) & 15 : 0, may = allowed ? allowed[i >> 5] >> (i & 31) & 15 : 15;
+        return held || may != 15 ? change_four(x, held, may, penalty) : x;
     }
     DEVICE float4 score(int i) const {
         if (CACHED) return *(const float4*)(cache + (i - first));
