@@ -113,9 +113,8 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     const SamplingRecord params = a.records[number];
     if (!params.active) return;
     cluster_arrive();
-    row.penalty = params.penalty;
-    if (params.penalty != 1.0f) row.seen = a.seen + (long long)number * a.words;
-    if (params.masked && a.allowed) row.allowed = a.allowed + (long long)number * a.words;
+    row.penalty = params.penalty, row.penalised = params.penalty != 1.0f;
+    row.masked = params.masked && a.allowed;
     if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);
     cluster_wait();  // the others have begun, so their memory is there
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     if (!whole || !(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
         if (my_number() == 0 && lane_of() == 0) {
             a.tokens[number] = -1;
-            a.logprobs[number] = row.allowed && whole && top == MINUS_INFINITY ? top : __int_as_float(0x7fffffff);
+            a.logprobs[number] = row.masked && whole && top == MINUS_INFINITY ? top : __int_as_float(0x7fffffff);
             a.records[number].step = params.step + 1;
         }
         return;

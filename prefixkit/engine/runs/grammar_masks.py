@@ -22,8 +22,8 @@ class GrammarPlace:
 
     Attributes:
         ended: Whether the sample has ended by a stop token.
-        lost: Whether the matcher can go on no more; then nothing is allowed.
-        may_end: Whether the text may end where it is, by the mask that was filled last.
+        lost: Whether the matcher goes on no more; then nothing is allowed.
+        may_end: Whether the text may end where it is, by the mask that was filled last before that.
     """
 
     def __init__(self, matcher: Matcher, stop_token_ids: Sequence[int]) -> None:
@@ -43,10 +43,11 @@ class GrammarPlace:
             return
         if token in self.stops:
             self.ended = True
-        elif token < 0 or not self.matcher.accept(token):
+        elif token < 0:
             self.lost = True
-            if token >= 0:
-                log.warning("a grammar's matcher refused token %d, which it had allowed: the sample ends", token)
+        elif not self.matcher.accept(token):
+            log.warning("a grammar's matcher refused token %d, which it had allowed: the sample ends", token)
+            self.lost, self.may_end = True, False
 
 
 class GrammarMasks:
@@ -89,8 +90,8 @@ def _allowed(places: list[GrammarPlace]) -> NDArray[np.int32]:
         kind.fill([places[row].matcher for row in rows], rows, bits)
     ends = bits[:, last] >> bit & 1 != 0
     bits[:, last] &= np.int32((1 << bit) - 1)
-    for place, may_end in zip(places, ends.tolist(), strict=True):
-        place.may_end = may_end
+    for row in alive:
+        places[row].may_end = bool(ends[row])
     by_stops: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(places):
         by_stops.setdefault(place.stops, []).append(row)

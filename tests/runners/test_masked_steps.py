@@ -1,0 +1,40 @@
+"""Graphs of steps whose rows have grammars: masks are filled between a replay and the reading of its step."""
+
+from __future__ import annotations
+
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import assert_all_given_back, random_prompts
+from tests.grammars import STOP, Residues, alone, asked
+
+
+def test_samples_are_what_they_would_be_alone_as_rows_are_compacted(decoding):
+    """Samples end one after the other, so rows move to smaller buckets while tokens are on their way to the host."""
+    made, model = decoding()
+    prompts = random_prompts(3, 6)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        grammar = None if index == 2 else Residues(2 + index % 3, end=3 * index, most=99 if index % 4 else 5)
+        params = SamplingParams(n=2, max_new_tokens=6 + 3 * index, seed=index, stop_token_ids=(STOP,), grammar=grammar)
+        requests.append(asked(index, prompt, params))
+    samples = made.run(requests)
+    for sample in samples:
+        expected = alone(prompts[sample.prompt_index], requests[sample.prompt_index].params, sample.index)
+        assert (sample.tokens, sample.finish_reason) == expected
+    assert made.report.graph_steps > 10
+    assert made.report.grammar_waits > made.report.graph_steps, "each, and the first tokens"
+    assert len(set(model.rows_per_step) & {13, 8, 5, 3, 2, 1}) > 2, "batches of fewer rows"
+    assert_all_given_back(made)
+
+
+def test_how_tokens_were_drawn_comes_back_and_other_batches_go_on_as_before(decoding):
+    made, _ = decoding()
+    plain = SamplingParams(n=2, max_new_tokens=8, seed=1)
+    before = made.run([asked(0, range(9), plain)])
+    own = SamplingParams(n=3, max_new_tokens=8, seed=1, logprobs="sampled", grammar=Residues(VERY_FEW, end=99))
+    for sample in made.run([asked(0, range(9), own)]):
+        assert sample.masses == [1.0] * 8
+        assert all(-1.5 < logprob <= 0 for logprob in sample.logprobs), "of two tokens or three"
+    assert [s.tokens for s in made.run([asked(0, range(9), plain)])] == [s.tokens for s in before]
+
+
+VERY_FEW = 25  # of 50 tokens: two may follow
