@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     const SamplingRecord params = a.records[number];
     if (!params.active) return;
     cluster_arrive();
-    row.penalty = params.penalty, row.penalised = params.penalty != 1.0f;
-    row.masked = params.masked && a.allowed;
+    row.penalty = params.penalty;
+    row.changes = (params.penalty != 1.0f ? PENALISED : 0) | (params.masked && a.allowed ? MASKED : 0);
     if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);
     cluster_wait();  // the others have begun, so their memory is there
@@ -125,11 +125,11 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     const float top = table_max(s.tops), raw = table_max(s.raws);
     const bool greedy = params.temperature == 0;
     const float divided = greedy ? top : __fdiv_rn(top, params.temperature);
-    const bool whole = fabsf(raw) < -MINUS_INFINITY;
+    const bool whole = fabsf(raw) < -MINUS_INFINITY, nothing = whole && row.changes & MASKED && top == MINUS_INFINITY;
     if (!whole || !(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
         if (my_number() == 0 && lane_of() == 0) {
             a.tokens[number] = -1;
-            a.logprobs[number] = row.masked && whole && top == MINUS_INFINITY ? top : __int_as_float(0x7fffffff);
+            a.logprobs[number] = nothing ? top : __int_as_float(0x7fffffff);
             a.records[number].step = params.step + 1;
         }
         return;

@@ -20,6 +20,8 @@ static __device__ __noinline__ float4 change_marked(float4 x, u32 marks, float p
     return x;
 }
 
+constexpr u32 PENALISED = 1, MASKED = 2;
+
 // Tokens are dealt out to the warps of a cluster in order, `segment` to each; its lanes take four tokens at a time.
 template <class T, bool CACHED> struct Row {
     const Sample& a;
@@ -27,7 +29,8 @@ template <class T, bool CACHED> struct Row {
     float* cache;  // the block's scores, later weights
     int number, vocab, first, segment;
     float penalty;
-    bool penalised, masked, aligned;
+    u32 changes;  // of logits: PENALISED, MASKED
+    bool aligned;
 
     DEVICE Row(const Sample& a, int row, float* shared) : a(a), number(row) {
         logits = (const T*)a.logits + row * a.stride;
@@ -81,12 +84,12 @@ template <class T, bool CACHED> struct Row {
     DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
 
     // Whether scores are other than logits.
-    DEVICE bool changed() const { return penalised || masked; }
+    DEVICE bool changed() const { return changes; }
     DEVICE float4 change(int i, float4 x) const {
         if (i >= vocab) return x;
         const long long word = (long long)number * a.words + (i >> 5);
-        u32 marks = penalised ? a.seen[word] >> (i & 31) & 15 : 0;
-        if (masked) marks |= (~a.allowed[word] >> (i & 31) & 15) << 4;
+        u32 marks = changes & PENALISED ? a.seen[word] >> (i & 31) & 15 : 0;
+        if (changes & MASKED) marks |= (~a.allowed[word] >> (i & 31) & 15) << 4;
         return marks ? change_marked(x, marks, penalty) : x;
     }
     DEVICE float4 score(int i) const {
