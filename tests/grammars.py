@@ -39,10 +39,9 @@ class Residues:
     def compile(self, compiler: Any) -> ResidueMatcher:
         return ResidueMatcher(self, compiler)
 
-    def allowed(self, tokens: Sequence[int]) -> list[int]:
-        total = sum(tokens)
-        may = len(tokens) < self.most
-        return [t for t in range(VOCAB) if t != STOP and (t + total) % self.modulus == 0 and may]
+    def allowed(self, tokens: Sequence[int], vocab: int = VOCAB) -> list[int]:
+        first = -sum(tokens) % self.modulus
+        return [t for t in range(first, vocab, self.modulus) if t != STOP and len(tokens) < self.most]
 
 
 class ResidueMatcher:
@@ -53,7 +52,7 @@ class ResidueMatcher:
         return ResidueMatcher(self.grammar, self.vocab, self.tokens)
 
     def accept(self, token: int) -> bool:
-        assert token in self.grammar.allowed(self.tokens), "sampled under a mask"
+        assert token in self.grammar.allowed(self.tokens, self.vocab), "sampled under a mask"
         self.tokens.append(token)
         return True
 
@@ -62,14 +61,14 @@ class ResidueMatcher:
         for one, row in zip(matchers, rows, strict=True):
             held = np.ones(32 * bits.shape[1], bool)  # bits behind those that are defined are set
             held[: one.vocab + 1] = False
-            held[one.grammar.allowed(one.tokens)] = True
+            held[one.grammar.allowed(one.tokens, one.vocab)] = True
             held[one.vocab] = len(one.tokens) >= one.grammar.end
             bits[row] = np.packbits(held, bitorder="little").view(np.int32)
 
 
-def asked(index: int, prompt: Any, params: SamplingParams) -> Request:
+def asked(index: int, prompt: Any, params: SamplingParams, vocab: int = VOCAB) -> Request:
     """A request as a session makes it."""
-    return Request(index, prompt, params, matcher=params.grammar and params.grammar.compile(VOCAB))
+    return Request(index, prompt, params, matcher=params.grammar and params.grammar.compile(vocab))
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, index: int) -> tuple[list[int], str]:

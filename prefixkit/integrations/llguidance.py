@@ -1,8 +1,8 @@
 """Grammars by llguidance (1.9): JSON schemas, regular expressions, EBNF.
 
-    from prefixkit.integrations.llguidance import regex
-
     session.generate(prompts, grammar=regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"))
+
+Text that a grammar makes certain is not forced to the tokenizer's own spelling: every token that can follow may.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LLGrammar:
             return f"{_HEADER}\nstart: %json {json.dumps(json.loads(self.text) | options)}"
         if self.kind == "regex":
             return f"{_HEADER}\nstart: /{llguidance.regex_to_lark(self.text, use_ascii='')}/"
-        return gbnf_to_lark(self.text).replace("%llguidance {}", _HEADER, 1)
+        return str(gbnf_to_lark(self.text)).replace("%llguidance {}", _HEADER, 1)
 
 
 class _Vocabulary:

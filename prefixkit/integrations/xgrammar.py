@@ -1,8 +1,10 @@
 """Grammars by xgrammar (0.2.8): JSON schemas, regular expressions, EBNF.
 
-    from prefixkit.integrations.xgrammar import json_schema
-
     session.generate(prompts, grammar=json_schema(schema), n=64)
+
+Two things are wider in xgrammar than they should be: strings of a JSON schema with ``maxLength`` may hold control
+characters, which JSON forbids (``pattern`` has them not), and negated classes such as ``[^0]`` let encoded surrogates
+pass, which are no UTF-8.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class SamplingParams:
     def drawn(self) -> bool:
         """Whether log-probabilities are wanted that are not the model's: where all is off, those sampled are."""
         off = self.temperature == self.repetition_penalty == self.top_p == 1 and self.top_k == self.min_p == 0
-        return self.logprobs == "sampled" and not (off and self.logits_processors is self.grammar is None)
+        return self.logprobs == "sampled" and not (off and self.logits_processors is None and self.grammar is None)
 
 
 class SamplingFields(TypedDict, total=False):

@@ -33,8 +33,8 @@ class CompiledGrammars:
         token_bytes = TokenBytes.of(tokenizer)
         if token_bytes is None:
             raise ValueError(
-                f"grammars need the bytes of each token, which are not known of {type(tokenizer).__name__}; pass a fast "
-                "tokenizer of transformers with a byte-level or SentencePiece decoder, or use logits_processors"
+                f"grammars need the bytes of each token, which are not known of {type(tokenizer).__name__}; pass a "
+                "fast tokenizer of transformers with a byte-level or SentencePiece decoder, or use logits_processors"
             )
         self._tokens = [token_bytes[token] for token in range(vocab)]
         self._compilers: dict[type[Grammar], Any] = {}
@@ -53,9 +53,7 @@ class CompiledGrammars:
         return found
 
 
-def matchers_of(
-    facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]
-) -> list[Matcher | None]:
+def matchers_of(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> list[Matcher | None]:
     """For each parameters the matcher of their grammar before the first token; None where there is none.
 
     Raises:

@@ -75,8 +75,8 @@ class SearchNode:
         parent: The node that it was forked from; None for a prompt's own.
         finish_reason: Why its last step ended: ``"stop"`` by a stop token, after which it takes no more steps,
             ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, or because a grammar without
-            stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as a sample.  A fork begins with that of its parent; None before the first step, and once given
-            tokens follow.
+            stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as of a sample.  A fork
+            begins with that of its parent; None before the first step, and once given tokens follow.
     """
 
     def __init__(self, session: Any, tokens: Ints, seed: int) -> None:

@@ -91,5 +91,6 @@ def _grown(node: SearchNode, request: Request, samples: list[Sample]) -> list[Se
             one.remember_place(params.grammar, request.matcher)
         tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
         by_token = bool(sample.tokens) and sample.tokens[-1] in (params.stop_token_ids or ())
-        one.append(tokens, logprobs, "until" if sample.finish_reason == "stop" and not by_token else sample.finish_reason)
+        until = sample.finish_reason == "stop" and not by_token
+        one.append(tokens, logprobs, "until" if until else sample.finish_reason)
     return grown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from prefixkit.attention.variants import register, variant
 from prefixkit.backends.cuda.device_planner import say_plain_torch
 from prefixkit.engine.request import BeamParams, Request, Sample
 from prefixkit.runners import graph as graphs
-from prefixkit.sampling.params import SamplingParams
+from prefixkit.sampling.params import Logprobs, SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 from tests.gpu.test_model import model_of, prompts
+from tests.grammars import STOP, Residues
+from tests.grammars import asked as grammar_request
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,26 @@ def test_tokens_are_those_of_single_steps(model: torch.nn.Module, temperature: f
     assert fast.report.captures == 1 and fast.report.graph_bytes > 0
     assert fast.report.graph_steps == fast.report.decode_steps == 79
     assert fast.report.kv_bytes_read == slow.report.kv_bytes_read
+
+
+@pytest.mark.parametrize("logprobs", ["model", "sampled"])
+def test_samples_under_grammars_are_those_of_single_steps(model: torch.nn.Module, logprobs: Logprobs) -> None:
+    """Masks are filled on the host between the model's graph and the sampling; rows end at different steps."""
+    vocab = model.config.vocab_size
+    asked = []
+    for index, prompt in enumerate(prompts(11)):
+        grammar = None if index == 2 else Residues(2 + index, end=5 * index, most=99 if index % 3 else 20)
+        params = SamplingParams(n=8, temperature=0.8, max_new_tokens=60, seed=4, logprobs=logprobs, grammar=grammar)
+        asked.append(grammar_request(index, np.array(prompt), replace(params, stop_token_ids=(STOP,)), vocab))
+    fast, slow = make_engine(model, asked), make_engine(model, asked, graphs=False)
+    found, expected = fast.run(asked), slow.run(asked)
+    assert texts(found) == texts(expected)
+    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
+    assert {s.finish_reason for s in found} >= {"length", "dead_end"}
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+    assert fast.report.graph_steps == fast.report.decode_steps > 0
+    assert fast.report.grammar_waits >= fast.report.decode_steps
 
 
 def test_probabilities_of_samples_are_those_of_single_steps(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of grammars share: a tokenizer with merges, a model with a padded vocabulary, and exact expectations."""
+"""What tests of grammars share: a tokenizer with merges, a model with a padded vocabulary, exact expectations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def in_brackets(text: str) -> bool:
     return re.fullmatch("[a-c]", text) is not None
 
 
-def spellings(model: Any, tokenizer: Any, prompt: list[int], texts: set[bytes], end: int) -> dict[tuple[int, ...], float]:
+def spellings(
+    model: Any, tokenizer: Any, prompt: list[int], texts: set[bytes], end: int
+) -> dict[tuple[int, ...], float]:
     """The probability of each way to spell each text, and of the end token after it.
 
     Each token is sampled by the model's probabilities, renormalised over those after which some text can follow.

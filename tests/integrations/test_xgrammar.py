@@ -90,7 +90,7 @@ def test_samples_are_drawn_from_the_models_distribution_over_what_may_follow(mod
     digits = ["", *"12", "11", "12", "21", "22"]
     texts = {(a + c + d).encode() for a in ("abc", "ab", "b") for c in ("", "c") for d in digits}
     expected = spellings(model, tokenizer, prompt, texts, tokenizer.eos_token_id)
-    drawn = {"logprobs": "sampled", "n": 1000, "max_new_tokens": 9, "seed": seed()}
+    drawn = {"logprobs": "sampled", "n": 700, "max_new_tokens": 9, "seed": seed()}
     result = session.generate([prompt], grammar=grammar, **drawn)
     assert_drawn_from(result, expected)
     assert {mass for sample in result for mass in sample.masses} == {1.0}, "no filter takes any"
@@ -102,7 +102,7 @@ def test_a_text_of_one_token_is_drawn_as_by_rejection(model, session):
     with torch.no_grad():
         logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].double()
     expected = {(token,): share for token, share in zip(may, logits[may].softmax(-1).tolist(), strict=True)}
-    fields = {"n": 1500, "max_new_tokens": 1, "stop_token_ids": (), "seed": seed(), "logprobs": "sampled"}
+    fields = {"n": 800, "max_new_tokens": 1, "stop_token_ids": (), "seed": seed(), "logprobs": "sampled"}
     assert_drawn_from(session.generate([prompt], grammar=grammars.regex("[a-j]"), **fields), expected)
 
 
@@ -151,7 +151,7 @@ def test_search_nodes_fork_in_the_grammar_and_go_on_by_given_text(session):
     forced.extend('{"name":"Ann","age":7,'[len(forced.text) :])
     spoilt = forced.fork(1)[0].extend("nonsense")
     before = (spoilt.tokens, forced.tokens)
-    with pytest.raises(ValueError, match="does not allow token .* after its first 1[0-9] tokens"):
+    with pytest.raises(ValueError, match=r"does not allow token .* after its first 1[0-9] tokens"):
         session.step([forced, spoilt], grammar=grammar, max_new_tokens=80)
     assert (spoilt.tokens, forced.tokens) == before
     session.step(forced, grammar=grammar, max_new_tokens=80)
@@ -180,7 +180,8 @@ def test_a_dead_end_ends_its_sample_alone(session):
     )
     fine = prefixkit.SamplingParams(n=2, grammar=grammars.regex("[ab]c"), max_new_tokens=5)
     result = session.generate(PROMPTS, [dead, fine])
-    assert [(len(s.tokens), s.finish_reason) for s in result] == [(1, "dead_end")] * 2 + [(len(s.tokens), "stop") for s in result.of_prompt(1)]
+    assert [(len(s.tokens), s.finish_reason) for s in result.of_prompt(0)] == [(1, "dead_end")] * 2
+    assert [s.finish_reason for s in result.of_prompt(1)] == ["stop"] * 2
     assert all(s.text in ("a", "b") for s in result.of_prompt(0))
     assert all(s.text in ("ac", "bc") for s in result.of_prompt(1))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from prefixkit.engine.request import BeamParams, Request
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.testing.expected import assert_all_given_back, random_prompts
+from prefixkit.testing.expected import assert_all_given_back, beams_alone, random_prompts
 from tests.grammars import STOP, Residues, alone, asked
 
 
@@ -35,6 +38,16 @@ def test_how_tokens_were_drawn_comes_back_and_other_batches_go_on_as_before(deco
         assert sample.masses == [1.0] * 8
         assert all(-1.5 < logprob <= 0 for logprob in sample.logprobs), "of two tokens or three"
     assert [s.tokens for s in made.run([asked(0, range(9), plain)])] == [s.tokens for s in before]
+
+
+def test_searches_beside_grammars_find_what_they_find_alone(decoding):
+    """Batches of beams change at every step: the host samples from the logits of their graphs."""
+    made, _ = decoding()
+    prompt, search = np.arange(7), BeamParams(3, 2, max_new_tokens=8)
+    held = SamplingParams(n=2, max_new_tokens=8, seed=1, stop_token_ids=(STOP,), grammar=Residues(3))
+    samples = made.run([asked(0, prompt, held), Request(1, prompt, search)])
+    assert [(s.tokens, s.finish_reason) for s in samples[:2]] == [alone(prompt, held, index) for index in range(2)]
+    assert [s.tokens for s in samples[2:]] == [list(beam.tokens) for beam in beams_alone(prompt, search)]
 
 
 VERY_FEW = 25  # of 50 tokens: two may follow

@@ -50,8 +50,9 @@ def _sample(
     active = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
     how = None if drawn is None else np.full((len(rows), 2), np.nan, np.float32)
     may: list[Ids | None] = [None] * len(rows)
-    for place in np.flatnonzero(table["masked"][rows]).tolist() if allowed is not None else ():
-        may[place] = tokens_of(allowed[rows[place]])
+    if allowed is not None:
+        for place in np.flatnonzero(table["masked"][rows]).tolist():
+            may[place] = tokens_of(allowed[rows[place]])
     sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows], how, may)
     tokens[rows], logprobs[rows] = sampled, sampled_logprobs
     if drawn is not None:
@@ -88,9 +89,7 @@ def _sample_rows(
         one = slice(row, row + 1)
         own = None if drawn is None else drawn[one]
         try:
-            tokens, logprobs = sample_tokens(
-                logits[one], params[one], numbers[one], histories[one], own, allowed[one]
-            )
+            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one], own, allowed[one])
             all_tokens[row], all_logprobs[row] = int(tokens), float(logprobs)
         except NothingAllowed:
             all_logprobs[row] = -np.inf

@@ -126,9 +126,7 @@ class StreamingRun(Run, Protocol):
     def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
         """Take tokens of which none but the last can end it; returns the sample if that did."""
 
-    def run_out(
-        self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None
-    ) -> Sample:
+    def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
         """The same where no token could be sampled after these, by its grammar: it has ended."""
 
 

@@ -202,7 +202,7 @@ class SampleRun:
             self.masses += likely[:, 1].tolist() if self.params.drawn else [1.0] * len(tokens)
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
-        """Take its sequence out of the tree; where ``retain``, the KV of the tokens that have run stays in the cache."""
+        """Take its sequence out of the tree; where ``retain``, the KV of tokens that have run stays in the cache."""
         (sequence,), (sample,) = self.sequences, samples
         if not retain:
             return store.tree.release(sequence)
