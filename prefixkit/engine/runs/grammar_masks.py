@@ -70,12 +70,13 @@ class GrammarMasks:
 
     def fill(self, vocab: int) -> NDArray[np.int32]:
         width = -(-vocab // 32)
-        found = np.full((len(self._rows), width), -1, np.int32)
         held = {row: place for row, place in enumerate(self._rows) if place is not None and not place.ended}
-        if held:
-            allowed = _allowed([*held.values()])[:, :width]
-            found[[*held]] = 0  # the model may have more tokens than the tokenizer
-            found[[*held], : allowed.shape[1]] = allowed
+        allowed = _allowed([*held.values()])[:, :width] if held else np.empty((0, width), np.int32)
+        if len(held) == len(self._rows) and allowed.shape[1] == width:
+            return allowed
+        found = np.full((len(self._rows), width), -1, np.int32)
+        found[[*held]] = 0  # the model may have more tokens than the tokenizer
+        found[[*held], : allowed.shape[1]] = allowed
         return found
 
 
