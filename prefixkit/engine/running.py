@@ -201,7 +201,7 @@ class RunningBatch:
                 if run.done:
                     finish(run, run.samples())
         if self.call.on_step is not None and alive.any():
-            self.call.on_step(int(alive.sum()))
+            self.call.on_step(int((alive & (results.tokens >= 0)).sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
         """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""

@@ -49,7 +49,8 @@ class XGrammar:
         info = xgrammar.TokenizerInfo(
             [*tokens, b""], xgrammar.VocabType.RAW, vocab_size=len(tokens) + 1, stop_token_ids=[len(tokens)]
         )
-        return xgrammar.GrammarCompiler(info, max_threads=min(8, os.cpu_count() or 1))
+        # What it has compiled is kept by whoever asked, and not twice.
+        return xgrammar.GrammarCompiler(info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
 
     def compile(self, compiler: Any) -> XGrammarMatcher:
         """See ``Grammar``."""

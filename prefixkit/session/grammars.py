@@ -69,7 +69,10 @@ def matcher_of(facts: ModelFacts, tokenizer: Any, grammar: Grammar) -> Matcher:
         raise ValueError(
             "a grammar is of text, but tokenizer is None; pass the model's tokenizer, or use logits_processors"
         )
-    known = _compiled.setdefault(tokenizer, {})
+    try:
+        known = _compiled.setdefault(tokenizer, {})
+    except TypeError:  # it has no hash: none of transformers' tokenizers, and refused below
+        known = {}
     key = facts.vocab_size, len(tokenizer) if hasattr(tokenizer, "__len__") else 0  # tokens may have been added
     if key not in known:
         known[key] = CompiledGrammars(tokenizer, facts.vocab_size)
