@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import assert_all_given_back, beams_alone, random_prompts
-from tests.grammars import STOP, Residues, alone, asked
+from prefixkit.testing.fake_model import VOCAB
+from tests.grammars import STOP, ResidueMatcher, Residues, alone, asked
 
 
 def test_samples_are_what_they_would_be_alone_as_rows_are_compacted(decoding):
@@ -27,6 +30,29 @@ def test_samples_are_what_they_would_be_alone_as_rows_are_compacted(decoding):
     assert made.report.grammar_waits > made.report.graph_steps, "each, and the first tokens"
     assert len(set(model.rows_per_step) & {13, 8, 5, 3, 2, 1}) > 2, "batches of fewer rows"
     assert_all_given_back(made)
+
+
+def test_a_step_is_launched_before_the_host_has_seen_the_tokens_of_the_step_before(decoding):
+    """So that masks are filled while the device is at the model's part of it."""
+    done = []
+
+    class Noted(ResidueMatcher):
+        def fork(self):
+            return Noted(self.grammar, self.vocab, self.tokens)
+
+        def accept(self, token):
+            done.append("accept")
+            return super().accept(token)
+
+        @classmethod
+        def fill(cls, matchers, rows, bits):
+            done.append("fill")
+            super().fill(matchers, rows, bits)
+
+    made, _ = decoding(steps=lambda model, step: done.append("model") or model(step))
+    params = SamplingParams(max_new_tokens=8, stop_token_ids=(), grammar=Residues(3, end=99))
+    made.run([replace(asked(0, np.arange(7), params), matcher=Noted(params.grammar, VOCAB))])
+    assert done[-18:] == ["model", "accept", "fill"] * 6
 
 
 def test_how_tokens_were_drawn_comes_back_and_other_batches_go_on_as_before(decoding):
