@@ -186,7 +186,7 @@ class SearchNode:
             ValueError: a step of the node is under way.
         """
         self._check_idle("release")
-        self._last = None
+        self._last, self._places = None, {}
 
     def ids(self) -> Ints:
         """``[len(node)]`` token ids, the prompt's included: the session's, to be read alone."""
