@@ -33,7 +33,7 @@ class Residues:
     most: int = 10**9
 
     @staticmethod
-    def compiler(tokens: Sequence[bytes]) -> Any:
+    def compiler(tokens: Sequence[bytes], end: int) -> Any:
         return len(tokens)
 
     def compile(self, compiler: Any) -> ResidueMatcher:
@@ -46,15 +46,17 @@ class Residues:
 
 class ResidueMatcher:
     def __init__(self, grammar: Residues, vocab: int, tokens: Sequence[int] = ()) -> None:
-        self.grammar, self.vocab, self.tokens = grammar, vocab, list(tokens)
+        self.grammar, self.vocab, self.end, self.tokens = grammar, vocab, vocab, list(tokens)
 
     def fork(self) -> ResidueMatcher:
-        return ResidueMatcher(self.grammar, self.vocab, self.tokens)
+        return type(self)(self.grammar, self.vocab, self.tokens)
 
-    def accept(self, token: int) -> bool:
-        assert token in self.grammar.allowed(self.tokens, self.vocab), "sampled under a mask"
-        self.tokens.append(token)
-        return True
+    @classmethod
+    def accept(cls, matchers: Sequence[ResidueMatcher], tokens: Sequence[int]) -> list[bool]:
+        for one, token in zip(matchers, tokens, strict=True):
+            assert token in one.grammar.allowed(one.tokens, one.vocab), "sampled under a mask"
+            one.tokens.append(token)
+        return [True] * len(matchers)
 
     @classmethod
     def fill(cls, matchers: Sequence[ResidueMatcher], rows: Sequence[int], bits: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,39 +43,48 @@ class XGrammar:
     whitespace: bool = True
 
     @staticmethod
-    def compiler(tokens: Sequence[bytes]) -> xgrammar.GrammarCompiler:
+    def compiler(tokens: Sequence[bytes], end: int) -> _Compiler:
         """See ``Grammar``."""
-        # The token behind the vocabulary stands for the end: stop tokens are each sample's own.
-        info = xgrammar.TokenizerInfo(
-            [*tokens, b""], xgrammar.VocabType.RAW, vocab_size=len(tokens) + 1, stop_token_ids=[len(tokens)]
-        )
+        given = [*tokens, b""] if end == len(tokens) else list(tokens)
+        info = xgrammar.TokenizerInfo(given, xgrammar.VocabType.RAW, vocab_size=len(given), stop_token_ids=[end])
         # What it has compiled is kept by whoever asked, and not twice.
-        return xgrammar.GrammarCompiler(info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
+        threads = min(8, os.cpu_count() or 1)
+        return _Compiler(xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False), len(tokens), end)
 
-    def compile(self, compiler: Any) -> XGrammarMatcher:
+    def compile(self, compiler: _Compiler) -> XGrammarMatcher:
         """See ``Grammar``."""
-        separators = None if self.whitespace else (",", ":")
+        inner, separators = compiler.inner, None if self.whitespace else (",", ":")
         try:
             if self.kind == "json_schema":
-                found = compiler.compile_json_schema(self.text, any_whitespace=self.whitespace, separators=separators)
+                found = inner.compile_json_schema(self.text, any_whitespace=self.whitespace, separators=separators)
             else:
-                found = (compiler.compile_regex if self.kind == "regex" else compiler.compile_grammar)(self.text)
+                found = (inner.compile_regex if self.kind == "regex" else inner.compile_grammar)(self.text)
         except RuntimeError as error:  # its own class for all that is wrong
             raise ValueError(f"{self.kind} is refused by xgrammar: {_AT.sub('', str(error)).strip()}") from error
-        return XGrammarMatcher(xgrammar.GrammarMatcher(found), found.tokenizer_info.vocab_size - 1)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(found), compiler.vocab, compiler.end)
+
+
+class _Compiler(NamedTuple):
+    """xgrammar's, its tokens, and the one that stands for the end."""
+
+    inner: xgrammar.GrammarCompiler
+    vocab: int
+    end: int
 
 
 class XGrammarMatcher:
     """See ``Matcher``."""
 
-    def __init__(self, inner: xgrammar.GrammarMatcher, vocab: int) -> None:
-        self._inner, self.vocab = inner, vocab
+    def __init__(self, inner: xgrammar.GrammarMatcher, vocab: int, end: int) -> None:
+        self._inner, self.vocab, self.end = inner, vocab, end
 
     def fork(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self._inner.fork(), self.vocab)
+        return XGrammarMatcher(self._inner.fork(), self.vocab, self.end)
 
-    def accept(self, token: int) -> bool:
-        return bool(self._inner.accept_token(token))
+    @classmethod
+    def accept(cls, matchers: Sequence[XGrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        found: list[bool] = _batch().batch_accept_token([one._inner for one in matchers], list(tokens))
+        return found
 
     @classmethod
     def fill(cls, matchers: Sequence[XGrammarMatcher], rows: Sequence[int], bits: NDArray[np.int32]) -> None:

@@ -83,7 +83,7 @@ class TokenMasks(Protocol):
         """Go on with these of the rows."""
 
     def fill(self, vocab: int) -> NDArray[np.int32]:
-        """``[rows, ceil(vocab / 32)]`` what each may sample now, as the op ``sample`` reads it."""
+        """``[rows, ceil(vocab / 32)]`` what each may sample now, as the op ``sample`` reads it, until the next call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,20 +16,23 @@ from numpy.typing import NDArray
 class Matcher(Protocol):
     """Where one text is in a grammar.
 
-    ``bits`` of a row are those of the op ``sample``, bit ``t % 32`` of word ``t // 32`` for token ``t``, and one more:
-    that of the token behind the vocabulary says whether the text may end.
+    Bits of a row are those of the op ``sample``, bit ``t % 32`` of word ``t // 32`` for token ``t``.  That of ``end``
+    says whether the text may end.
 
     Attributes:
         vocab: Tokens of the vocabulary.
+        end: The token that stands for the end.
     """
 
     vocab: int
+    end: int
 
     def fork(self) -> Self:
         """Another one at the same place, which goes on apart."""
 
-    def accept(self, token: int) -> bool:
-        """Go on by a token; False where it may not follow, and nothing has changed."""
+    @classmethod
+    def accept(cls, matchers: Sequence[Self], tokens: Sequence[int]) -> Sequence[bool]:
+        """Let each go on by its token; False where that may not follow, and the matcher is of no more use."""
 
     @classmethod
     def fill(cls, matchers: Sequence[Self], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
@@ -38,7 +41,8 @@ class Matcher(Protocol):
         Args:
             matchers: Of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, ceil((vocab + 1) / 32)]``, C-contiguous; the bits behind may become anything.
+            bits: ``[any, words]``, C-contiguous, with words for all tokens and the end, or more: what is behind these
+                may become anything.
         """
 
 
@@ -47,12 +51,13 @@ class Grammar(Protocol):
     """What texts are to match; hashable, for it is compiled once for each tokenizer."""
 
     @staticmethod
-    def compiler(tokens: Sequence[bytes]) -> Any:
+    def compiler(tokens: Sequence[bytes], end: int) -> Any:
         """What compiles grammars of this class for a vocabulary.
 
         Args:
             tokens: ``[vocab]`` the bytes that each token adds to a text; none for those that no text holds: special
                 tokens, and padding of the vocabulary.
+            end: One of these, or ``vocab``: the token that stands for the end, whatever ends samples.
         """
 
     def compile(self, compiler: Any) -> Matcher:

@@ -37,6 +37,7 @@ class CompiledGrammars:
                 "fast tokenizer of transformers with a byte-level or SentencePiece decoder, or use logits_processors"
             )
         self._tokens = [token_bytes[token] for token in range(vocab)]
+        self._end = next((token for token, text in enumerate(self._tokens) if not text), vocab)
         self._compilers: dict[type[Grammar], Any] = {}
         self._matchers: dict[Grammar, Matcher] = {}
 
@@ -45,7 +46,7 @@ class CompiledGrammars:
         kind, found = type(grammar), self._matchers.pop(grammar, None)
         if found is None:
             if kind not in self._compilers:
-                self._compilers[kind] = grammar.compiler(self._tokens)
+                self._compilers[kind] = grammar.compiler(self._tokens, self._end)
             found = grammar.compile(self._compilers[kind])
         self._matchers[grammar] = found  # the last one again
         while len(self._matchers) > MOST_COMPILED:

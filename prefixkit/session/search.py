@@ -203,7 +203,7 @@ class SearchNode:
         length, before = self._places[grammar]
         matcher = before.fork()
         for token in self._held().ids()[length:].tolist():
-            if not matcher.accept(token):
+            if not all(type(matcher).accept([matcher], [token])):
                 raise ValueError(
                     f"{self!r} follows a grammar, which does not allow token {token} after its first {length} tokens; "
                     "extend it by what matches, or begin the grammar anew: session.prompt(node.tokens)"

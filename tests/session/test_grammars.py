@@ -18,7 +18,8 @@ def test_tokens_have_the_bytes_that_they_add_and_special_ones_and_padding_none()
 
     class Seen(Residues):
         @staticmethod
-        def compiler(given):
+        def compiler(given, end):
+            assert end == 256, "the first that no text holds"
             tokens.extend(given)
             return len(given)
 

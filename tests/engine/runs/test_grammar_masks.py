@@ -11,7 +11,7 @@ from prefixkit.runners.batch import Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import assert_all_given_back, random_prompts
 from prefixkit.testing.fake_model import VOCAB, make_engine
-from tests.grammars import STOP, Residues, alone, asked
+from tests.grammars import STOP, ResidueMatcher, Residues, alone, asked
 
 PARAMS = SamplingParams(n=2, temperature=0.9, max_new_tokens=12, seed=5, stop_token_ids=(STOP,))
 GRAMMARS = [Residues(4), Residues(2, end=5), None, Residues(5, end=8, most=8), Residues(3, end=99, most=4)]
@@ -98,9 +98,10 @@ def test_masks_are_of_the_models_vocabulary_and_stop_tokens_stand_where_the_text
 
 
 def test_a_sample_that_its_matcher_loses_may_sample_nothing(caplog):
-    class Lost(type(Residues(1).compile(VOCAB))):
-        def accept(self, token):
-            return False
+    class Lost(ResidueMatcher):
+        @classmethod
+        def accept(cls, matchers, tokens):
+            return [False] * len(matchers)
 
     place = GrammarPlace(Lost(Residues(1), VOCAB), ())
     masks = GrammarMasks([place])
