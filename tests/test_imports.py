@@ -38,8 +38,10 @@ MAY_IMPORT = {
 ONLY_IN = {
     "transformers": {"models", "evaluation/demo", "cli", "api", "testing"},
     "accelerate": {"models"},
+    "llguidance": {"integrations"},
     "lm_eval": {"integrations"},
     "trl": {"integrations"},
+    "xgrammar": {"integrations"},
     "cuda": {"cuda", "backends"},
     "typer": {"cli", "testing"},
     "rich": {"cli"},

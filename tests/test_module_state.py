@@ -25,6 +25,7 @@ TABLES = {
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
     ("models/weights/content.py", "_contents"): "weak, likewise",
     ("models/weights/state.py", "_readers"): "belongs to classes of modules, which are others'",
+    ("session/grammars.py", "_compiled"): "weak: grammars are compiled for a tokenizer, which sessions and calls share",
     ("runners/capture.py", "_released"): "streams of captures that are gone: cuBLAS holds memory for each for good",
     ("torch_private.py", "missing"): "what this torch lacks, noted when it is looked up",
 }

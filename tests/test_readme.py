@@ -37,11 +37,13 @@ def test_ci_runs_the_two_commands_of_the_readme():
 
 
 def test_the_extras_are_there():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "lm-eval", "trl", "test", "bench"}
+    tools = {"llguidance", "lm-eval", "trl", "xgrammar"}
+    assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "test", "bench", *tools}
 
 
 def test_what_the_two_commands_install_is_pinned():
-    extras = [PROJECT["optional-dependencies"][name] for name in ("campaign", "demo", "lm-eval", "trl", "test")]
+    names = ("campaign", "demo", "llguidance", "lm-eval", "trl", "xgrammar", "test")
+    extras = [PROJECT["optional-dependencies"][name] for name in names]
     wanted = {package(line) for lines in (PROJECT["dependencies"], *extras) for line in lines}
     assert wanted - {"prefixkit", "pip"} <= pins().keys()
     assert pins()["torch"] == "2.13.0"  # plain: a local version would tie it to one index

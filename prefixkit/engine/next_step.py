@@ -14,6 +14,7 @@ from torch import Tensor
 from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.grammar_masks import GrammarMasks
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.runners.batch import Batch, Outputs, Sampling
 from prefixkit.sampling.specification import SamplingBatch
@@ -146,7 +147,7 @@ def _has_state(leaf: Node) -> bool:
 def _sampling(rows: list[Row]) -> Sampling:
     if not rows:
         return Sampling(SamplingBatch((), np.empty(0, np.uint64), np.empty(0, np.int64), ()))
-    params, keys, steps, histories, tops, processes = zip(*[run.row_sampling() for _, run in rows], strict=True)
+    params, keys, steps, histories, tops, processes, places = zip(*[run.row_sampling() for _, run in rows], strict=True)
     batch = SamplingBatch(params, np.array(keys, np.uint64), np.array(steps, np.int64), histories)
     processed = [(i, process) for i, process in enumerate(processes) if process is not None]
 
@@ -155,4 +156,5 @@ def _sampling(rows: list[Row]) -> Sampling:
             logits[i] = processor(logits[i])
         return logits
 
-    return Sampling(batch, max(tops), process if processed else None, any(each.drawn for each in params))
+    masks = GrammarMasks(places) if any(place is not None for place in places) else None
+    return Sampling(batch, max(tops), process if processed else None, any(each.drawn for each in params), masks)

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from prefixkit.sampling.grammar import Matcher
 from prefixkit.sampling.params import SamplingParams, as_integer, as_list, as_number, as_token_ids
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "dead_end"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Request:
             prompts get different samples.
         indices: Which samples of the prompt, for sampling parameters, ascending; None: 0 to ``params.n - 1``.
         priority: Requests of a higher one go first where not all fit.
+        matcher: Where the prompt's end is in the grammar of ``params``; each sample goes on from a fork of it.  A
+            session sets it.
     """
 
     prompt_index: int
@@ -103,6 +106,7 @@ class Request:
     occurrence: int = 0
     indices: Sequence[int] | None = None
     priority: int = 0
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         as_integer("prompt_index", self.prompt_index, 0, "count prompts from 0")
@@ -162,7 +166,9 @@ class Sample:
             filter, or, if ``SamplingParams.logprobs`` asks for it, that with which it was sampled; likewise, from a
             float32 array.
         text: The sampled text, without the stop token, cut before the stop string.
-        finish_reason: ``"stop"`` for a stop token, string or function, ``"length"`` after ``max_new_tokens``.
+        finish_reason: ``"stop"`` for a stop token, string or function, and for a grammar that is finished where there
+            are no stop tokens; ``"length"`` after ``max_new_tokens``; ``"dead_end"`` where the grammar allows no token
+            that the model can sample, and the text may not end.
         score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
         masses: With ``SamplingParams(logprobs="sampled")``, for each token the probability of all that top-k, top-p and
             min-p left, before it was renormalised; likewise, from a float32 array.  ``None`` otherwise.
@@ -208,7 +214,8 @@ class TokenEvent:
         logprob: As in the sample.
         text: The text that has become certain with it: often its own, empty while a character or a possible stop string
             is incomplete.  A sample's events joined are its text.
-        finish_reason: Set on a sample's last token only.
+        finish_reason: Set on a sample's last token only.  Where a sample ends because nothing may follow, its last
+            event has no token: -1, with log-probability ``-inf``.
     """
 
     prompt_index: int

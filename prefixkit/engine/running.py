@@ -190,7 +190,7 @@ class RunningBatch:
         alive = self._alive[rows]
         if self.tree.states is not None:  # rows of runners that go ahead run on after their ends
             self.tree.states.ahead = self.runner.pace.ahead > 1
-        if len(broken := rows[alive & (results.tokens < 0)]):
+        if len(broken := rows[alive & (results.tokens < 0) & ~np.isneginf(results.logprobs)]):
             raise _broken_logits(self._runs[int(broken[0])])
         if self._streaming:
             self._accept_tokens(rows, alive, finish)
@@ -201,23 +201,26 @@ class RunningBatch:
                 if run.done:
                     finish(run, run.samples())
         if self.call.on_step is not None and alive.any():
-            self.call.on_step(int(alive.sum()))
+            self.call.on_step(int((alive & (results.tokens >= 0)).sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
         """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""
         tokens = self._tokens[self._read - 1, rows]
         asked = (self._stops[self._stop_row[rows]] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
-        asked |= self._by_token[rows]
+        asked |= self._by_token[rows] | (tokens < 0)  # nothing that its grammar allows could be sampled
         asked &= alive
         for stop_filter, theirs in self._filters:
-            followed = np.flatnonzero(alive & theirs[rows])
+            followed = np.flatnonzero(alive & theirs[rows] & (tokens >= 0))
             states = stop_filter.advance(self._stop_state[rows[followed]], tokens[followed])
             self._stop_state[rows[followed]] = states
             asked[followed[states == MET]] = True
         for i in rows[asked].tolist():
             new = slice(int(self._accepted[i]), self._read)
             own, self._accepted[i] = self._tokens[new, i].tolist(), self._read
-            if (sample := self._streaming[i].accept(own, self._likely[new, i], self.call.on_token)) is not None:
+            run, likely = self._streaming[i], self._likely[new, i]
+            ran_out = own[-1] < 0
+            accept = run.run_out if ran_out else run.accept
+            if (sample := accept(own[: -1 if ran_out else None], likely, self.call.on_token)) is not None:
                 self._alive[i] = False
                 self._grew[i] = self._read - 1  # the last token never joins the tree
                 finish(self._streaming[i], [sample])

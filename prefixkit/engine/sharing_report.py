@@ -40,6 +40,8 @@ class Report:
         graph_steps: Steps that CUDA graphs ran.
         unpipelined: Decode steps that could not be launched before the tokens of the step before were read, by the
             reason.
+        grammar_waits: Samplings under grammars: for each the host waits once, while the model computes, for the tokens
+            of the step before, and says what may follow them.
         captures: CUDA graphs captured.
         seconds_capturing: What that took.
         graph_bytes: GPU memory that graphs share.
@@ -71,6 +73,7 @@ class Report:
     seconds_in_decode: float = 0.0
     graph_steps: int = 0
     unpipelined: dict[str, int] = field(default_factory=dict)
+    grammar_waits: int = 0
     captures: int = 0
     seconds_capturing: float = 0.0
     graph_bytes: int = 0
@@ -163,6 +166,8 @@ class Report:
                 f"{preempted} times a sample was preempted, {self.preempted_swapped} of them by swapping its KV"
             )
         lines += [f"{steps} steps not pipelined: {reason}" for reason, steps in self.unpipelined.items()]
+        if self.grammar_waits:
+            lines.append(f"{self.grammar_waits} steps waited for the host, which said what grammars allow")
         lines += [self.states_held] if self.bytes_per_state else []
         lines.append(f"{'':24}{'prefixkit':>14}{'plain batch':>14}{'saved':>10}")
         lines += [f"{what:24}{ours:>14}{plain:>14}{ratio:>10}" for what, ours, plain, ratio in self.rows()]

@@ -141,13 +141,20 @@ def advance(
 
 
 def sample(
-    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+    logits: Tensor,
+    records: Tensor,
+    seen: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    drawn: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
     A row that is not active is unchanged.  Of each other row the token and its log-probability are written, the token's
     bit in ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or with
-    scores beyond float32, gets token -1, log-probability NaN and no bit, and its step grows too.
+    scores beyond float32, gets token -1, log-probability NaN and no bit, and its step grows too.  So does a row whose
+    logits are whole, but of whose allowed tokens none has a finite score; its log-probability is -inf.
 
     Args:
         logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary of at most 2**20 tokens.
@@ -159,6 +166,8 @@ def sample(
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
         drawn: ``[rows, 2]`` float32, contiguous, written: the logarithm of the probability with which the token was
             sampled, and the mass that the filters left, NaN where there is no token; None: not wanted.
+        allowed: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bits, likewise, of the tokens that may be sampled; read
+            in rows whose record is ``masked``.  None: all may.
     """
     op, device = "sample", logits.device
     fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
@@ -175,6 +184,7 @@ def sample(
         ("tokens", tokens, torch.int64, ()),
         ("logprobs", logprobs, torch.float32, ()),
         *(() if drawn is None else (("drawn", drawn, torch.float32, (2,)),)),
+        *(() if allowed is None else (("allowed", allowed, torch.int32, (words(vocab),)),)),
     ):
         shape = tensor.shape
         fits = len(shape) == 1 + len(width) and shape[0] >= rows and shape[1:] == width and tensor.is_contiguous()

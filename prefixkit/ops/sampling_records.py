@@ -23,7 +23,7 @@ RECORD = np.dtype(
         ("top_k", "<i4"),
         ("step", "<i4"),
         ("active", "<i4"),
-        ("unused", "<i4"),
+        ("masked", "<i4"),  # 1: a grammar says which tokens may be sampled
     ]
 )
 RECORD_INTS = RECORD.itemsize // 4
@@ -43,6 +43,7 @@ def records(
             table[name] = [getattr(each, name) for each in different.values()]
         table["penalty"] = [each.repetition_penalty for each in different.values()]
     table["top_k"] = [min(each.top_k, MOST_VOCAB) for each in different.values()]
+    table["masked"] = [each.grammar is not None for each in different.values()]
     index = {one: i for i, one in enumerate(different)}
     table = table[[index[id(each)] for each in params]]
     table["key"], table["step"], table["active"] = keys, steps, 1

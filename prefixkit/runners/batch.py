@@ -73,6 +73,19 @@ class Outputs:
     hidden: NDArray[np.int64] = _none(0)
 
 
+class TokenMasks(Protocol):
+    """Which tokens the rows of a batch may sample next, where that follows from those sampled before: grammars."""
+
+    def accept(self, tokens: NDArray[np.int64]) -> None:
+        """The rows have sampled these, -1 for none."""
+
+    def select_rows(self, rows: NDArray[np.intp]) -> None:
+        """Go on with these of the rows."""
+
+    def fill(self, vocab: int) -> NDArray[np.int32]:
+        """``[rows, ceil(vocab / 32)]`` what each may sample now, as the op ``sample`` reads it, until the next call."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sampling:
     """How the next tokens of a step's sequences are chosen.
@@ -82,12 +95,15 @@ class Sampling:
         top: Likeliest tokens that come back of each greedy row, for beam searches; 0 for none.
         process: Logits processors, if there are any: called once for each step, on the host.
         drawn: Whether it is wanted with which probability tokens are sampled.
+        masks: What rows with a grammar may sample, if there are any: asked on the host once a step, while the model
+            computes, for which the host waits for the tokens of the step before.
     """
 
     batch: SamplingBatch
     top: int = 0
     process: Process | None = None
     drawn: bool = False
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +111,9 @@ class Results:
     """The results of a step, on the host but for tensors.
 
     Attributes:
-        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken.
-        logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them.
+        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken, or a grammar allowed none.
+        logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them; NaN where the logits were broken,
+            -inf where a grammar allowed none.
         drawn: ``[R, 2]`` float32, where it is wanted: the logarithm of the probability with which each was sampled, and
             the mass that the filters left.
         top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.

@@ -138,7 +138,9 @@ def capture_step(
 
 def output_for(sampling: Sampling | None) -> GraphOutput:
     """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
-    if sampling is None or sampling.process is not None:
-        return GraphOutput(samples=False, uploads_batch=sampling is not None)
+    if sampling is None or (sampling.masks is not None and not (sampling.process or sampling.top)):
+        return GraphOutput(samples=False, drawn=sampling is not None and sampling.drawn)  # masks come as it runs
+    if sampling.process is not None or sampling.masks is not None:
+        return GraphOutput(samples=False, uploads_batch=True)
     top = max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0
     return GraphOutput(samples=True, top=top, uploads_batch=top > 0, drawn=sampling.drawn)

@@ -16,7 +16,7 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
-from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling
+from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, TokenMasks
 from prefixkit.runners.sampler import Sampler, top_tokens
 from prefixkit.tree.state_slots import StateMoves
 
@@ -68,9 +68,11 @@ class EagerRunner:
         self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
         self._unread: deque[Results] = deque()
+        self._masks: TokenMasks | None = None
+        self.grammar_waits = 0
 
     def counters(self) -> dict[str, float]:
-        return {"plans": sum(planner.plans_made for planner in self.planners)}
+        return {"plans": sum(planner.plans_made for planner in self.planners), "grammar_waits": self.grammar_waits}
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -118,12 +120,16 @@ class EagerRunner:
         if tokens is not None:
             self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)))
             return
-        logits = self._run(self._last, np.arange(len(self._last)))
+        logits = self._run(self._last.clip(min=0), np.arange(len(self._last)))  # after -1 the row has ended
+        if self._masks is not None:
+            self._masks.accept(self._last)
         self._unread.append(self._choose(logits, None))
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
         self._tree, self._last = self._tree.select_rows(rows), self._last[rows]
         self._states = None if self._states is None else self._states.select_rows(rows.tolist())
+        if self._masks is not None:
+            self._masks.select_rows(rows)
         assert self._sampler is not None, "a batch with rows was launched"
         self._sampler.select_rows(upload([rows.astype(np.int64)], self._sampler.device)[0])
 
@@ -155,17 +161,22 @@ class EagerRunner:
         rows, vocab = logits.shape
         if sampling is not None:
             self._top, self._process, self._drawn = sampling.top, sampling.process, sampling.drawn
+            self._masks = sampling.masks
         if not rows:
             return Results()
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
         scores = logits if self._process is None else self._process(logits.clone())
-        tokens, logprobs = sampler.sample(scores.to(sampler.device), self._drawn)
+        allowed = None
+        if self._masks is not None:
+            self.grammar_waits += 1
+            (allowed,) = upload([self._masks.fill(vocab)], sampler.device)
+        tokens, logprobs = sampler.sample(scores.to(sampler.device), self._drawn, allowed)
         self._last = tokens.cpu().numpy().copy()
         if self._process is not None:  # the log-probability is the model's own
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
-            logprobs = torch.where(tokens < 0, torch.nan, models.to(tokens.device))
+            logprobs = torch.where(tokens < 0, logprobs, models.to(tokens.device))
         ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
         drawn = sampler.drawn[:rows].cpu().numpy().copy() if self._drawn else None
         return Results(self._last, logprobs.cpu().numpy().copy(), ids, best, drawn)

@@ -30,6 +30,8 @@ from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
+from prefixkit.runners.graph_weights import GraphWeights
+from prefixkit.runners.masked_steps import MaskedSteps, masked_steps
 from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 
@@ -83,19 +85,18 @@ class GraphRunner:
     ) -> None:
         self.eager, self.model, self.plannings, self.page_size = eager, model, tuple(plannings), page_size
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
-        self.weights, self.moves, self.make_capture = weights, moves, capture
+        self.make_capture, self._weights = capture, GraphWeights(weights, moves)
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly, self._keep_states = pace, False, keep_states
         self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
+        self._masked: MaskedSteps | None = None  # of a batch with grammars
         self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}  # by bucket, output and variant
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
-        self._captured_weights: Hashable = None  # what `weights` said of those that graphs read
-        self._moves = 0  # what `moves` said when they were where graphs read them
 
     @property
     def pace(self) -> Pace:
@@ -143,9 +144,9 @@ class GraphRunner:
     def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:
             return self.eager.repeat(tokens)
-        if self._stale:  # a callback has moved the model's weights
+        if self._weights.stale:  # a callback has moved them
             self.select_rows(np.arange(self._rows))
-        self._moves = self.moves()
+        self._weights.skip_moves()
         if tokens is not None and self._arrays is not None:
             self._arrays.tree.sampled[: self._rows] = tokens
         self._replay()
@@ -165,6 +166,8 @@ class GraphRunner:
         assert arrays is not None, "launched before"
         with self._on_device():
             self._drop_stale_graphs()
+            if self._masked is not None:
+                self._masked.select_rows(rows)
             bucket = self._bucket_for(len(rows))
             tree, variant = self._tree_after(self._steps).select_rows(rows), self._variant
             self._variant = self._variant_of(tree)
@@ -208,9 +211,10 @@ class GraphRunner:
         if batch.steps < self.fewest_steps and (self._bucket_for(rows), output, self._variant) not in self._graphs:
             return False
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
+        self._masked = masked_steps(output, sampling)
         try:
             with self._on_device():
-                if self._stale:
+                if self._weights.stale:
                     self._drop_stale_graphs()
                 self._place_batch(batch, self._bucket_for(rows))
                 return True
@@ -265,6 +269,10 @@ class GraphRunner:
                 arrays.continue_states()
             if self._sampling is None:
                 return
+            if captured.logits is not None and self._masked is not None:
+                self._unread.append(self._masked.sample(arrays, captured.logits[: self._rows], self._output.drawn))
+                self.eager.grammar_waits += 1
+                return
             if captured.logits is not None:
                 logits = captured.logits[: self._rows].float()
                 self._unread.append(self.eager.sample(logits, self._sampling))
@@ -297,19 +305,11 @@ class GraphRunner:
             self._arrays = GraphArrays(tree, rows, self.plannings, self.page_size, self.device, self._keep_states)
         return self._arrays
 
-    @property
-    def _stale(self) -> bool:
-        """Whether the weights that graphs read have moved."""
-        moved = self.moves() != self._moves
-        return moved and self.weights() != self._captured_weights  # else another model's have moved
-
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused."""
-        weights = self.weights()
-        if self._graphs and weights != self._captured_weights:
+        if self._weights.look() and self._graphs:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
-        self._captured_weights, self._moves = weights, self.moves()
 
     def _variant_of(self, tree: StepTree) -> Hashable:
         """What a graph of this tree's steps has that others have not."""

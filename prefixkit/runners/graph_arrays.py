@@ -86,14 +86,19 @@ class Ring:
         if self._on_gpu:
             self._ready[(self._sent - 1) % _RING].synchronize()
 
+    def sampled(self, index: int, rows: int) -> NDArray[np.int64]:
+        """``[rows]`` the tokens of a step, once they are copied."""
+        if self._on_gpu:
+            self._ready[index].synchronize()
+        tokens: NDArray[np.int64] = self.tokens[index, :rows].numpy().copy()
+        return tokens
+
     def read(self, index: int, rows: int, top: int, count: int, drawn: bool) -> Results:
         """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied, and with
         how they were ``drawn``, if it copied that.
         """
-        if self._on_gpu:
-            self._ready[index].synchronize()
         ids, logprobs = self._top[top]
-        sampled = self.tokens[index, :rows].numpy().copy(), self.logprobs[index, :rows].numpy().copy()
+        sampled = self.sampled(index, rows), self.logprobs[index, :rows].numpy().copy()
         how = self.drawn[index, :rows].numpy().copy() if drawn else None
         return Results(*sampled, ids[:rows, :count].numpy().copy(), logprobs[:rows, :count].numpy().copy(), how)
 

@@ -25,7 +25,7 @@ class Sampler:
     Rows are inactive until :meth:`upload_params` gives them parameters.
 
     A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability
-    NaN, where the specification raises.
+    NaN, where the specification raises; one that may sample nothing gets token -1 and log-probability -inf.
 
     Attributes:
         rows, vocab: Most rows, and the length of each.
@@ -104,12 +104,14 @@ class Sampler:
         """Tokens and log-probabilities of the first rows, and how they were drawn, where that was asked for."""
         return self.tokens[:rows], self.logprobs[:rows], self.drawn[:rows] if drawn else None
 
-    def sample(self, logits: Tensor, drawn: bool = False) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, drawn: bool = False, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sample a token for every active row of the first ``n``, on the current stream; a CUDA graph can capture it.
 
         Args:
             logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
             drawn: Whether :attr:`drawn` is wanted.
+            allowed: ``[n, ceil(vocab / 32)]`` int32 bits of the tokens that rows with a grammar may sample; None where
+                no row has one.
 
         Returns:
             ``tokens[:n]`` and ``logprobs[:n]``, always in the same buffers.
@@ -123,7 +125,7 @@ class Sampler:
                 "make a sampler for more rows, or for this vocabulary"
             )
         state = self._records, self.seen, self.tokens, self.logprobs
-        torch.ops.prefixkit.sample(logits, *state, self.drawn if drawn else None)
+        torch.ops.prefixkit.sample(logits, *state, self.drawn if drawn else None, allowed)
         return self.tokens[: len(logits)], self.logprobs[: len(logits)]
 
 

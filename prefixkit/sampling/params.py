@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
+from prefixkit.sampling.grammar import Grammar
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -51,6 +53,9 @@ class SamplingParams:
         logprobs: What a sample's log-probabilities are of: ``"model"``, the model's own, the log-softmax of the logits
             as they come; ``"sampled"``, the probability with which each token was sampled, after processors, penalty,
             temperature and filters.  Then the sample has ``masses`` too.
+        grammar: What the sample's text, all that follows the prompt, is to match: a grammar of
+            ``prefixkit.integrations``.  Before the filters act, only tokens are left that may follow; stop tokens where
+            the text may end, and there alone.
     """
 
     forks = False  # whether sequences of a run part
@@ -68,6 +73,7 @@ class SamplingParams:
     stop: tuple[str | StopFunction, ...] = ()
     logits_processors: Callable[[], LogitsProcessor] | None = None
     logprobs: Logprobs = "model"
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         # Normalised fields (1 -> 1.0, list -> tuple) keep equal requests equal and hashable.
@@ -105,6 +111,11 @@ class SamplingParams:
             )
         if self.logprobs not in ("model", "sampled"):
             raise ValueError(f"logprobs must be 'model' or 'sampled', got {self.logprobs!r}")
+        if not isinstance(self.grammar, Grammar | None):
+            raise TypeError(
+                f"grammar must be a grammar, got {type(self.grammar).__name__}; make one: "
+                "prefixkit.integrations.xgrammar.json_schema(schema), or regex(...), or ebnf(...)"
+            )
 
     @property
     def runs(self) -> int:
@@ -127,7 +138,7 @@ class SamplingParams:
     def drawn(self) -> bool:
         """Whether log-probabilities are wanted that are not the model's: where all is off, those sampled are."""
         off = self.temperature == self.repetition_penalty == self.top_p == 1 and self.top_k == self.min_p == 0
-        return self.logprobs == "sampled" and not (off and self.logits_processors is None)
+        return self.logprobs == "sampled" and not (off and self.logits_processors is None and self.grammar is None)
 
 
 class SamplingFields(TypedDict, total=False):
@@ -145,6 +156,7 @@ class SamplingFields(TypedDict, total=False):
     stop: str | StopFunction | Sequence[str | StopFunction] | None
     logits_processors: Callable[[], LogitsProcessor] | None
     logprobs: Logprobs
+    grammar: Grammar | None
 
 
 def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:

@@ -6,7 +6,8 @@ both, bit by bit.  The vocabulary is never sorted.
 
 1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1,
    each token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the
-   penalty in float32.  Greedy rows take the first of the largest scores.
+   penalty in float32.  Then tokens that a grammar does not allow have score -inf.  Greedy rows take the first of the
+   largest scores.
 2. **Weights.**  With ``top`` the largest score and ``rate = max(float32(log2(e)) / float32(temperature), 2**-126)``::
 
        power  = max((score - top) * rate, -64)      each operation rounded to float32, as all below
@@ -60,12 +61,17 @@ class BrokenLogits(ValueError):
     """No token can be sampled: a row holds NaN, +inf or no finite value, or its scores leave float32."""
 
 
+class NothingAllowed(BrokenLogits):
+    """No token can be sampled: of those that are allowed, none has a finite score."""
+
+
 def sample_tokens(
     logits: Tensor,
     params: SamplingParams | Sequence[SamplingParams],
     uniforms: NDArray[np.float64],
     histories: Sequence[Ids] | None = None,
     drawn: Floats | None = None,
+    allowed: Sequence[Ids | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for every row.
 
@@ -77,6 +83,7 @@ def sample_tokens(
             only the repetition penalty needs them.
         drawn: ``[rows, 2]`` float32, written: the logarithm of the probability with which the token was sampled, and
             the mass that the filters left.
+        allowed: For each row the tokens that a grammar allows, in any order; None: all.
 
     Returns:
         tokens: ``[rows]`` int64.
@@ -86,8 +93,10 @@ def sample_tokens(
         TypeError: the logits are not float32.
         ValueError: shapes disagree, or a penalised row has no history.
         BrokenLogits: a row holds NaN, +inf or no finite logit, or its scores leave float32.
+        NothingAllowed: of a row's allowed tokens none has a finite score.
     """
     each, seen = _check(logits, params, uniforms, histories)
+    may = [None] * len(each) if allowed is None else allowed
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
     logprobs = torch.empty(rows, dtype=torch.float32, device="cpu")
@@ -98,7 +107,7 @@ def sample_tokens(
         some = logits[part].detach().cpu()
         raw = torch.log_softmax(some, dim=-1, out=log_softmax[: len(some)])
         _check_finite(raw, logits, begin)
-        scores = _scores(some.numpy(), each[part], seen[part])
+        scores = _scores(some.numpy(), each[part], seen[part], may[part])
         own = None if drawn is None else drawn[part]
         tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch, own), device="cpu")
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
@@ -169,16 +178,25 @@ def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
         )
 
 
-def _scores(logits: Floats, params: Sequence[SamplingParams], histories: Sequence[Ids | None]) -> Floats:
-    """Penalised logits of rows, the rows themselves without a penalty; an error where no token can be sampled."""
+def _scores(
+    logits: Floats,
+    params: Sequence[SamplingParams],
+    histories: Sequence[Ids | None],
+    allowed: Sequence[Ids | None],
+) -> Floats:
+    """Penalised logits of allowed tokens, the rows themselves where that is nothing; an error where none is sampled."""
     scores = logits
     with np.errstate(all="ignore"):
-        if any(own.repetition_penalty != 1 for own in params):
+        if any(own.repetition_penalty != 1 or may is not None for own, may in zip(params, allowed, strict=True)):
             scores = logits.copy()
-            for row, own, history in zip(scores, params, histories, strict=True):
+            for row, own, history, may in zip(scores, params, histories, allowed, strict=True):
                 if own.repetition_penalty != 1 and history is not None:
                     _penalise(row, history, own.repetition_penalty)
+                if may is not None:
+                    _forbid_others(row, may)
         divided = scores.max(1) / np.array([1 if own.greedy else own.temperature for own in params], dtype=np.float32)
+    if any(may is not None and top == -np.inf for may, top in zip(allowed, divided, strict=True)):
+        raise NothingAllowed("no token that is allowed has a finite score")
     if not np.isfinite(divided).all():
         raise BrokenLogits(
             "logits over temperature, or under the repetition penalty, leave float32; use values nearer to 1"
@@ -192,6 +210,15 @@ def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
     ids = ids[ids < len(scores)]  # an embedding can be larger than the head: its last tokens are never sampled
     old, factor = scores[ids], np.float32(penalty)
     scores[ids] = np.where(old < 0, old * factor, old / factor)
+
+
+def _forbid_others(scores: Floats, allowed: Ids) -> None:
+    """Make all tokens but these impossible, in place."""
+    ids = np.asarray(allowed, dtype=np.int64)
+    ids = ids[ids < len(scores)]
+    held = scores[ids]
+    scores.fill(-np.inf)
+    scores[ids] = held
 
 
 def _sample_rows(

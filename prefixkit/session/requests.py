@@ -15,6 +15,7 @@ from prefixkit.engine.scoring.contexts import Text
 from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.call_results import check_length
+from prefixkit.session.grammars import matchers_of
 from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
 
 Prompts = Prompt | Iterable[Prompt]
@@ -53,8 +54,11 @@ def requests_for(
     encoded = _encoded(facts, tokenizer, prompts)
     each = params_of_each((kind,), facts, params, fields, len(encoded), "one for all or one per prompt", "prompts")
     each = _checked(facts, tokenizer, each)
-    rows = zip(encoded, each, occurrences(encoded), strict=True)
-    return [Request(index, tokens, own, before) for index, (tokens, own, before) in enumerate(rows)]
+    rows = zip(encoded, each, occurrences(encoded), matchers_of(facts, tokenizer, each), strict=True)
+    return [
+        Request(index, tokens, own, before, matcher=matcher)
+        for index, (tokens, own, before, matcher) in enumerate(rows)
+    ]
 
 
 def prompt_requests(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list[Request]:
@@ -182,7 +186,8 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
     for index, one in enumerate(asked):
         check_ids(f"prompt {index}", one.tokens, facts.vocab_size)
     each = _checked(facts, tokenizer, [one.params for one in asked])
-    return [replace(one, params=own) for one, own in zip(asked, each, strict=True)]
+    rows = zip(asked, each, matchers_of(facts, tokenizer, each), strict=True)
+    return [replace(one, params=own, matcher=matcher) for one, own, matcher in rows]
 
 
 def configured(config: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.models import text_config
+from prefixkit.sampling.grammar import Grammar, Matcher
 from prefixkit.sampling.params import as_integer, as_list, as_seed
 from prefixkit.sampling.rng import sample_key
 from prefixkit.session.prompts import Unpadded
 from prefixkit.session.requests import continuation_tokens, is_one_prompt
 
 Ints = NDArray[np.int32]
+NodeReason = Literal["stop", "until", "length", "dead_end"]
 
 
 class NodeReleased(ValueError):
@@ -72,18 +74,19 @@ class SearchNode:
             and seeds sample the same.
         parent: The node that it was forked from; None for a prompt's own.
         finish_reason: Why its last step ended: ``"stop"`` by a stop token, after which it takes no more steps,
-            ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, ``"length"`` after
-            ``max_new_tokens``.  A fork begins with that of its parent; None before the first step, and once given
-            tokens follow.
+            ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, or because a grammar without
+            stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as of a sample.  A fork
+            begins with that of its parent; None before the first step, and once given tokens follow.
     """
 
     def __init__(self, session: Any, tokens: Ints, seed: int) -> None:
         self.session, self.seed = session, seed
         self.parent: SearchNode | None = None
-        self.finish_reason: Literal["stop", "until", "length"] | None = None
+        self.finish_reason: NodeReason | None = None
         self._last: _Run | None = _Run(None, tokens, None, len(tokens))  # None: released
         self._in_step = False
         self._children = 0
+        self._places: dict[Grammar, tuple[int, Matcher]] = {}
 
     def __repr__(self) -> str:
         if self._last is None:
@@ -159,6 +162,7 @@ class SearchNode:
         nodes = [SearchNode(self.session, last.tokens, seed) for seed in own]
         for node in nodes:
             node.parent, node.finish_reason, node._last = self, self.finish_reason, last
+            node._places = self._places.copy()
         return nodes
 
     def extend(self, tokens: str | Sequence[int]) -> SearchNode:
@@ -182,17 +186,39 @@ class SearchNode:
             ValueError: a step of the node is under way.
         """
         self._check_idle("release")
-        self._last = None
+        self._last, self._places = None, {}
 
     def ids(self) -> Ints:
         """``[len(node)]`` token ids, the prompt's included: the session's, to be read alone."""
         return self._held().ids()
 
+    def place_in(self, grammar: Grammar, begin: Matcher) -> Matcher:
+        """Where the node's end is in a grammar that its steps have followed; else ``begin``, for it begins here.
+
+        Raises:
+            ValueError: what was appended since does not match.
+        """
+        if grammar not in self._places:
+            return begin
+        length, before = self._places[grammar]
+        matcher = before.fork()
+        for token in self._held().ids()[length:].tolist():
+            if not all(type(matcher).accept([matcher], [token])):
+                raise ValueError(
+                    f"{self!r} follows a grammar, which does not allow token {token} after its first {length} tokens; "
+                    "extend it by what matches, or begin the grammar anew: session.prompt(node.tokens)"
+                )
+        return matcher
+
+    def remember_place(self, grammar: Grammar, matcher: Matcher) -> None:
+        """Note where the node's end is in a grammar that a step has followed from here."""
+        self._places[grammar] = self._held().end, matcher
+
     def append(
         self,
         tokens: Ints,
         logprobs: NDArray[np.float32] | None,
-        reason: Literal["stop", "until", "length"] | None,
+        reason: NodeReason | None,
     ) -> None:
         """Append what a step of the session has sampled, or what :meth:`extend` was given."""
         last = self._held()

@@ -46,7 +46,7 @@ def step_requests(
     stop = () if until is None else as_stops("until", until)
     rows = enumerate(zip(nodes, each, strict=True))
     requests = [Request(index, node.ids(), _of_node(node, own, stop)) for index, (node, own) in rows]
-    return checked_requests(facts, tokenizer, requests)
+    return [_placed(*row) for row in zip(nodes, checked_requests(facts, tokenizer, requests), strict=True)]
 
 
 def append_samples(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
@@ -55,6 +55,14 @@ def append_samples(nodes: list[SearchNode], requests: list[Request], samples: It
     for sample in samples:
         found[sample.prompt_index].append(sample)
     return [grown for row in zip(nodes, requests, found, strict=True) for grown in _grown(*row)]
+
+
+def _placed(node: SearchNode, request: Request) -> Request:
+    """The request from where the node is in its grammar."""
+    grammar, begin = getattr(request.params, "grammar", None), request.matcher
+    if grammar is None or begin is None:
+        return request
+    return replace(request, matcher=node.place_in(grammar, begin))
 
 
 def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, ...]) -> Params:
@@ -79,7 +87,10 @@ def _grown(node: SearchNode, request: Request, samples: list[Sample]) -> list[Se
     several = isinstance(params, BeamParams) and params.num_return_sequences > 1
     grown = node.fork(len(samples)) if several else [node]
     for one, sample in zip(grown, samples, strict=True):
+        if isinstance(params, SamplingParams) and params.grammar is not None and request.matcher is not None:
+            one.remember_place(params.grammar, request.matcher)
         tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
-        stopped = sample.tokens[-1] in (params.stop_token_ids or ())
-        one.append(tokens, logprobs, "stop" if stopped else "until" if sample.finish_reason == "stop" else "length")
+        by_token = bool(sample.tokens) and sample.tokens[-1] in (params.stop_token_ids or ())
+        until = sample.finish_reason == "stop" and not by_token
+        one.append(tokens, logprobs, "until" if until else sample.finish_reason)
     return grown

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.sampling.params import SamplingParams
@@ -45,6 +46,19 @@ def rows_of(rng: np.random.Generator, rows: int, vocab: int, dtype: torch.dtype)
             x[rng.integers(0, vocab, 3)] += 12
         made.append(x)
     return torch.from_numpy(np.array(made)).to(dtype)
+
+
+def masked_case(
+    rng: np.random.Generator, rows: int, vocab: int, dtype: torch.dtype
+) -> tuple[Tensor, list[SamplingParams], list[NDArray[np.int64] | None]]:
+    """Logits, parameters, and what a grammar allows: all, nothing, one token, a few, most of them."""
+    allowed: list[NDArray[np.int64] | None] = []
+    for row in range(rows):
+        some = np.flatnonzero(rng.random(vocab) < (0, 0, 0, 0.02, 0.99)[row % 5]).astype(np.int64)
+        some = np.union1d(some, rng.integers(0, vocab, 1)) if row % 5 > 1 else some
+        allowed.append(None if row % 5 == 0 else some)
+    logits = torch.from_numpy(rng.standard_normal((rows, vocab)) * 3).to(dtype)
+    return logits, random_params(rng, rows, vocab), allowed
 
 
 def _with(vocab: int, rest: float, places: dict[int, float]) -> Tensor:

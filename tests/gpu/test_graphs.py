@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 from tests.gpu.test_model import model_of, prompts
+from tests.grammars import STOP, Residues
+from tests.grammars import asked as grammar_request
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,39 @@ def test_tokens_are_those_of_single_steps(model: torch.nn.Module, temperature: f
     assert fast.report.captures == 1 and fast.report.graph_bytes > 0
     assert fast.report.graph_steps == fast.report.decode_steps == 79
     assert fast.report.kv_bytes_read == slow.report.kv_bytes_read
+
+
+def under_grammars(model: torch.nn.Module, ends: bool, **params: Any) -> list[Request]:
+    """Six prompts, of which one has no grammar; where nothing ``ends``, all samples have equally many tokens."""
+    asked, stops = [], (STOP,) if ends else ()
+    for index, prompt in enumerate(prompts(11)):
+        grammar = None if index == 2 else Residues(2 + index, 5 * index if ends else 99, 20 if ends else 99)
+        own = SamplingParams(n=8, temperature=0.8, seed=4, stop_token_ids=stops, grammar=grammar, **params)
+        asked.append(grammar_request(index, np.array(prompt), own, model.config.vocab_size))  # type: ignore[union-attr]
+    return asked
+
+
+@pytest.mark.parametrize("logprobs", ["model", "sampled"])
+def test_samples_under_grammars_are_those_of_single_steps(model: torch.nn.Module, logprobs: str) -> None:
+    """Masks are filled on the host between the model's graph and the sampling."""
+    asked = under_grammars(model, False, max_new_tokens=60, logprobs=logprobs)
+    fast, slow = make_engine(model, asked), make_engine(model, asked, graphs=False)
+    found, expected = fast.run(asked), slow.run(asked)
+    assert texts(found) == texts(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+    assert fast.report.graph_steps == fast.report.decode_steps == 59
+    assert fast.report.grammar_waits >= 60, "and of first tokens"
+
+
+def test_samples_under_grammars_end_apart_and_rows_are_compacted(model: torch.nn.Module) -> None:
+    """The grammar's matcher refuses a token of another row."""
+    asked = under_grammars(model, True, max_new_tokens=60)
+    fast = make_engine(model, asked)
+    found = fast.run(asked)
+    assert {s.finish_reason for s in found} == {"stop", "length", "dead_end"}
+    assert all(len(s.tokens) <= 21 or s.prompt_index == 2 for s in found)
+    assert fast.report.graph_steps > 20
 
 
 def test_probabilities_of_samples_are_those_of_single_steps(model: torch.nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,17 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-from prefixkit.testing.sampling_cases import FLAT, NASTY, flat_case, logprob_bound, random_params, rows_of
+from prefixkit.testing.sampling_cases import (
+    FLAT,
+    NASTY,
+    flat_case,
+    logprob_bound,
+    masked_case,
+    random_params,
+    rows_of,
+)
 from tests.gpu.cases import GPU
+from tests.grammars import Residues
 from tests.ops.test_sample import arguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -130,6 +141,35 @@ def test_nuclei_that_end_among_many_tokens(way, name, vocab, dtype):
     sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, none(params)))
     tokens, logprobs = sampler.sample(on_gpu(logits))
     assert_sampled(tokens, logprobs, logits, params, keys, steps, None)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(1003, torch.float32), (32_000, torch.bfloat16), (128_256, torch.float16)]
+)
+def test_tokens_that_a_grammar_allows(way, vocab, dtype):
+    rows = 60
+    logits, params, allowed = masked_case(np.random.default_rng(vocab), rows, vocab, dtype)
+    params = [
+        own if may is None else replace(own, grammar=Residues(1)) for own, may in zip(params, allowed, strict=True)
+    ]
+    histories = [np.arange(row, vocab, 7) for row in range(rows)]
+    keys, steps = np.arange(rows, dtype=np.uint64), np.arange(rows)
+    sampler = poisoned(rows, vocab)
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, histories))
+    bits = np.stack([mask(np.zeros(0, int) if may is None else may, vocab) for may in allowed])
+    tokens, logprobs = sampler.sample(on_gpu(logits), drawn=True, allowed=torch.from_numpy(bits).to(GPU))
+    nothing = [row for row, may in enumerate(allowed) if may is not None and not len(may)]
+    assert tokens[nothing].tolist() == [-1] * len(nothing)
+    assert logprobs[nothing].isneginf().all()
+    whole = [row for row in range(rows) if row not in nothing]
+    own = [logits[whole].float(), [params[row] for row in whole], uniforms(keys[whole], steps[whole])]
+    how = np.zeros((len(whole), 2), np.float32)
+    expected, _ = sample_tokens(*own, [histories[row] for row in whole], how, [allowed[row] for row in whole])
+    assert tokens[whole].tolist() == expected.tolist()
+    np.testing.assert_allclose(sampler.drawn[whole].cpu().numpy(), how, rtol=1e-6, atol=1e-6)
+    exact = torch.log_softmax(logits[whole].double(), -1).gather(1, expected[:, None])[:, 0].numpy()
+    error = np.abs(logprobs[whole].cpu().numpy() - exact)
+    assert (error <= logprob_bound(exact, vocab)).all(), "the model's own"
 
 
 def test_a_captured_graph_goes_on_with_what_it_sampled(way):

@@ -3,6 +3,7 @@ wrong arguments; and the sampler that keeps records."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import SamplingBatch, sample_tokens
-from prefixkit.testing.sampling_cases import NASTY, random_params, rows_of
+from prefixkit.testing.sampling_cases import NASTY, masked_case, random_params, rows_of
+from tests.grammars import Residues
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.prefixkit
@@ -114,6 +116,30 @@ def test_inactive_rows_are_left_alone_and_broken_ones_say_so() -> None:
     assert torch.equal(tokens[whole], expected[0])
 
 
+def test_rows_with_a_grammar_sample_what_is_allowed_and_say_where_nothing_is() -> None:
+    rows, vocab = 20, 77
+    logits, params, allowed = masked_case(np.random.default_rng(4), rows, vocab, torch.float32)
+    grammars = [None if may is None else Residues(1) for may in allowed]  # of which the masks are given here
+    params = [replace(own, grammar=grammar) for own, grammar in zip(params, grammars, strict=True)]
+    keys, steps, histories = np.arange(rows, dtype=np.uint64), np.arange(rows), [np.arange(9)] * rows
+    sampler = Sampler(rows, vocab, "cpu")
+    sampler.upload_params(slice(None), SamplingBatch(params, keys, steps, histories))
+    bits = np.stack([mask(np.zeros(0, int) if may is None else may, vocab) for may in allowed])
+    bits[:, -1] |= np.int32(-1 << vocab % 32)  # bits behind the vocabulary mean nothing
+    tokens, logprobs = sampler.sample(logits, drawn=True, allowed=torch.from_numpy(bits))
+    for row, may in enumerate(allowed):
+        if may is not None and not len(may):
+            assert (int(tokens[row]), float(logprobs[row])) == (-1, -np.inf)
+            assert sampler.drawn[row].isnan().all()
+            continue
+        one, how = slice(row, row + 1), np.zeros((1, 2), np.float32)
+        uniform = uniforms(keys[one], steps[one])
+        expected = sample_tokens(logits[one], params[one], uniform, histories[one], how, [may])
+        assert (tokens[one], logprobs[one]) == expected
+        assert np.array_equal(sampler.drawn[one].numpy(), how)
+    assert sampler.steps.tolist() == (steps + 1).tolist()
+
+
 def test_rows_are_kept_and_newcomers_take_what_is_free() -> None:
     rows, vocab = 12, 300
     logits, params, keys, steps, histories = case(5, rows, vocab)
@@ -139,6 +165,8 @@ def test_rows_are_kept_and_newcomers_take_what_is_free() -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     for rows in (0, 5):
         torch.library.opcheck(ops.sample.default, tuple(arguments(rows, 50, dtype)))
+    bits = torch.full((5, 2), -1, dtype=torch.int32)
+    torch.library.opcheck(ops.sample.default, (*arguments(5, 50, dtype), None, bits))
 
 
 WRONG = {
@@ -154,6 +182,8 @@ WRONG = {
     "seen strides": (2, lambda x: x.T.contiguous().T, BadShape, "seen must have shape .*contiguous"),
     "tokens": (3, lambda x: x.int(), BadDtype, "tokens must be torch.int64"),
     "logprobs": (4, lambda x: x[:3], BadShape, r"logprobs must have shape \[at least 4\]"),
+    "allowed": (6, lambda x: x[:, :1], BadShape, r"allowed must have shape \[at least 4, 2\]"),
+    "allowed dtype": (6, lambda x: x.bool(), BadDtype, "allowed must be torch.int32"),
     "device": (4, lambda x: x.to("meta"), BadDevice, "logprobs is on meta"),
 }
 
@@ -161,7 +191,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_arguments_are_named(what: str) -> None:
     position, change, error, message = WRONG[what]
-    args = arguments(4, 50)
+    args = [*arguments(4, 50), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32)]
     before = args[3].clone()
     changed = [change(arg) if number == position else arg for number, arg in enumerate(args)]
     with pytest.raises(error, match=f"sample: {message}"):

@@ -211,6 +211,7 @@ SAMPLE = define(
     ("unsigned int*", "seen", "[rows, words], bit t % 32 of word t / 32: the sequence holds token t"),
     ("long long*", "tokens", "[rows]"),
     ("float*", "logprobs", "[rows]"),
+    ("const unsigned int*", "allowed", "[rows, words], likewise: token t may be sampled; read in masked rows, or null"),
     ("long long", "stride", "of a row of logits, in elements"),
     ("int", "vocab words"),
     ("int", "segment", "tokens of a warp, a multiple of 128"),

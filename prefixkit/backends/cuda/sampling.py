@@ -21,24 +21,33 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def sample(
-    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+    logits: Tensor,
+    records: Tensor,
+    seen: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    drawn: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> None:
     """``sample``.  What the kernel does not give, how tokens were drawn, is computed beside it, by torch."""
     if drawn is None:
-        return _launch(logits, records, seen, tokens, logprobs)
+        return _launch(logits, records, seen, tokens, logprobs, allowed)
     seen_before = seen[: len(logits)].clone()  # the kernel adds the tokens
-    _launch(logits, records, seen, tokens, logprobs)
-    write_drawn(logits, records, seen_before, tokens, drawn)
+    _launch(logits, records, seen, tokens, logprobs, allowed)
+    write_drawn(logits, records, seen_before, tokens, drawn, allowed)
 
 
-def _launch(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+def _launch(
+    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, allowed: Tensor | None
+) -> None:
     rows, vocab = logits.shape
     portable = os.environ.get(KERNEL_VARIABLE, "") == "portable"
     tiling = _tiling(logits.device.index, vocab, portable, 2 if rows >= _MANY_ROWS else 3)
     address, stride = logits.data_ptr(), logits.stride(0)
     aligned = address % (4 * logits.element_size()) == 0 and (stride % 4 == 0 or rows == 1)
     values = (
-        *(address, *(tensor.data_ptr() for tensor in (records, seen, tokens, logprobs)), stride),
+        *(address, *(tensor.data_ptr() for tensor in (records, seen, tokens, logprobs))),
+        *(0 if allowed is None else allowed.data_ptr(), stride),
         *(vocab, seen.shape[1], tiling.segment, int(aligned)),
     )
     function = jit.load(SAMPLE, logits.device.index)[sample_name(_DTYPES[logits.dtype], tiling.cached)]

@@ -15,7 +15,9 @@ from prefixkit.sampling.weights import EXP2, FLOOR, LOG2E, TOP
 _ELEMENTS_AT_ONCE = 2**22  # of the sorted scores, which take 32 bytes each with all that is made of them
 
 
-def write_drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, drawn: Tensor) -> None:
+def write_drawn(
+    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, drawn: Tensor, allowed: Tensor | None = None
+) -> None:
     """Write how tokens were drawn; see the op ``sample`` for its tensors.
 
     Args:
@@ -23,19 +25,24 @@ def write_drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, d
         seen: As it was before.
         tokens: What it has sampled.
         drawn: Written in active rows.
+        allowed: As for the op.
     """
     at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
     for begin in range(0, len(logits), at_once):
         rows = slice(begin, min(begin + at_once, len(logits)))
-        found = _drawn(logits[rows].float(), records[rows], seen[rows], tokens[rows])
+        may = None if allowed is None else allowed[rows]
+        found = _drawn(logits[rows].float(), records[rows], seen[rows], tokens[rows], may)
         active = _field(records[rows], "active")[:, None] != 0
         drawn[rows] = torch.where(active, found, drawn[rows])
 
 
-def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor) -> Tensor:
+def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, allowed: Tensor | None) -> Tensor:
     """``[n, 2]`` logarithms of probabilities, and masses, of ``n`` rows."""
     temperature = _field(records, "temperature")[:, None]
     scores = _penalised(logits, seen, _field(records, "penalty")[:, None])
+    if allowed is not None:
+        free = _field(records, "masked")[:, None] == 0
+        scores = torch.where(free | _bits(allowed, logits.shape[1]), scores, -torch.inf)
     ordered = scores.sort(1, descending=True).values
     rate = (torch.full_like(temperature, float(LOG2E)) / temperature).clamp(min=torch.finfo(torch.float32).tiny)
     weights = _weigh(ordered, ordered[:, :1], rate)  # descending too, for they rise with the scores
@@ -49,9 +56,14 @@ def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor) -> Ten
 
 
 def _penalised(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    bits = torch.arange(32, dtype=torch.int32, device=seen.device)
-    held = ((seen[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
-    return torch.where(held & (penalty != 1), torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    held = _bits(seen, logits.shape[1]) & (penalty != 1)
+    return torch.where(held, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _bits(words: Tensor, vocab: int) -> Tensor:
+    """``[n, vocab]`` bool of ``[n, words]`` int32."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1).flatten(1)[:, :vocab] != 0
 
 
 def _weigh(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:

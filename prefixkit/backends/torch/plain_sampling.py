@@ -9,17 +9,24 @@ from torch import Tensor
 
 from prefixkit.ops.sampling_records import RECORD, params_of, tokens_of
 from prefixkit.sampling.rng import uniforms
-from prefixkit.sampling.specification import BrokenLogits, sample_tokens
+from prefixkit.sampling.specification import BrokenLogits, Ids, NothingAllowed, sample_tokens
 
 
 def sample(
-    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, drawn: Tensor | None = None
+    logits: Tensor,
+    records: Tensor,
+    seen: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    drawn: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> None:
     """``sample``."""
     written = (records, seen, tokens, logprobs) if drawn is None else (records, seen, tokens, logprobs, drawn)
     state = [part[: len(logits)] for part in written]
     on_host = [part.cpu() for part in state]  # on a CPU the tensors themselves
-    _sample(logits, *(part.numpy() for part in on_host))
+    bits = None if allowed is None else allowed[: len(logits)].cpu().numpy()
+    _sample(logits, bits, *(part.numpy() for part in on_host))
     for part, changed in zip(state, on_host, strict=True):
         if changed.device != part.device:
             part.copy_(changed)
@@ -27,6 +34,7 @@ def sample(
 
 def _sample(
     logits: Tensor,
+    allowed: NDArray[np.int32] | None,
     records: NDArray[np.int32],
     seen: NDArray[np.int32],
     tokens: NDArray[np.int64],
@@ -41,7 +49,11 @@ def _sample(
     every = len(rows) == len(logits)
     active = logits if every else logits[torch.from_numpy(rows).to(logits.device)]
     how = None if drawn is None else np.full((len(rows), 2), np.nan, np.float32)
-    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows], how)
+    may: list[Ids | None] = [None] * len(rows)
+    if allowed is not None:
+        for place in np.flatnonzero(table["masked"][rows]).tolist():
+            may[place] = tokens_of(allowed[rows[place]])
+    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows], how, may)
     tokens[rows], logprobs[rows] = sampled, sampled_logprobs
     if drawn is not None:
         drawn[rows] = how
@@ -52,15 +64,21 @@ def _sample(
 
 
 def _sample_rows(
-    logits: Tensor, table: np.ndarray, seen: NDArray[np.int32], drawn: NDArray[np.float32] | None
+    logits: Tensor,
+    table: np.ndarray,
+    seen: NDArray[np.int32],
+    drawn: NDArray[np.float32] | None,
+    allowed: list[Ids | None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens and log-probabilities; -1 and NaN for rows that cannot be sampled from, NaN in ``drawn`` too."""
+    """Tokens and log-probabilities; for rows that cannot be sampled from -1 and NaN, or -inf where nothing is allowed;
+    then NaN in ``drawn`` too.
+    """
     params, numbers = params_of(table), uniforms(table["key"], table["step"])
     histories = [np.zeros(0, dtype=np.int64)] * len(params)
     for row in np.flatnonzero(table["penalty"] != 1).tolist():
         histories[row] = tokens_of(seen[row])
     try:
-        tokens, logprobs = sample_tokens(logits, params, numbers, histories, drawn)
+        tokens, logprobs = sample_tokens(logits, params, numbers, histories, drawn, allowed)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
     except BrokenLogits:  # of some row
         pass
@@ -71,8 +89,10 @@ def _sample_rows(
         one = slice(row, row + 1)
         own = None if drawn is None else drawn[one]
         try:
-            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one], own)
+            tokens, logprobs = sample_tokens(logits[one], params[one], numbers[one], histories[one], own, allowed[one])
             all_tokens[row], all_logprobs[row] = int(tokens), float(logprobs)
+        except NothingAllowed:
+            all_logprobs[row] = -np.inf
         except BrokenLogits:
             continue
     return all_tokens, all_logprobs

@@ -2,7 +2,7 @@
 // specifies, bit by bit.
 //
 // shapes   logits [rows, vocab] of float32, bfloat16 or float16, any row stride; a SamplingRecord for each row; `seen`
-//          [rows, words]; tokens [rows] int64, logprobs [rows] float32.
+//          and `allowed` [rows, words]; tokens [rows] int64, logprobs [rows] float32.
 // tiling   a cluster of 1 to 8 blocks of 256 threads takes a row and keeps it in shared memory as float32, so that
 //          logits are read once.  Where a row does not fit (CACHED false) every pass reads it again.  Warps own
 //          consecutive tokens, so that sums of warps are steps of the cumulative distribution.
@@ -12,7 +12,8 @@
 // cost     reads each logit once; some 40 instructions a token, with top-k 10, top-p 6 to 30 more; docs/kernel_log.md.
 // effects  A row whose record is not active is unchanged.  Others: the token and its log-probability are written, the
 //          token's bit in `seen` is set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing
-//          finite, or whose scores exceed float32, gets token -1 and NaN, no bit, and a step more.
+//          finite, or whose scores exceed float32, gets token -1 and NaN, no bit, and a step more; one of whose allowed
+//          tokens none is finite, likewise, but -inf.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
 #include "sampling/sample_nucleus.cuh"
 
@@ -35,8 +36,8 @@ template <class T, bool CACHED>
 DEVICE void sample_greedy(const Sample& a, int number, const Row<T, CACHED>& row, int step, float top, float raw) {
     Shared& s = shared();
     float exps = 0;
-    const u32 first = find_top(row, top, !row.penalised, exps);
-    if (row.penalised) exps = exps_of_raw(row, raw);
+    const u32 first = find_top(row, top, !row.changed(), exps);
+    if (row.changed()) exps = exps_of_raw(row, raw);
     publish(s.firsts, warp_reduce(first, least_of<u32>));
     publish(s.exps, warp_sum(exps));
     cluster_sync();
@@ -57,11 +58,11 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
     filter.any = top_k || (min_p && !top_p), filter.whole = top_p;
     const float least = min_p ? least_weight(params.min_p) : 0;
     if (!top_p) filter.least = least;
-    // Weights without temperature, penalty and filters are the exponentials.
-    const bool alike = params.temperature == 1.0f && !row.penalised && !filter.any && !top_p;
-    bool sums = !alike && !row.penalised;
+    // Weights without temperature, penalty, mask and filters are the exponentials.
+    const bool alike = params.temperature == 1.0f && !row.changed() && !filter.any && !top_p;
+    bool sums = !alike && !row.changed();
     float exps = 0;
-    if (row.penalised) exps = exps_of_raw(row, raw);
+    if (row.changed()) exps = exps_of_raw(row, raw);
     int all = -1;  // tokens of which lists hold all that top-k keeps
     u32 count = 0;
     if (top_k) {
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     const SamplingRecord params = a.records[number];
     if (!params.active) return;
     cluster_arrive();
-    row.penalty = params.penalty, row.penalised = params.penalty != 1.0f;
+    row.penalty = params.penalty;
+    row.changes = (params.penalty != 1.0f ? PENALISED : 0) | (params.masked && a.allowed ? MASKED : 0);
     if (thread_of() == 0) s.uniform = uniform53(params.key, params.step);
     const Tops mine = read_row(row);
     cluster_wait();  // the others have begun, so their memory is there
@@ -123,9 +125,11 @@ __global__ void __launch_bounds__(THREADS, 3) sample(const __grid_constant__ Sam
     const float top = table_max(s.tops), raw = table_max(s.raws);
     const bool greedy = params.temperature == 0;
     const float divided = greedy ? top : __fdiv_rn(top, params.temperature);
-    if (!(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
+    const bool whole = fabsf(raw) < -MINUS_INFINITY, nothing = whole && row.changes & MASKED && top == MINUS_INFINITY;
+    if (!whole || !(fabsf(divided) < -MINUS_INFINITY) || !(fabsf(top) < -MINUS_INFINITY)) {
         if (my_number() == 0 && lane_of() == 0) {
-            a.tokens[number] = -1, a.logprobs[number] = __int_as_float(0x7fffffff);
+            a.tokens[number] = -1;
+            a.logprobs[number] = nothing ? top : __int_as_float(0x7fffffff);
             a.records[number].step = params.step + 1;
         }
         return;

@@ -29,14 +29,14 @@ struct Tops {
 template <class T, bool CACHED> DEVICE Tops read_row(const Row<T, CACHED>& row) {
     Tops t = {MINUS_INFINITY, MINUS_INFINITY};
     row.each_raw([&](int i, float4 x) {
-        if (row.penalised) {
+        if (row.changed()) {
             each(x, [&](float y) { t.raw = max_nan(t.raw, y); });
-            x = row.penalise(i, x);
+            x = row.change(i, x);
         }
         each(x, [&](float y) { t.score = max_nan(t.score, y); });
         if (CACHED) row.keep(i, x);
     });
-    if (!row.penalised) t.raw = t.score;
+    if (!row.changed()) t.raw = t.score;
     return t;
 }
 

@@ -7,27 +7,33 @@
 namespace prefixkit {
 
 DEVICE float penalise(float x, float penalty) { return x < 0 ? __fmul_rn(x, penalty) : __fdiv_rn(x, penalty); }
-// Of four tokens those that the sequence holds, by the bits of `held`.
-static __device__ __noinline__ float4 penalise_held(float4 x, u32 held, float penalty) {
-    if (held & 1) x.x = penalise(x.x, penalty);
-    if (held & 2) x.y = penalise(x.y, penalty);
-    if (held & 4) x.z = penalise(x.z, penalty);
-    if (held & 8) x.w = penalise(x.w, penalty);
+// Of four tokens those that the sequence holds, by the lowest bits of `marks`; -inf where the next four are set.
+static __device__ __noinline__ float4 change_marked(float4 x, u32 marks, float penalty) {
+    if (marks & 1) x.x = penalise(x.x, penalty);
+    if (marks & 2) x.y = penalise(x.y, penalty);
+    if (marks & 4) x.z = penalise(x.z, penalty);
+    if (marks & 8) x.w = penalise(x.w, penalty);
+    if (marks & 16) x.x = MINUS_INFINITY;
+    if (marks & 32) x.y = MINUS_INFINITY;
+    if (marks & 64) x.z = MINUS_INFINITY;
+    if (marks & 128) x.w = MINUS_INFINITY;
     return x;
 }
 
+constexpr u32 PENALISED = 1, MASKED = 2;
+
 // Tokens are dealt out to the warps of a cluster in order, `segment` to each; its lanes take four tokens at a time.
 template <class T, bool CACHED> struct Row {
+    const Sample& a;
     const T* logits;
-    const u32* seen;
     float* cache;  // the block's scores, later weights
-    int vocab, first, segment;
+    int number, vocab, first, segment;
     float penalty;
-    bool penalised, aligned;
+    u32 changes;  // of logits: PENALISED, MASKED
+    bool aligned;
 
-    DEVICE Row(const Sample& a, int row, float* shared) {
+    DEVICE Row(const Sample& a, int row, float* shared) : a(a), number(row) {
         logits = (const T*)a.logits + row * a.stride;
-        seen = a.seen + (long long)row * a.words;
         cache = shared, vocab = a.vocab, segment = a.segment;
         first = cluster_rank() * WARPS * segment;
         aligned = a.aligned;
@@ -77,14 +83,19 @@ template <class T, bool CACHED> struct Row {
     }
     DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
 
-    DEVICE float4 penalise(int i, float4 x) const {
-        const u32 held = i < vocab ? seen[i >> 5] >> (i & 31) & 15 : 0;
-        return held ? penalise_held(x, held, penalty) : x;
+    // Whether scores are other than logits.
+    DEVICE bool changed() const { return changes; }
+    DEVICE float4 change(int i, float4 x) const {
+        if (i >= vocab) return x;
+        const long long word = (long long)number * a.words + (i >> 5);
+        u32 marks = changes & PENALISED ? a.seen[word] >> (i & 31) & 15 : 0;
+        if (changes & MASKED) marks |= (~a.allowed[word] >> (i & 31) & 15) << 4;
+        return marks ? change_marked(x, marks, penalty) : x;
     }
     DEVICE float4 score(int i) const {
         if (CACHED) return *(const float4*)(cache + (i - first));
         const float4 x = raw(i);
-        return penalised ? penalise(i, x) : x;
+        return changed() ? change(i, x) : x;
     }
     // f(step, i, scores) for this lane's tokens i to i + 3, of all steps.
     template <int UNROLL, class F> DEVICE void each_score(F f) const {

@@ -12,6 +12,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.grammar_masks import GrammarPlace
 from prefixkit.engine.runs.stop_filter import StopFilter
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Results
@@ -30,6 +31,7 @@ class RowSampling(NamedTuple):
         history: What penalties look at.
         top: Likeliest tokens that the run looks at; 0 for none.
         process: Changes ``[vocab]`` logits first; None for nothing that does.
+        grammar: Where the run is in its grammar, with all its tokens accepted; None where there is none.
     """
 
     params: SamplingParams
@@ -38,6 +40,7 @@ class RowSampling(NamedTuple):
     history: NDArray[np.int32]
     top: int = 0
     process: Callable[[Tensor], Tensor] | None = None
+    grammar: GrammarPlace | None = None
 
 
 class Run(Protocol):
@@ -122,6 +125,9 @@ class StreamingRun(Run, Protocol):
 
     def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
         """Take tokens of which none but the last can end it; returns the sample if that did."""
+
+    def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
+        """The same where no token could be sampled after these, by its grammar: it has ended."""
 
 
 class SteppedRun(Run, Protocol):

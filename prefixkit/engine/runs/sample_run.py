@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -14,6 +15,7 @@ from torch import Tensor
 from prefixkit.engine.call import Call
 from prefixkit.engine.request import FinishReason, Sample, TokenEvent
 from prefixkit.engine.request_state import RequestState
+from prefixkit.engine.runs.grammar_masks import GrammarPlace
 from prefixkit.engine.runs.run_protocol import Floats, RowSampling
 from prefixkit.engine.runs.stop import StopChecker
 from prefixkit.engine.runs.stop_filter import StopFilter
@@ -38,6 +40,7 @@ class SampleRun:
         params: How it is sampled.
         stop: Looks for what ends it.
         processor: Changes its logits first.
+        grammar: Where it is in its grammar; None where it has none.
         stop_filter: Tells when it may have met a stop string; None: nothing does, and each token is looked at.
         stop_state: What the filter has noted of it.
         tokens, logprobs, masses: Those sampled so far; no masses where they are not wanted.
@@ -52,6 +55,7 @@ class SampleRun:
     params: SamplingParams
     stop: StopChecker
     processor: LogitsProcessor | None = None
+    grammar: GrammarPlace | None = None
     stop_filter: StopFilter | None = None
     stop_state: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -59,6 +63,7 @@ class SampleRun:
     masses: list[float] = field(default_factory=list)
     recomputing: bool = False
     _accepted: int = 0  # tokens that `stop` has seen
+    _ran_out: bool = False  # after its last token, which has run then, none could be sampled
 
     @classmethod
     def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> SampleRun:
@@ -76,7 +81,11 @@ class SampleRun:
                 f"logits_processors must make a function of token ids and logits, it made {type(processor).__name__}; "
                 "several go into one as transformers' LogitsProcessorList"
             )
-        return cls(state, tree.fork(state.sequence), index, key, params, stop, processor, stop_filter)
+        grammar = None
+        if params.grammar is not None:
+            assert request.matcher is not None, "a session compiles the grammars of its requests"
+            grammar = GrammarPlace(request.matcher.fork(), params.stop_token_ids or ())
+        return cls(state, tree.fork(state.sequence), index, key, params, stop, processor, grammar, stop_filter)
 
     @property
     def name(self) -> str:
@@ -111,7 +120,9 @@ class SampleRun:
 
     def row_sampling(self) -> RowSampling:
         process = None if self.processor is None else self.processed
-        return RowSampling(self.params, self.key, len(self.tokens), self.history(), 0, process)
+        if self.grammar is not None:
+            self.grammar.follow(self.tokens)
+        return RowSampling(self.params, self.key, len(self.tokens), self.history(), 0, process, self.grammar)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
         node = self.sequences[0].node
@@ -172,6 +183,18 @@ class SampleRun:
         self.stop_filter = None  # where it has told of a stop string, there was none
         return None
 
+    def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
+        assert self.grammar is not None, "else the logits are broken"
+        self._take(tokens, likely[: len(tokens)])
+        if fresh := self.tokens[self._accepted :]:
+            self.stop.push(fresh)
+        self._ran_out = True
+        reason: FinishReason = "stop" if self.grammar.may_end else "dead_end"
+        if on_token is not None:
+            index, text = self.state.request.prompt_index, self.stop.delta() + self.stop.rest()
+            on_token(TokenEvent(index, self.index, -1, -math.inf, text, reason))
+        return self._sample(reason)
+
     def _take(self, tokens: list[int], likely: Floats) -> None:
         self.tokens += tokens
         self.logprobs += likely[:, 0].tolist()
@@ -179,7 +202,7 @@ class SampleRun:
             self.masses += likely[:, 1].tolist() if self.params.drawn else [1.0] * len(tokens)
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
-        """Take its sequence out of the tree; where ``retain``, the KV of all but the last token stays in the cache."""
+        """Take its sequence out of the tree; where ``retain``, the KV of tokens that have run stays in the cache."""
         (sequence,), (sample,) = self.sequences, samples
         if not retain:
             return store.tree.release(sequence)
@@ -187,7 +210,8 @@ class SampleRun:
         own, states, state = sequence.node, store.tree.states, -1
         if held and states is not None:  # the row's state is after its last token by now, or after later ones
             state, own.state = -1 if states.ahead else own.state, -1
-        if more := sample.tokens[held:-1]:
+        ran = sample.tokens if self._ran_out else sample.tokens[:-1]
+        if more := ran[held:]:
             store.tree.extend(sequence, more)
         store.tree.mark_computed([sequence.node], [sequence.node.length])
         if held and states is not None:
@@ -195,7 +219,7 @@ class SampleRun:
         store.retain(sequence)
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
-        return len(self.state.request.tokens) + len(samples[0].tokens) - 1
+        return len(self.state.request.tokens) + len(samples[0].tokens) - (not self._ran_out)
 
     def _sample(self, reason: FinishReason) -> Sample:
         """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""

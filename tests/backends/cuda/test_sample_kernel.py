@@ -18,7 +18,15 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.sampling.weights import EXP2, rate, weigh
-from prefixkit.testing.sampling_cases import FLAT, NASTY, flat_case, logprob_bound, random_params, rows_of
+from prefixkit.testing.sampling_cases import (
+    FLAT,
+    NASTY,
+    flat_case,
+    logprob_bound,
+    masked_case,
+    random_params,
+    rows_of,
+)
 from tests.covering import pairwise_cover
 from tests.emulation.build import build
 
@@ -34,16 +42,21 @@ def library(tmp_path_factory):
     return build(tmp_path_factory.mktemp("kernel"), "sampling", {}, SAMPLE.headers)
 
 
-def run(library, logits, params, keys, steps, histories, tiling, active=None):
+def run(library, logits, params, keys, steps, histories, tiling, active=None, allowed=None):
     """Tokens, log-probabilities, steps and masks as the kernel leaves them."""
     rows, vocab = logits.shape
     table = records(params, keys, steps).view(RECORD).reshape(rows)
     if active is not None:
         table["active"] = active
+    bits = None
+    if allowed is not None:
+        bits = np.stack([np.zeros(words(vocab), np.int32) if may is None else mask(may, vocab) for may in allowed])
+        table["masked"] = [may is not None for may in allowed]
     seen = np.stack([mask(history, vocab) for history in histories])
     tokens, logprobs = np.full(rows, -77, dtype=np.int64), np.full(rows, 77, dtype=np.float32)
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 4 == 0
     pointers = (logits.data_ptr(), *(array.ctypes.data for array in (table, seen, tokens, logprobs)))
+    pointers = (*pointers, 0 if bits is None else bits.ctypes.data)
     packed = layouts.SAMPLE.packer.pack(*pointers, logits.stride(0), vocab, words(vocab), tiling.segment, aligned)
     library.sample_on_cpu(packed, DTYPES.index(logits.dtype), int(tiling.cached), tiling.blocks, rows)
     return tokens, logprobs, table["step"], seen
@@ -77,6 +90,43 @@ def test_tokens_are_those_of_the_specification(library, tiling, dtype, vocab):
     assert np.array_equal(after, steps + 1)
     exact = torch.log_softmax(logits.double(), -1).gather(1, expected[:, None])[:, 0].numpy()
     assert (np.abs(logprobs - exact) <= logprob_bound(exact, vocab)).all()
+
+
+@pytest.mark.parametrize(("tiling", "dtype"), [*zip(TILINGS, (*DTYPES, torch.float32), strict=True)], ids=str)
+def test_tokens_that_a_grammar_allows(library, tiling, dtype):
+    vocab, rows = 1003, 48
+    logits, params, allowed = masked_case(np.random.default_rng(3), rows, vocab, dtype)
+    histories = [np.arange(row, vocab, 7) for row in range(rows)]
+    keys, steps = np.arange(rows, dtype=np.uint64), np.arange(rows)
+    how = TILINGS[tiling](vocab)
+    tokens, logprobs, after, seen = run(library, logits, params, keys, steps, histories, how, allowed=allowed)
+    for row, may in enumerate(allowed):
+        one = slice(row, row + 1)
+        if may is not None and not len(may):
+            assert (tokens[row], logprobs[row]) == (-1, -np.inf), "nothing is allowed"
+            assert np.array_equal(seen[row], mask(histories[row], vocab))
+            continue
+        uniform = uniforms(keys[one], steps[one])
+        expected, _ = sample_tokens(logits[one].float(), params[one], uniform, histories[one], allowed=[may])
+        assert tokens[row] == expected[0], (row, params[row])
+        assert may is None or tokens[row] in may
+    assert np.array_equal(after, steps + 1)
+    drawn = tokens >= 0
+    exact = torch.log_softmax(logits.double(), -1).numpy()[np.arange(rows), tokens][drawn]
+    assert (np.abs(logprobs[drawn] - exact) <= logprob_bound(exact, vocab)).all(), "the model's own"
+
+
+def test_broken_logits_of_tokens_that_are_not_allowed(library):
+    """They are part of the log-softmax, so no token is sampled."""
+    logits = torch.zeros(3, 300)
+    logits[:, 123] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    params, keys, steps = [SamplingParams()] * 3, np.zeros(3, np.uint64), np.zeros(3, np.int64)
+    allowed, histories = [np.array([7])] * 3, [np.array([1])] * 3
+    tokens, logprobs, *_ = run(
+        library, logits, params, keys, steps, histories, SampleTiling(1, 128, True), allowed=allowed
+    )
+    assert tokens.tolist() == [-1, -1, 7]
+    assert np.isnan(logprobs[:2]).all()
 
 
 @pytest.mark.parametrize("blocks", [4, 8])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from prefixkit.ops.sampling_records import mask, records
 from prefixkit.sampling.rng import uniforms
 from prefixkit.sampling.specification import BrokenLogits, sample_tokens
 from prefixkit.testing.sampling_cases import random_params, rows_of
+from tests.grammars import Residues
 
 ROWS = 48
 
@@ -25,11 +28,15 @@ def test_it_is_that_of_the_specification(vocab, dtype, monkeypatch):
     logits, params = rows_of(rng, ROWS, vocab, dtype), random_params(rng, ROWS, vocab)
     keys, steps = rng.integers(0, 2**64, ROWS, dtype=np.uint64), rng.integers(0, 2**20, ROWS)
     histories = [rng.integers(0, vocab, rng.integers(1, 30)) for _ in range(ROWS)]
+    grammars = [None if row % 3 else Residues(1) for row in range(ROWS)]
+    params = [replace(own, grammar=grammar) for own, grammar in zip(params, grammars, strict=True)]
+    few = [np.append(rng.integers(0, vocab, 9), int(logits[row].argmax())) for row in range(ROWS)]
+    allowed = [None if grammar is None else may for grammar, may in zip(grammars, few, strict=True)]
     expected = np.zeros((ROWS, 2), np.float32)
-    tokens, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories, expected)
-    seen = torch.from_numpy(np.stack([mask(history, vocab) for history in histories]))
+    tokens, _ = sample_tokens(logits.float(), params, uniforms(keys, steps), histories, expected, allowed)
+    seen, bits = (torch.from_numpy(np.stack([mask(one, vocab) for one in each])) for each in (histories, few))
     drawn = torch.zeros(ROWS, 2)
-    write_drawn(logits, torch.from_numpy(records(params, keys, steps)), seen, tokens, drawn)
+    write_drawn(logits, torch.from_numpy(records(params, keys, steps)), seen, tokens, drawn, bits)
     np.testing.assert_array_max_ulp(drawn.numpy()[:, 0] - 1, expected[:, 0] - 1, 2)  # logarithms differ by library
     assert np.array_equal(drawn.numpy()[:, 1], expected[:, 1])
 

@@ -1,0 +1,143 @@
+"""Grammars by llguidance (1.9): JSON schemas, regular expressions, EBNF.
+
+    session.generate(prompts, grammar=regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"))
+
+Text that a grammar makes certain is not forced to the tokenizer's own spelling: every token that can follow may.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixkit.extras import require
+from prefixkit.sampling.grammar import as_rules, as_schema
+
+require("llguidance", "llguidance")
+import llguidance  # noqa: E402
+import llguidance.numpy  # noqa: E402
+from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: E402
+
+# Text that is certain may be spelled by any tokens, as the model would: else it is by those of the tokenizer alone.
+_HEADER = '%llguidance {"no_forcing": true}'
+
+
+@dataclass(frozen=True)
+class LLGrammar:
+    """What :func:`json_schema`, :func:`regex` and :func:`ebnf` make.
+
+    Attributes:
+        kind: What ``text`` is.
+        text: Schema, expression or rules.
+        whitespace: Whether JSON may have whitespace between its tokens.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+    whitespace: bool = True
+
+    @staticmethod
+    def compiler(tokens: Sequence[bytes], end: int) -> _Compiler:
+        """See ``Grammar``."""
+        wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokens, end))
+        return _Compiler(llguidance.LLTokenizer(wrapped), len(tokens), end)
+
+    def compile(self, compiler: _Compiler) -> LLGrammarMatcher:
+        """See ``Grammar``."""
+        try:
+            lark = self._lark()
+        except Exception as error:  # its parser of EBNF has no class of its own for all that is wrong
+            raise ValueError(f"{self.kind} is refused by llguidance: {error}") from error
+        inner = llguidance.LLMatcher(compiler.inner, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
+        if inner.is_error():
+            raise ValueError(f"{self.kind} is refused by llguidance: {inner.get_error().strip()}")
+        return LLGrammarMatcher(inner, compiler.vocab, compiler.end)
+
+    def _lark(self) -> str:
+        """The same in Lark's syntax, with a header."""
+        if self.kind == "json_schema":
+            options = {"x-guidance": {"whitespace_flexible": self.whitespace}}
+            return f"{_HEADER}\nstart: %json {json.dumps(json.loads(self.text) | options)}"
+        if self.kind == "regex":
+            return f"{_HEADER}\nstart: /{llguidance.regex_to_lark(self.text, use_ascii='')}/"
+        return str(gbnf_to_lark(self.text)).replace("%llguidance {}", _HEADER, 1)
+
+
+class _Compiler(NamedTuple):
+    """llguidance's tokenizer, its tokens, and the one that stands for the end."""
+
+    inner: llguidance.LLTokenizer
+    vocab: int
+    end: int
+
+
+class _Vocabulary:
+    """Tokens as llguidance takes them."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end: int) -> None:
+        self.tokens, self.eos_token_id = [*tokens[:end], b"<end>", *tokens[end + 1 :]], end
+        self.special_token_ids = [token for token, text in enumerate(tokens) if not text] + [end]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Nothing asks for the tokens of a text, where none is forced."""
+        raise TypeError("grammars are of bytes")
+
+
+class LLGrammarMatcher:
+    """See ``Matcher``."""
+
+    def __init__(self, inner: llguidance.LLMatcher, vocab: int, end: int) -> None:
+        self._inner, self.vocab, self.end = inner, vocab, end
+
+    def fork(self) -> LLGrammarMatcher:
+        return LLGrammarMatcher(self._inner.deep_copy(), self.vocab, self.end)
+
+    @classmethod
+    def accept(cls, matchers: Sequence[LLGrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        # One by one, for each takes some microseconds: the executor's threads would be woken for less.
+        return [bool(one._inner.try_consume_tokens([token])) for one, token in zip(matchers, tokens, strict=True)]
+
+    @classmethod
+    def fill(cls, matchers: Sequence[LLGrammarMatcher], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        pairs = [(one._inner, row) for one, row in zip(matchers, rows, strict=True)]
+        llguidance.numpy.fill_next_token_bitmask_par(_executor(), pairs, bits)
+        for inner, row in pairs:
+            if inner.is_error():  # a limit was met: what it has written would let the text end
+                bits[row] = 0
+
+
+@lru_cache(1)
+def _executor() -> llguidance.LLExecutor:
+    """Its threads serve all calls."""
+    return llguidance.LLExecutor()
+
+
+def json_schema(schema: Any, *, whitespace: bool = True) -> LLGrammar:
+    """Texts that are JSON of a schema.
+
+    Args:
+        schema: A dict, its JSON text, or a class of pydantic.
+        whitespace: Whether there may be whitespace between JSON's tokens; False: there is none.
+
+    Raises:
+        TypeError, ValueError: it is no schema.
+    """
+    return LLGrammar("json_schema", as_schema(schema), bool(whitespace))
+
+
+def regex(pattern: str) -> LLGrammar:
+    """Texts that a regular expression matches in full."""
+    return LLGrammar("regex", as_rules("a regular expression", pattern))
+
+
+def ebnf(rules: str) -> LLGrammar:
+    """Texts of a grammar in EBNF, as GGML writes it (GBNF): ``root ::= ...`` is where it begins."""
+    return LLGrammar("ebnf", as_rules("a grammar", rules))
