@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.paths.heavy_paths import Parts, shared_parts
 from prefixkit.attention.paths.kv_lists import KVLists, kv_lists
-from prefixkit.attention.paths.runs import Runs
+from prefixkit.attention.paths.runs import Runs, runs_of
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.visible import ALL, Visible, lowest_positions
@@ -57,7 +57,7 @@ class BSR:
             ascending within a row.
         seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty where that
             is the first of its row's list.
-        runs: What the nodes behind the tree's own are, if segments name any.
+        runs: The nodes behind the tree's own that segments may name; None where none do.
     """
 
     q_begin: Ints
@@ -105,7 +105,8 @@ def decompose(
         The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
     """
     tree.check()
-    return decompose_unchecked(tree, shape, cost, shared, visible, paths=paths)
+    runs = runs_of(tree.snapshot) if paths else None
+    return decompose_unchecked(tree, shape, cost, shared, visible, paths=paths, runs=runs)
 
 
 def decompose_unchecked(
@@ -116,8 +117,12 @@ def decompose_unchecked(
     visible: Visible = ALL,
     *,
     paths: bool = False,
+    runs: Runs | None = None,
 ) -> BSR:
-    """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows."""
+    """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows.
+
+    ``runs`` are those of the tree, if any, of which segments may be slices; with ``paths`` only.
+    """
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
         shared = decide_sharing(tree, shape, cost, visible, paths=paths)
@@ -130,7 +135,7 @@ def decompose_unchecked(
         q_begin=tree.first_row[np.where(causal, node, node + 1)],
         q_end=tree.first_row[np.where(causal, node + 1, snapshot.subtree_end[node])],
         kind=np.where(limited, MaskKind.LIMIT, causal).astype(np.int32),
-        lists=kv_lists(tree, shared, parts, node, causal, runs=paths),
+        lists=kv_lists(tree, shared, parts, node, causal, runs),
         limit=limit,
     )
     return (found.seen(tree, visible) if visible.limits else found).pack(tree)
@@ -176,7 +181,7 @@ class _Rows:
     def pack(self, tree: StepTree) -> BSR:
         """The rows with their lists as segments; own nodes are open at their ends, as far as queries see."""
         lists = self.lists
-        node, begin, end, runs = lists.segments(tree)
+        node, begin, end = lists.segments(tree)
         own = lists.last[self.kind == MaskKind.OWN]
         end[own] = OPEN if self.until is None else np.maximum(self.until - tree.snapshot.start[node[own]], begin[own])
         return BSR(
@@ -191,7 +196,7 @@ class _Rows:
             last=(lists.high[lists.last] - 1).astype(np.int32),
             limit=self.limit,
             seen_from=self.seen_from,
-            runs=runs,
+            runs=lists.runs,
         )
 
 

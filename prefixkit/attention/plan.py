@@ -36,7 +36,7 @@ class Plan:
         merge_indices: Partial rows in the order of merging, root first.
         limits: ``[partial rows]`` of items of kind LIMIT, the position of the last token that the query sees; else 0.
             Empty where no item is.
-        runs: What the nodes behind the tree's own are, if segments name any.
+        runs: The nodes behind the tree's own that segments may name; None where none do.
     """
 
     counts: Ints
@@ -123,7 +123,7 @@ class BsrRows:
         kind: ``[rows]`` the :class:`MaskKind` of each.
         first, last: ``[rows]`` the positions of the first and the last token of each list.
         limit_begin: ``[rows]`` where ``limits`` and ``seen_from`` begin for rows of kind LIMIT, -1 for others.
-        runs: What the nodes behind the tree's own are, if segments name any.
+        runs: The nodes behind the tree's own that segments may name; None where none do.
     """
 
     q_begin: Longs

@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.kv_split import EXTRA
-from prefixkit.attention.paths.heavy_paths import continues_path
+from prefixkit.attention.paths.heavy_paths import continues_path, meets_parent
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, may_share
 
@@ -79,7 +79,10 @@ def capacity_for(
         paths: Of each heavy path one part is shared, as :func:`decide_sharing` does with paths.
     """
     if paths:
-        shared = may_begin_part(tree, shape, cost.sharing) if now else ~continues_path(tree.snapshot) & (tree.below > 0)
+        continues = continues_path(tree.snapshot)
+        # A part goes on behind missing tokens as another one.
+        shared = may_begin_part(tree, shape, cost.sharing) if now else ~continues
+        shared = (shared | (continues & ~meets_parent(tree.snapshot))) & (tree.below > 0)
     else:
         shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
     # Queries of an item.

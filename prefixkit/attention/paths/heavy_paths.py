@@ -36,9 +36,19 @@ def continues_path(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
     return goes_on
 
 
+def meets_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
+    """``[nodes]`` whether each begins where its parent ends: a part ends where tokens are missing, so that its positions
+    are consecutive.
+    """
+    meets: NDArray[np.bool_] = snapshot.start == snapshot.start[snapshot.parent] + snapshot.length[snapshot.parent]
+    return meets
+
+
 def is_deep(tree: StepTree) -> bool:
     """Whether some query has more than :data:`DEEP` nodes above it that several BSR rows read."""
     snapshot = tree.snapshot
+    if snapshot.depth()[tree.queries.node].max(initial=0) <= DEEP:
+        return False
     owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
     forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
     return bool(mark(snapshot.subtree_end, forks).above[tree.queries.node].max(initial=0) > DEEP)
@@ -76,10 +86,7 @@ def shared_parts(snapshot: TreeSnapshot, shared: NDArray[np.bool_], *, paths: bo
     heads = shared
     nodes = np.flatnonzero(shared)
     if paths:
-        parent = snapshot.parent
-        # A part ends where tokens are missing between two nodes, so that its positions are consecutive.
-        meets = snapshot.start == snapshot.start[parent] + snapshot.length[parent]
-        heads = shared & ~(continues_path(snapshot) & meets & shared[parent])
+        heads = shared & ~(continues_path(snapshot) & meets_parent(snapshot) & shared[snapshot.parent])
         order = path_order(snapshot)
         nodes = order[shared[order]]
     first = np.flatnonzero(heads[nodes])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
 from prefixkit.attention.paths.heavy_paths import Parts
-from prefixkit.attention.paths.runs import Runs, Stretches, adjacent_to_parent
+from prefixkit.attention.paths.runs import Runs
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs, ranges
 
@@ -27,14 +27,14 @@ class KVLists:
         indptr: ``[lists + 1]`` bounds of each list's pieces; none is empty.
         node: ``[pieces]`` the first node of each.
         low, high: ``[pieces]`` the positions of its tokens, ``[low, high)``.
-        stretches: What nodes are adjacent to each other; None where each piece is of one node.
+        runs: Those that some pieces are slices of; None where each piece is of one node.
     """
 
     indptr: Longs
     node: Longs
     low: Longs
     high: Longs
-    stretches: Stretches | None
+    runs: Runs | None
 
     @property
     def last(self) -> Longs:
@@ -66,31 +66,30 @@ class KVLists:
         indptr = np.concatenate(([0], np.cumsum(np.bincount(of[seen], minlength=len(stays))[stays])))
         return replace(self, indptr=indptr, node=self.node[seen], low=self.low[seen], high=self.high[seen])
 
-    def segments(self, tree: StepTree) -> tuple[Longs, Longs, Longs, Runs | None]:
-        """Node, begin and end of each piece, in tokens of the node; and the runs that some of them are slices of."""
+    def segments(self, tree: StepTree) -> tuple[Longs, Longs, Longs]:
+        """Node, or run, begin and end of each piece, in tokens of the node or the run."""
         start = tree.snapshot.start
         node, begin, end = self.node, self.low - start[self.node], self.high - start[self.node]
         several = np.flatnonzero(end > tree.snapshot.length[node])
-        if self.stretches is None or not len(several):
-            return node, begin, end, None
-        runs, which = self.stretches.runs(node[several])
-        node = node.copy()
-        node[several] = tree.snapshot.num_nodes + which
-        begin[several] = self.low[several] - runs.start[which]
-        end[several] = self.high[several] - runs.start[which]
-        return node, begin, end, runs
+        if self.runs is not None and len(several):
+            which = self.runs.of[node[several]]
+            node = node.copy()
+            node[several] = tree.snapshot.num_nodes + which
+            begin[several] = self.low[several] - self.runs.start[which]
+            end[several] = self.high[several] - self.runs.start[which]
+        return node, begin, end
 
 
 def kv_lists(
-    tree: StepTree, shared: NDArray[np.bool_], parts: Parts, node: Longs, own: NDArray[np.bool_], *, runs: bool
+    tree: StepTree, shared: NDArray[np.bool_], parts: Parts, node: Longs, own: NDArray[np.bool_], runs: Runs | None
 ) -> KVLists:
     """The lists of rows: of ``own`` ones, which end with ``node``, and of those whose parts have ``node`` as head.
 
-    Ancestors below the nearest shared one join a row.  With ``runs`` nodes that are adjacent in memory are one piece.
+    Ancestors below the nearest shared one join a row.  Nodes that follow each other in one of ``runs`` are one piece.
     """
     snapshot = tree.snapshot
-    length, parent, nodes = snapshot.length, snapshot.parent, np.arange(snapshot.num_nodes)
-    adjacent = adjacent_to_parent(snapshot) if runs else np.zeros(len(nodes), dtype=bool)
+    length, parent = snapshot.length, snapshot.parent
+    adjacent = np.zeros(snapshot.num_nodes, dtype=bool) if runs is None else runs.goes_on(parent)
     joins = ~shared & (tree.below > 0) & (length > 0)
     inherited, above = _inherited(snapshot.subtree_end, shared, joins & ~(adjacent & joins[parent]), node)
     own_count, own_nodes, own_last = _own(parts, adjacent, length > 0, node, own)
@@ -109,7 +108,7 @@ def kv_lists(
         node=pieces,
         low=start[pieces],
         high=(start + length)[last],
-        stretches=Stretches.of(snapshot, adjacent) if adjacent.any() else None,
+        runs=runs,
     )
     empty = lists.low >= lists.high
     empty[lists.last] = False

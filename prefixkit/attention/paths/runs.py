@@ -8,12 +8,13 @@ Inner nodes do not grow, so a run is good as long as the tree's structure.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.paths.heavy_paths import continues_path, path_order
-from prefixkit.tree.arrays import Ints, Longs, indptr_of, ranges
+from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
@@ -22,11 +23,13 @@ class Runs:
     """Nodes behind those of a tree: run ``r`` of a tree of ``n`` nodes is node ``n + r``.
 
     Attributes:
+        of: ``[nodes]`` the run that each node of the tree is a part of, -1 where it is of none.
         start, length, first_slot: ``[runs]`` as a snapshot has them of nodes.
         page_indptr: ``[runs + 1]`` bounds of each run's pages in ``pages``.
         pages: Page numbers, run after run.
     """
 
+    of: Ints
     start: Ints
     length: Ints
     first_slot: Ints
@@ -35,6 +38,11 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def goes_on(self, parent: Ints) -> NDArray[np.bool_]:
+        """``[nodes]`` which nodes follow their parent in a run."""
+        follows: NDArray[np.bool_] = (self.of >= 0) & (parent >= 0) & (self.of == self.of[parent])
+        return follows
 
 
 def with_runs(arrays: tuple[Ints, ...], runs: Runs | None) -> tuple[Ints, ...]:
@@ -74,43 +82,42 @@ def adjacent_to_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
     return adjacent
 
 
-@dataclass(frozen=True, eq=False)
-class Stretches:
-    """The longest stretches of nodes of which each but the first is adjacent to its parent; some are used as runs."""
+# Of snapshots that are still held: a step asks for its runs several times.
+_known: WeakKeyDictionary[TreeSnapshot, Runs | None] = WeakKeyDictionary()
 
-    snapshot: TreeSnapshot
-    order: Longs  # path after path
-    first: Longs  # [nodes] where in `order` the stretch of each node begins
 
-    @staticmethod
-    def of(snapshot: TreeSnapshot, adjacent: NDArray[np.bool_]) -> Stretches:
-        """Of the nodes that are ``adjacent`` to their parents."""
-        order = path_order(snapshot)
-        first = np.empty(len(order), dtype=np.int64)
-        first[order] = np.maximum.accumulate(np.where(adjacent[order], 0, np.arange(len(order))))
-        return Stretches(snapshot, order, first)
+def runs_of(snapshot: TreeSnapshot) -> Runs | None:
+    """The runs of a tree: its longest stretches of nodes of which each but the first is adjacent to its parent.
 
-    def runs(self, node: Longs) -> tuple[Runs, Longs]:
-        """The stretches that these nodes are of, and which of them each is of."""
-        snapshot, size = self.snapshot, self.snapshot.page_size
-        begin, which = np.unique(self.first[node], return_inverse=True)
-        in_order = self.first[self.order]  # rises
-        count = np.searchsorted(in_order, begin, side="right") - begin
-        nodes = self.order[ranges(begin, count)]
-        run = np.repeat(np.arange(len(begin)), count)
-        first = np.cumsum(count) - count
-        slot, length = snapshot.first_slot[nodes], snapshot.length[nodes]
-        page, last_page = slot // size, (slot + length - 1) // size
-        held_before = slot % size > 0  # the node before it in its run holds the page too
-        held_before[first] = False
-        page += held_before
-        pages = last_page - page + 1
-        top = nodes[first]
-        runs = Runs(
-            start=snapshot.start[top],
-            length=np.add.reduceat(length, first, dtype=np.int32),
-            first_slot=snapshot.first_slot[top] % size,
-            page_indptr=indptr_of(np.bincount(run, pages, len(begin)).astype(np.int64)),
-            pages=snapshot.pages[ranges(snapshot.page_indptr[nodes] + page, pages)],
-        )
-        return runs, which
+    They are in the order of paths (:func:`path_order`); None where no nodes are adjacent.
+    """
+    if snapshot not in _known:
+        adjacent = adjacent_to_parent(snapshot)
+        _known[snapshot] = _joined(snapshot, adjacent) if adjacent.any() else None
+    return _known[snapshot]
+
+
+def _joined(snapshot: TreeSnapshot, adjacent: NDArray[np.bool_]) -> Runs:
+    order, size = path_order(snapshot), snapshot.page_size
+    goes_on = adjacent[order]
+    follows = np.append(goes_on[1:], False)
+    nodes = order[goes_on | follows]
+    first = np.flatnonzero(~adjacent[nodes])
+    run = np.cumsum(~adjacent[nodes]) - 1
+    of = np.full(snapshot.num_nodes, -1, dtype=np.int32)
+    of[nodes] = run
+    slot, length = snapshot.first_slot[nodes], snapshot.length[nodes]
+    page, last_page = slot // size, (slot + length - 1) // size
+    held_before = slot % size > 0  # the node before it in its run holds the page too
+    held_before[first] = False
+    page += held_before
+    pages = last_page - page + 1
+    top = nodes[first]
+    return Runs(
+        of=of,
+        start=snapshot.start[top],
+        length=np.add.reduceat(length, first, dtype=np.int32),
+        first_slot=snapshot.first_slot[top] % size,
+        page_indptr=indptr_of(np.bincount(run, pages, len(first)).astype(np.int64)),
+        pages=snapshot.pages[ranges(snapshot.page_indptr[nodes] + page, pages)],
+    )

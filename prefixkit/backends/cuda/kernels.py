@@ -28,12 +28,16 @@ def rotary_name(dtype: str) -> str:
 
 ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)), headers=(layouts.ROTARY.header,))
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
-# For trees of up to PLAN_NODES nodes, all of whose arrays fit in shared memory; and for any.
-PLAN_NODES = 2304
-PLAN, PLAN_LARGE = (
-    Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), (("PREFIXKIT_PLAN_NODES", n),), (layouts.PLAN_TREE.header,))
-    for n in (str(PLAN_NODES), "0")
-)
+PLAN_NODES = 2304  # in trees whose arrays of nodes all fit in shared memory
+
+
+def plan_unit(large: bool, paths: bool) -> Unit:
+    """The planner of trees of up to PLAN_NODES nodes, or of ``large`` ones, node by node, or by heavy ``paths`` too."""
+    defines = ("PREFIXKIT_PLAN_NODES", "0" if large else str(PLAN_NODES)), ("PREFIXKIT_PLAN_PATHS", str(int(paths)))
+    return Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), defines, (layouts.PLAN_TREE.header,))
+
+
+PLANNERS = tuple(plan_unit(large, paths) for large in (False, True) for paths in (False, True))
 
 
 def sample_name(dtype: str, cached: bool) -> str:
@@ -266,4 +270,4 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     experts = map(expert_unit, (False, True))
     merges = map(merge_unit, (False, True))
     states = CONV_STEP, *map(mamba2_unit, STATE_SIZES)
-    return APPEND, ROTARY, ADVANCE, PLAN, PLAN_LARGE, SAMPLE, *experts, *merges, *states, *plain, *varied
+    return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, *plain, *varied

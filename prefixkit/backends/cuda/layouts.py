@@ -105,10 +105,11 @@ MERGE_STATES = define(
 _ROLE_COST = define("RoleCost", ("int", "kv_tile workers start write merge least"))
 PLAN_TREE = define(
     "PlanTree",
-    ("const int*", "sizes", "[1] nodes"),
+    ("const int*", "sizes", "[2] nodes; 1: by heavy paths"),
     ("const int*", "parent subtree_end", "[nodes]"),
     ("const int*", "length", "visible tokens"),
     ("const int*", "own", "query rows"),
+    ("const int*", "start run", "[nodes] first position; the run that each is a part of, or -1; read by paths alone"),
     ("int*", "counts", "the plan: see Attention"),
     ("int4*", "tile_items decode_items"),
     ("int*", "segments merge_indptr merge_indices limits"),

@@ -38,7 +38,7 @@ DEVICE bool number_merges() {
 // Items of a node's shared-prefix tiles go by split, then by tile; all its tiles but the last have the same splits.
 DEVICE int place_of(int number, int split) {
     const int key = at(TILE_OF)[number], node = key >> 1;
-    if (key & 1) return at(FIRST_ITEM)[number] + split;
+    if (key & 1 || is_limited(node)) return at(FIRST_ITEM)[number] + split;  // tiles of kind LIMIT differ in length
     const int first = at(TILE_BASE)[node], others = shared_tiles(node) - 1, mine = number - first;
     const int full = at(SPLITS)[first], last = at(SPLITS)[first + others];
     if (mine == others) return at(FIRST_ITEM)[first] + min(split + 1, full) * others + split;
@@ -58,16 +58,48 @@ struct Split {
     int row;                 // its first segment
     int first, last, token;  // segments read, counted in the row; tokens before the first
     bool open;               // to the row's end, as far as it grows
+    bool anew;               // they are segments of its own, not the row's
 };
+
+constexpr int FEW_SEGMENTS = 8;  // more are written by a warp
+
+// Which segments of its BSR row an item reads, by the tokens before each.
+DEVICE void find_segments(Split& c, const Tile& x, int split, int splits) {
+    const int base = at(SEGMENT_BASE)[x.node], all = at(SEGMENT_BASE)[x.node + 1] - base;
+    const int of_own = own_queries(x.node) ? at(INHERITED)[x.node] + 1 : 0, count = x.own ? of_own : all - of_own;
+    c.row = base + (x.own ? all - of_own : 0);
+    c.first = 0, c.last = count - 1, c.open = x.own && split + 1 == splits;
+    c.anew = splits > 1;
+    const bool limited = !x.own && is_limited(x.node);
+    if (!c.anew && !limited) return;
+    const int* before = at(SEGMENT_BEFORE) + c.row;
+    if (c.anew) c.first = find(before, count, c.low);
+    if (!c.open) c.last = max(c.first, find(before, count, c.high - 1));
+    const int* last = p.a.segments + 3 * (c.row + c.last);
+    if (limited) c.anew |= before[c.last] + last[2] - last[1] > c.high;  // within a run
+}
+
+DEVICE void write_segment(const Split& c, int s, int to) {
+    const int *from = p.a.segments + 3 * (c.row + s), before = at(SEGMENT_BEFORE)[c.row + s];
+    const int node = from[0], begin = from[1], end = from[2];
+    const int size = (end == OPEN_END ? at(LENGTH)[node] : end) - begin;
+    int* out = p.a.segments + 3 * (to + s - c.first);
+    out[0] = node, out[1] = begin + max(c.low - before, 0);
+    out[2] = c.open && end == OPEN_END ? OPEN_END : begin + min(size, c.high - before);
+}
 
 // Which segments of its BSR row an item reads.
 DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv_tile) {
     Split c;
     c.low = int(divide(kv_tiles * split, splits)) * kv_tile;
     c.high = split + 1 == splits ? x.tokens : int(divide(kv_tiles * (split + 1), splits)) * kv_tile;
+    if (by_paths()) {
+        find_segments(c, x, split, splits);
+        return c;
+    }
     c.row = at(SEGMENT_BASE)[x.node] + (x.own && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
     c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
-    c.open = x.own && split + 1 == splits;
+    c.open = x.own && split + 1 == splits, c.anew = splits > 1;
     if (splits == 1 || !c.last) return c;
     const int end = c.last;
     int before = 0;
@@ -80,6 +112,10 @@ DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv
 }
 
 DEVICE void write_split(const Split& c, int node, int to) {
+    if (by_paths()) {
+        ROLLED for (int s = c.first; s <= c.last && c.last - c.first < FEW_SEGMENTS; ++s) write_segment(c, s, to);
+        return;
+    }
     int token = c.token;
     const int end = at(INHERITED)[node];
     ROLLED for (int s = c.first; s <= c.last; ++s) {
@@ -91,6 +127,32 @@ DEVICE void write_split(const Split& c, int node, int to) {
     }
 }
 
+struct Item {
+    Tile tile;
+    Split part;
+    int number, split, splits, decode;
+};
+DEVICE Item item(int i) {
+    Item x;
+    x.number = at(ITEM_SPLIT)[i] >> SPLIT_BITS, x.split = at(ITEM_SPLIT)[i] & ((1 << SPLIT_BITS) - 1);
+    x.tile = tile(x.number);
+    if (by_paths()) x.tile.tokens = at(TILE_TOKENS)[x.number];
+    x.splits = at(SPLITS)[x.number], x.decode = u32(at(TILE_KV_TILES)[x.number]) >> 31;
+    const int kv_tiles = at(TILE_KV_TILES)[x.number] & 0x7fffffff;
+    x.part = split_of(x.tile, x.split, x.splits, kv_tiles, p.a.cost[x.decode].kv_tile);
+    return x;
+}
+
+// The segments of items that have many of their own, a warp for each item.
+DEVICE void write_long_splits() {
+    ROLLED for (int i = warp_of(); i < p.items; i += WARPS) {
+        const int to = at(ITEM_SEGMENT)[i], count = at(ITEM_COUNT)[i];
+        if (count <= FEW_SEGMENTS || to < p.row_segments || to + count > p.a.segment_capacity) continue;
+        const Split c = item(i).part;
+        ROLLED for (int s = c.first + lane_of(); s <= c.last; s += 32) write_segment(c, s, to);
+    }
+}
+
 // Partial rows, and the segments of KV splits.
 DEVICE bool make_items() {
     int turn = 0;
@@ -98,33 +160,33 @@ DEVICE bool make_items() {
     ROLLED for (int base = 0; base < p.items; base += THREADS) {
         const int i = base + threadIdx.x;
         const bool there = i < p.items;
-        Tile x = {};
-        Split c = {};
-        int number = 0, split = 0, splits = 1, decode = 0, rows = 0, kv_tiles = 0;
+        Item x = {};
+        const Split& c = x.part;
+        int rows = 0, kv_tiles = 0;
         if (there) {
-            number = at(ITEM_SPLIT)[i] >> SPLIT_BITS, split = at(ITEM_SPLIT)[i] & ((1 << SPLIT_BITS) - 1);
-            x = tile(number);
-            splits = at(SPLITS)[number], decode = u32(at(TILE_KV_TILES)[number]) >> 31;
-            const int kv_tile = p.a.cost[decode].kv_tile;
-            c = split_of(x, split, splits, at(TILE_KV_TILES)[number] & 0x7fffffff, kv_tile);
-            rows = writes_partial(number) ? x.end - x.begin : 0;
-            kv_tiles = max(1, ceil_div(c.high - c.low, kv_tile));
+            x = item(i);
+            rows = writes_partial(x.number) ? x.tile.end - x.tile.begin : 0;
+            kv_tiles = max(1, ceil_div(c.high - c.low, p.a.cost[x.decode].kv_tile));
         }
         const int segments = c.last - c.first + 1;
-        const u64 before = scan(turn, total, join(rows, splits > 1 ? segments : 0));
+        const u64 before = scan(turn, total, join(rows, c.anew ? segments : 0));
         if (there) {
             const int to = p.row_segments + low_of(before);
-            at(ITEM_PARTIAL)[i] = at(PARTIAL_OF)[at(FIRST_ITEM)[number] + split] = rows ? high_of(before) : -1;
-            at(ITEM_SEGMENT)[i] = splits > 1 ? to : c.row, at(ITEM_COUNT)[i] = segments;
-            at(ITEM_KV_TILES)[i] = kv_tiles | decode << 31;
-            if (splits > 1 && to + segments <= p.a.segment_capacity) write_split(c, x.node, to);
+            at(ITEM_PARTIAL)[i] = at(PARTIAL_OF)[at(FIRST_ITEM)[x.number] + x.split] = rows ? high_of(before) : -1;
+            at(ITEM_SEGMENT)[i] = c.anew ? to : c.row, at(ITEM_COUNT)[i] = segments;
+            at(ITEM_KV_TILES)[i] = kv_tiles | x.decode << 31;
+            if (c.anew && to + segments <= p.a.segment_capacity) write_split(c, x.tile.node, to);
         }
         ROLLED for (int role = 0; role < 2; ++role) {
-            const u32 longest = __reduce_max_sync(~0u, there && decode == role ? kv_tiles : 0);
+            const u32 longest = __reduce_max_sync(~0u, there && x.decode == role ? kv_tiles : 0);
             if (lane_of() == 0 && longest) atomicMax(p.kv_tiles + role, int(longest));
         }
     }
     __syncthreads();
+    if (by_paths()) {
+        write_long_splits();
+        __syncthreads();
+    }
     return p.row_segments + low_of(total) <= p.a.segment_capacity;
 }
 
@@ -133,11 +195,17 @@ DEVICE void fill_merges() {
     ROLLED for (int q = threadIdx.x; q < p.queries; q += THREADS) {
         int to = p.a.merge_indptr[q + 1], node = at(QUERY_NODE)[q];
         if (to == p.a.merge_indptr[q]) continue;
+        int limit = 0;
         ROLLED for (bool own = true; node >= 0; own = false) {
             const int number = tile_with(q, node, own), offset = q - tile(number).begin;
             const int* partials = at(PARTIAL_OF) + at(FIRST_ITEM)[number];
 #pragma unroll 4
-            for (int split = at(SPLITS)[number]; split-- > 0;) p.a.merge_indices[--to] = partials[split] + offset;
+            for (int split = at(SPLITS)[number]; split-- > 0;) {
+                const int partial = partials[split] + offset;
+                p.a.merge_indices[--to] = partial;
+                if (by_paths()) p.a.limits[partial] = !own && is_limited(node) ? limit : 0;
+            }
+            if (by_paths()) limit = at(LIMIT)[node];
             node = at(UP)[node];
         }
     }
@@ -151,7 +219,7 @@ DEVICE void write_item(int item, int place) {
     const int* first = p.a.segments + 3 * segment;
     int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
-    to[1] = make_int4(4 * at(ITEM_COUNT)[item] + x.own, first[0], first[1], first[2]);
+    to[1] = make_int4(4 * at(ITEM_COUNT)[item] + (is_limited(x.node) && !x.own ? 2 : x.own), first[0], first[1], first[2]);
 }
 
 DEVICE void sort_items() {

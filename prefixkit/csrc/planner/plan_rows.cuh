@@ -2,7 +2,7 @@
 //
 // decide_sharing of attention/sharing.py, decompose of attention/bsr.py, and _tile of attention/gpu/gpu_plan.py.
 #pragma once
-#include "planner/plan_state.cuh"
+#include "planner/plan_path_rows.cuh"
 
 namespace prefixkit {
 
@@ -21,13 +21,8 @@ DEVICE bool count_rows() {
     return p.queries <= p.a.row_capacity;
 }
 
-// decide_sharing of attention/sharing.py; the same operations in the same order.
 CALLED bool gains(int most, int spared, int n) {
-    const double gain = __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token);
-    const int rows = queries_below(n);
-    const double tiled = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_tile);
-    const double item = __dadd_rn(p.a.item, by_decode(rows) ? p.a.price_decode : tiled);
-    return gain > __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
+    return __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token) > price_of(n);
 }
 
 // From a candidate with no others below it up to where others still are.
@@ -45,7 +40,7 @@ DEVICE void climb(int node) {
     }
 }
 
-DEVICE void share() {
+DEVICE void share_node_by_node() {
     ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
         const int most = at(UP)[at(SUBTREE_END)[n]] - at(UP)[n + 1];
         at(MOST)[n] = most;
@@ -72,6 +67,15 @@ DEVICE void share() {
     __syncthreads();
 }
 
+DEVICE void share() {
+    if (by_paths()) {
+        take_path_arrays();
+        order_paths();
+        return share_by_paths();
+    }
+    share_node_by_node();
+}
+
 // A BSR row's segments: `inherited` ancestors, root first, then the node.
 CALLED void write_row(int base, int node, int inherited, bool own) {
     int n = node;
@@ -88,6 +92,7 @@ CALLED void write_row(int base, int node, int inherited, bool own) {
 }
 
 DEVICE bool make_rows() {
+    if (by_paths()) return rows_by_paths();
     int inherited;
     bool shared, own;
     const auto read = [&](int n) {
@@ -111,13 +116,7 @@ DEVICE bool make_rows() {
         ROLLED for (int kind = !shared; kind < 1 + own; ++kind)
             write_row(high_of(before) + (shared && kind ? inherited + 1 : 0), n, inherited, kind);
     });
-    const bool fits = low_of(total) <= p.a.tile_capacity + p.a.decode_capacity;
-    if (threadIdx.x == 0) {
-        p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
-        if (fits) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
-    }
-    __syncthreads();
-    return p.row_segments <= p.a.segment_capacity && fits;
+    return keep_rows(total);
 }
 
 DEVICE bool make_tiles() {
@@ -128,7 +127,11 @@ DEVICE bool make_tiles() {
         if (there) {
             const int node = find(at(TILE_BASE), p.nodes, number);
             at(TILE_OF)[number] = 2 * node + (number >= first_tile(node, true));
-            const Tile x = tile(number);
+            Tile x = tile(number);
+            if (by_paths()) {
+                if (!x.own) x.tokens = shared_tokens(x);
+                at(TILE_TOKENS)[number] = x.tokens;
+            }
             decode = by_decode(x.end - x.begin);
             seen = x.tokens, kv_tiles = max(1, ceil_div(x.tokens, p.a.cost[decode].kv_tile));
             at(TILE_KV_TILES)[number] = kv_tiles | decode << 31;

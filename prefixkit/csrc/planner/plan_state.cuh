@@ -5,6 +5,12 @@
 
 namespace prefixkit {
 
+// 1: plans by heavy paths too, where sizes[1] says so.
+#ifndef PREFIXKIT_PLAN_PATHS
+#define PREFIXKIT_PLAN_PATHS 0
+#endif
+constexpr bool PATHS = PREFIXKIT_PLAN_PATHS;
+
 constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8;
 constexpr int DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
@@ -25,13 +31,14 @@ constexpr int SPLIT_BITS = 10;  // of ITEM_SPLIT
 enum NodeArray {
     PARENT, SUBTREE_END, LENGTH,
     FIRST_ROW,               // [nodes + 1] the first query of each node
-    SHARED,                  // 1: has shared-prefix tiles
-    UP, INHERITED, TOKENS,   // of nodes with tiles: nearest shared ancestor; ancestors below it; tokens with those
+    SHARED,                  // 1: has shared-prefix tiles, 3: of kind LIMIT
+    UP, INHERITED, TOKENS,   // of nodes with tiles: nearest shared ancestor, or the head of its part of a path;
+                             // pieces of those below it; tokens with those
     SEGMENT_BASE, TILE_BASE,
     NODE_ARRAYS,
     MOST = INHERITED, NEAR = TOKENS, PENDING = SEGMENT_BASE, SPARED = TILE_BASE  // while sharing is decided
 };
-// Arrays of tiles, queries and items.
+// Arrays of tiles, queries and items; by paths, of nodes, places in their order, and segments.
 enum Array {
     TILE_OF,                 // 2 * node, and 1 of an own-node tile
     TILE_KV_TILES,           // and the top bit: on the decode path
@@ -40,6 +47,17 @@ enum Array {
     ITEM_SPLIT,              // tile << SPLIT_BITS | split
     ITEM_SEGMENT, ITEM_COUNT, ITEM_KV_TILES, ITEM_PARTIAL,
     PARTIAL_OF,              // the same by tile and split
+    // By paths alone.
+    TILE_TOKENS,
+    LIMIT,                   // [nodes] the last position that those who come through a node see of the part above it
+    SEGMENT_BEFORE,          // [segments of rows] tokens of the row before each
+    ORDER, PLACE,            // nodes path after path; the place of each
+    ENDED,                   // [nodes + 2] nodes whose subtrees end before each
+    LOW, HIGH,               // by the leaf of a path: the places of what is shared of it
+    TOKENS_TO, BEGINS,       // [nodes + 1] tokens, and beginnings of pieces, before each place
+    BEGIN_PLACE,             // places of the beginnings
+    HEADS, HEAD_PLACE,       // the same of parts
+    RUN_START,               // [runs] the position where each begins
     ARRAYS
 };
 
@@ -50,6 +68,9 @@ struct State {
     int* shared;
     int* global;
     int shared_left;
+    int* kept[2];            // `shared`, `global` and `shared_left` behind what stays when paths have become rows
+    int kept_left;
+    int by_paths;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // tile, decode
     int longest[2], of[2], kv_tiles[2], split_size[2], item_count[2];
@@ -67,6 +88,7 @@ DEVICE int* at(Array which) { return p.array[which]; }
 #define PREFIXKIT_PLAN_NODES 2304
 #endif
 constexpr int NODES = PREFIXKIT_PLAN_NODES;
+DEVICE bool by_paths() { return PATHS && p.by_paths; }
 DEVICE int* at(NodeArray which) {
     return NODES ? dynamic_shared + which * (NODES + 4) : p.a.scratch + which * (p.a.node_capacity + 4);
 }
@@ -112,7 +134,17 @@ DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32);
 DEVICE bool by_decode(int queries) { return queries * p.a.group <= DECODE_ROWS; }
 DEVICE int tiles_of(int queries) { return by_decode(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
 DEVICE int shared_tiles(int n) { return at(SHARED)[n] ? tiles_of(queries_below(n)) : 0; }
+DEVICE bool is_limited(int n) { return PATHS && at(SHARED)[n] == 3; }
 DEVICE int first_tile(int n, bool own) { return at(TILE_BASE)[n] + (own ? shared_tiles(n) : 0); }
+
+// What a node costs that is shared, beside the reading of its tokens: decide_sharing of attention/sharing.py; the same
+// operations in the same order.
+DEVICE double price_of(int n) {
+    const int rows = queries_below(n);
+    const double tiled = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_tile);
+    const double item = __dadd_rn(p.a.item, by_decode(rows) ? p.a.price_decode : tiled);
+    return __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
+}
 
 struct Tile {
     int node, own, begin, end, tokens;
@@ -130,6 +162,18 @@ DEVICE Tile tile(int number) {
 CALLED int tile_with(int query, int node, bool own) {
     const int begin = at(FIRST_ROW)[node + 1 - own], queries = own ? own_queries(node) : queries_below(node);
     return first_tile(node, own) + (by_decode(queries) ? 0 : full_tiles(query - begin));
+}
+
+// Memory for the tiles of rows, of which there are `total` segments and tiles.
+DEVICE bool keep_rows(u64 total) {
+    const bool fits = low_of(total) <= p.a.tile_capacity + p.a.decode_capacity;
+    if (threadIdx.x == 0) {
+        p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
+        if (fits) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
+        if (fits && by_paths()) take(TILE_TOKENS, TILE_TOKENS, p.tiles);
+    }
+    __syncthreads();
+    return p.row_segments <= p.a.segment_capacity && fits;
 }
 
 }  // namespace prefixkit

@@ -38,6 +38,7 @@ DEVICE bool begin(const PlanTree& a) {
     if (i == 0) {
         const int taken = NODE_ARRAYS * (NODES ? NODES + 4 : 0);
         p.nodes = nodes;
+        if (PATHS) p.by_paths = a.sizes[1];
         p.shared = dynamic_shared + taken, p.shared_left = a.shared_ints - taken;
         p.global = a.scratch + (NODES ? 0 : NODE_ARRAYS * (a.node_capacity + 4));
     }
