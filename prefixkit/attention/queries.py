@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixkit.attention.ancestry import mark
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -15,6 +16,9 @@ UNNUMBERED = (
     "the variant reads b, the number of a query's sequence, but the queries have none; give Queries.sequence, a number "
     "for each run of queries"
 )
+
+# Nodes above a query, each read by several BSR rows, from which on a tree counts as deep.
+DEEP = 8
 
 
 class UnnumberedSequences(ValueError):
@@ -80,6 +84,16 @@ class StepTree:
         """``[nodes]`` query rows in each node's proper descendants."""
         below: Ints = self.first_row[self.snapshot.subtree_end] - self.first_row[1:]
         return below
+
+    @cached_property
+    def is_deep(self) -> bool:
+        """Whether some query has more than :data:`DEEP` nodes above it that several BSR rows read."""
+        snapshot = self.snapshot
+        if snapshot.depth()[self.queries.node].max(initial=0) <= DEEP:
+            return False
+        owners = np.concatenate(([0], np.cumsum(self.own_rows > 0)))
+        forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
+        return bool(mark(snapshot.subtree_end, forks).above[self.queries.node].max(initial=0) > DEEP)
 
     @cached_property
     def length(self) -> Ints:

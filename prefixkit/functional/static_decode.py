@@ -46,6 +46,7 @@ class StaticDecode:
         self._attention, self._rows = attention, rows
         # Whatever the pool holds: nodes may share pages, each at most with the one before it and the one behind it.
         pages = attention.pool.num_pages + 2 * batch.snapshot.num_nodes
+        pages *= 1 + batch.is_deep  # and each page of a deep tree once more, for its runs
         self._arrays = GraphArrays(batch, rows, plannings, tree.page_size, device, pages=pages)
         self._counts = (1,) * len(plannings)
         self.next_tokens: Tensor = self._arrays.tree.sampled

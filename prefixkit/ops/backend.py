@@ -71,6 +71,12 @@ class GraphPlanner(Protocol):
     length: Tensor
     work: list[Tensor]
 
+    def holds(self, tree: StepTree) -> bool:
+        """Whether any plan of a tree fits."""
+
+    def by_paths(self, tree: StepTree) -> bool:
+        """Whether plans of a tree are by heavy paths."""
+
     def upload(self, tree: StepTree) -> None:
         """Upload a tree and its queries; PlanTooLarge if it does not fit."""
 
@@ -140,8 +146,8 @@ class GraphPlanning(Protocol):
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """A planner for trees of ``nodes`` nodes, and plans of a capacity."""
 
-    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
-        """The plan that ``work`` holds, or will hold, over a tree in ``nodes``."""
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
+        """The plan that ``work`` holds, or will hold, over a tree in ``nodes``; ``paths``: by heavy paths."""
 
 
 class PlannerFor(Protocol):

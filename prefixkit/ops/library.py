@@ -194,11 +194,13 @@ def sample(
 
 
 def plan_tree(
-    num_nodes: Tensor,
+    sizes: Tensor,
     parent: Tensor,
     subtree_end: Tensor,
     length: Tensor,
     own: Tensor,
+    start: Tensor,
+    run: Tensor,
     counts: Tensor,
     tile_items: Tensor,
     decode_items: Tensor,
@@ -216,14 +218,17 @@ def plan_tree(
     All tensors are int32 and contiguous.
 
     Args:
-        num_nodes: ``[1]`` nodes of the tree.
+        sizes: ``[2]`` nodes of the tree, and 1 where the plan is by heavy paths.
         parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
         length: ``[nodes]`` tokens of each node that are visible in the step.
         own: ``[nodes]`` query rows in each node.
+        start, run: ``[nodes]`` position of each node's first token, and the run (``attention.paths.runs``) that it is a
+            part of, or -1.  Without elements no plan is by heavy paths, whatever ``sizes`` say.
         counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits: The arrays of a ``Plan``,
             written; their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]``
             is 1.
-        scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), whose content after the call means nothing.
+        scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), with segments where ``start`` has elements; its
+            content after the call means nothing.
         heads: Query heads, KV heads, head size of Q and K, bytes of an element, head size of V.
         num_sms: Blocks to plan for.
         cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
@@ -232,18 +237,21 @@ def plan_tree(
         ValueError: heads or cost are none, or no tile holds a GQA group.
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
-    names, tree = ("num_nodes", "parent", "subtree_end", "length", "own"), (num_nodes, parent, subtree_end, length, own)
+    names = "sizes", "parent", "subtree_end", "length", "own", "start", "run"
+    tree = sizes, parent, subtree_end, length, own, start, run
     work = counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits
     arguments.check_ints(op, "tree", names, tree, device)
     arguments.check_ints(op, "scratch", ("scratch",), (scratch,), device)
-    arguments.expect(op, "num_nodes", num_nodes, "[1]", num_nodes.shape == (1,))
+    arguments.expect(op, "sizes", sizes, "[2], contiguous", sizes.shape == (2,) and sizes.is_contiguous())
     for name, tensor in zip(names[1:], tree[1:], strict=True):
-        if tensor.shape != (nodes,) or not tensor.is_contiguous():
+        none = name in names[-2:] and start.shape == run.shape == (0,)
+        if (not none and tensor.shape != (nodes,)) or not tensor.is_contiguous():
             arguments.expect(op, name, tensor, f"[{nodes}], contiguous", False)
     arguments.check_work(op, work, device)
     if not all(tensor.is_contiguous() for tensor in (*work, scratch)):
         raise arguments.BadShape(f"{op}: the plan's tensors and scratch must be contiguous")
-    need = scratch_ints(nodes, tile_items.shape[0], decode_items.shape[0], merge_indptr.shape[0] - 1)
+    of_paths = segments.shape[0] if start.shape[0] else 0
+    need = scratch_ints(nodes, tile_items.shape[0], decode_items.shape[0], merge_indptr.shape[0] - 1, of_paths)
     if scratch.ndim != 1 or scratch.shape[0] < need:
         arguments.expect(op, "scratch", scratch, f"[at least {need}]", False)
     if len(heads) != 5 or min(heads) < 1 or heads[0] % heads[1]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
+from prefixkit.attention.paths.runs import step_runs, with_runs
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
@@ -20,7 +21,7 @@ class BatchTooLarge(ValueError):
 
 
 class DecodeCapacity(NamedTuple):
-    """How much a batch may hold: rows, nodes of its tree, pages of all nodes."""
+    """How much a batch may hold: rows, nodes of its tree, pages of all nodes, with the runs of a deep tree."""
 
     rows: int
     nodes: int
@@ -29,7 +30,10 @@ class DecodeCapacity(NamedTuple):
     @staticmethod
     def of(tree: StepTree) -> DecodeCapacity:
         """What this decode step needs."""
-        return DecodeCapacity(len(tree.queries.node), tree.snapshot.num_nodes, len(tree.snapshot.pages))
+        nodes, pages = tree.snapshot.num_nodes, len(tree.snapshot.pages)
+        if (runs := step_runs(tree)) is not None:
+            nodes, pages = nodes + len(runs), pages + len(runs.pages)
+        return DecodeCapacity(len(tree.queries.node), nodes, pages)
 
     def holds(self, need: DecodeCapacity) -> bool:
         return all(map(ge, self, need))
@@ -43,7 +47,8 @@ class DecodeTree:
 
     Attributes:
         capacity: What a batch may hold.
-        nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them.
+        nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them; behind the nodes of a
+            deep tree its runs.
         leaf: ``[rows]`` int32, -1 behind the batch's rows.
         sampled: ``[rows]`` int64 the tokens that the next step runs, written by the sampler; may be the sampler's
             tensor.
@@ -82,15 +87,14 @@ class DecodeTree:
         need = DecodeCapacity.of(step)
         if not self.capacity.holds(need):
             raise BatchTooLarge(f"a batch of {need} does not fit {self.capacity}; make a DecodeTree as large as that")
-        tree, leaves, nodes = step.snapshot, step.queries.node, step.snapshot.num_nodes
+        tree, leaves, nodes = step.snapshot, step.queries.node, need.nodes
         before = tree.computed.copy()  # tokens with KV before the step
         before[leaves] = step.queries.begin
         *arrays, leaf = self._staged.writable()
-        for staged, array in zip(
-            arrays, (tree.start, before, tree.page_indptr, tree.pages, tree.first_slot), strict=True
-        ):
+        of_tree = tree.start, before, tree.page_indptr, tree.pages, tree.first_slot
+        for staged, array in zip(arrays, with_runs(of_tree, step_runs(step)), strict=True):
             staged[: len(array)] = array
-        arrays[2][nodes + 1 :] = tree.page_indptr[-1]
+        arrays[2][nodes + 1 :] = arrays[2][nodes]
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
 
     def advance(self, rows: int) -> None:

@@ -258,4 +258,4 @@ def _with_slack(need: PlanCapacity, rows: int) -> PlanCapacity:
     """Capacity for plans of other trees too."""
     sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
     tile_items, decode_items, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
-    return PlanCapacity(tile_items, decode_items, segments, rows, partials)
+    return PlanCapacity(tile_items, decode_items, segments, rows, partials, need.paths)

@@ -45,12 +45,13 @@ class KindPlans:
 
     def holds(self, tree: StepTree) -> bool:
         """Whether any plan of a tree fits."""
-        return self.planner.capacity.holds(self._planning.capacity_for(tree))
+        return self.planner.holds(tree)
 
     def plan_of(self, tree: StepTree) -> StepPlan:
         """The plan of a tree that is uploaded, or will be."""
         if self._staged is None:
-            return self._planning.step_plan(self.planner.work, self.nodes, tree)
+            paths = self.planner.by_paths(tree)
+            return self._planning.step_plan(self.planner.work, self.nodes, tree, paths=paths)
         unseen = self._planning.unseen(tree)
         cut, until = self._cut(tree, unseen), self._visible.until
         plan = self._planning.step_plan(self.planner.work, self.nodes, cut)

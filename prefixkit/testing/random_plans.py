@@ -57,10 +57,60 @@ def random_tree(
     return snapshot, Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
 
 
-def specified(snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int) -> Plan:
-    """The plan that any planner must make."""
+def deep_tree(rng: np.random.Generator, nodes: int) -> StepTree:
+    """A comb, or a search tree: up to ``nodes`` nodes, some of them adjacent in memory and some without tokens; queries
+    at the ends of leaves, and of some inner nodes; in a few, tokens are missing before nodes.
+    """
+    count = int(rng.integers(2, nodes))
+    parents = _comb(rng, count) if rng.random() < 0.5 else _search(rng, count)
+    lengths = rng.integers(rng.integers(2), int(rng.choice([2, 6, 60, 400])), count)
+    leaf = np.bincount(np.array(parents) + 1, minlength=count + 1)[1:] == 0
+    asks = rng.random(count) < np.where(leaf, 0.95, rng.choice([0, 0.3]))
+    rows = rng.integers(1, int(rng.choice([2, 4, 40])), count) * asks
+    rows[-1] = max(rows[-1], 1)
+    lengths = np.maximum(lengths, rows)
+    size, orderly = int(rng.choice([1, 4, 16])), bool(rng.random() < 0.4)
+    snapshot, _ = make_snapshot(rng, parents, lengths.tolist(), size, orderly=orderly)
+    for node in rng.integers(count, size=int(rng.integers(1, 4)) if rng.random() < 0.3 else 0).tolist():
+        snapshot.start[node : snapshot.subtree_end[node]] += int(rng.integers(1, 9))
+    node = np.flatnonzero(rows)
+    columns = node, (lengths - rows)[node], lengths[node]
+    return StepTree(snapshot, Queries(*(column.astype(np.int32) for column in columns)))
+
+
+def _comb(rng: np.random.Generator, nodes: int) -> list[int]:
+    """A spine with up to two leaves at each node of it."""
+    parents, spine = [-1], 0
+    while len(parents) < nodes:
+        parents += [spine] * int(rng.integers(1, 4))
+        spine = len(parents) - 1
+    return parents[:nodes]
+
+
+def _search(rng: np.random.Generator, nodes: int) -> list[int]:
+    """Each node below any of those before it; in most trees the heaviest child is the last."""
+    children: list[list[int]] = [[] for _ in range(nodes)]
+    for node in range(1, nodes):
+        children[rng.integers(node)].append(node)
+    weight = np.ones(nodes, dtype=np.int64)
+    for node in range(nodes - 1, -1, -1):
+        weight[node] += sum(int(weight[child]) for child in children[node])
+    ordered = rng.random() < 0.8
+    parents, stack = list[int](), [(0, -1)]
+    while stack:
+        node, above = stack.pop()
+        parents.append(above)
+        below = sorted(children[node], key=lambda child: -weight[child]) if ordered else children[node]
+        stack += [(child, len(parents) - 1) for child in below]
+    return parents
+
+
+def specified(
+    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int, *, paths: bool = False
+) -> Plan:
+    """The plan that any planner must make; ``paths``: by heavy paths."""
     tree = StepTree(snapshot, queries)
-    formats = [decompose(tree, shape, cost.sharing)]
+    formats = [decompose(tree, shape, cost.sharing, paths=paths)]
     return make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, cost)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from prefixkit.attention.bsr import BSR, OPEN, MaskKind, decompose
 from prefixkit.attention.gpu.gpu_cost import H200
-from prefixkit.attention.paths.heavy_paths import is_deep
 from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
@@ -266,5 +265,5 @@ def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed:
 
 def test_deep_trees_are_those_with_many_shared_nodes_above_a_query() -> None:
     for name in ("comb d8 b2 t1 s3", "beam d6", "3L fewshot", "chain d64 b3 p20 t2"):
-        assert not is_deep(StepTree(tree_of(name), leaf_queries(tree_of(name)))), name
-    assert is_deep(StepTree(tree_of("comb d9 b2 t1 s3"), leaf_queries(tree_of("comb d9 b2 t1 s3"))))
+        assert not StepTree(tree_of(name), leaf_queries(tree_of(name))).is_deep, name
+    assert StepTree(tree_of("comb d9 b2 t1 s3"), leaf_queries(tree_of("comb d9 b2 t1 s3"))).is_deep

@@ -11,10 +11,18 @@ import torch
 import prefixkit.backends  # noqa: F401  (registers them)
 from prefixkit.attention.gpu.capacity import PlanCapacity, capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import GpuCost
+from prefixkit.attention.paths.runs import runs_of
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
-from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.random_plans import (
+    deep_tree,
+    random_cost,
+    random_shape,
+    random_tree,
+    size_of,
+    specified,
+)
 from prefixkit.tree.snapshot import TreeSnapshot
 
 ops = torch.ops.prefixkit
@@ -31,16 +39,20 @@ def arguments(
     snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int, capacity: PlanCapacity
 ) -> list[Any]:
     """Of the op: a tree in arrays for ``NODES`` nodes, and a poisoned plan."""
-    count = snapshot.num_nodes
+    count, runs = snapshot.num_nodes, runs_of(snapshot)
     step = StepTree(snapshot, queries)
-    arrays = snapshot.parent, snapshot.subtree_end, step.length, step.own_rows
+    run = np.full(count, -1, np.int32) if runs is None else runs.of
+    arrays = snapshot.parent, snapshot.subtree_end, step.length, step.own_rows, snapshot.start, run
     tree = [torch.full((NODES,), -12345, dtype=torch.int32) for _ in arrays]
     for there, array in zip(tree, arrays, strict=True):
         there[:count] = torch.from_numpy(array)
     work = [torch.full(part, -12345, dtype=torch.int32) for part in capacity.shapes()]
-    need = scratch_ints(NODES, len(work[1]), len(work[2]), len(work[4]) - 1)
-    nodes, scratch = torch.tensor([count], dtype=torch.int32), torch.zeros(need, dtype=torch.int32)
-    return [nodes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers]
+    need = scratch_ints(NODES, len(work[1]), len(work[2]), len(work[4]) - 1, len(work[3]) * capacity.paths)
+    sizes = torch.tensor([count, capacity.paths], dtype=torch.int32)
+    scratch = torch.zeros(need, dtype=torch.int32)
+    if not capacity.paths:
+        tree[4:] = [sizes[:0]] * 2
+    return [sizes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -50,8 +62,21 @@ def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
     for capacity in (size_of(plan), capacity_for(StepTree(snapshot, queries), shape, num_sms, cost)):
         args = arguments(snapshot, queries, shape, cost, num_sms, capacity)
         ops.plan_tree(*args)
-        for ours, theirs in zip(args[5:12], plan.arrays(), strict=True):
+        for ours, theirs in zip(args[7:14], plan.arrays(), strict=True):
             assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_by_paths_too_where_sizes_say_so(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = deep_tree(rng, NODES)
+    case = tree.snapshot, tree.queries, random_shape(rng), random_cost(rng), 5
+    _, _, shape, cost, num_sms = case
+    args = arguments(*case, capacity_for(tree, shape, num_sms, cost, paths=True))
+    ops.plan_tree(*args)
+    plan = specified(*case, paths=True)
+    for ours, theirs in zip(args[7:14], plan.arrays(), strict=True):
+        assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
 
 
 @pytest.mark.parametrize("short", ["tile_items", "decode_items", "segments", "rows", "partials"])
@@ -66,7 +91,7 @@ def test_a_plan_that_does_not_fit_is_empty_and_says_so(short: str) -> None:
         fitted += 1
         args = arguments(*case, need._replace(**{short: getattr(need, short) - 1}))
         ops.plan_tree(*args)
-        assert args[5].tolist() == [0, 0, plan.counts[2], 0, 0, 0, 0, 1]
+        assert args[7].tolist() == [0, 0, plan.counts[2], 0, 0, 0, 0, 1]
     assert fitted
 
 
@@ -75,8 +100,8 @@ def test_a_tree_of_more_nodes_than_its_arrays_hold_gives_an_empty_plan() -> None
     args = arguments(*case, size_of(specified(*case)))
     args[0][0] = NODES + 1
     ops.plan_tree(*args)
-    assert args[5][0] == args[5][1] == 0
-    assert args[5][7] == 1
+    assert args[7][0] == args[7][1] == 0
+    assert args[7][7] == 1
 
 
 def test_costs_travel_as_numbers() -> None:
@@ -92,16 +117,17 @@ def test_opcheck() -> None:
 
 WRONG = {
     "dtype": (1, lambda x: x.long(), BadDtype, "tree.parent must be torch.int32"),
-    "nodes": (0, lambda x: x.repeat(2), BadShape, r"num_nodes must have shape \[1\]"),
+    "sizes": (0, lambda x: x.repeat(2), BadShape, r"sizes must have shape \[2\]"),
+    "run": (6, lambda x: x.new_zeros(NODES), BadShape, r"start must have shape \[40\], contiguous"),
     "length": (3, lambda x: x[1:], BadShape, r"length must have shape \[40\], contiguous"),
-    "counts": (5, lambda x: x[:7], BadShape, r"work.counts must have shape \[8\]"),
-    "tile_items": (6, lambda x: x[:, :7], BadShape, r"work.tile_items must have shape \[items, 8\]"),
-    "strides": (8, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
-    "scratch": (12, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
-    "device": (7, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
-    "heads": (13, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
-    "group": (13, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
-    "cost": (15, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
+    "counts": (7, lambda x: x[:7], BadShape, r"work.counts must have shape \[8\]"),
+    "tile_items": (8, lambda x: x[:, :7], BadShape, r"work.tile_items must have shape \[items, 8\]"),
+    "strides": (10, lambda x: x.T.contiguous().T, BadShape, "must be contiguous"),
+    "scratch": (14, lambda x: x[1:], BadShape, r"scratch must have shape \[at least \d+\]"),
+    "device": (9, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
+    "heads": (15, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
+    "group": (15, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
+    "cost": (17, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
 }
 
 
@@ -113,4 +139,4 @@ def test_wrong_arguments_are_named(what: str) -> None:
     changed = [change(arg) if number == position else arg for number, arg in enumerate(args)]
     with pytest.raises(error, match=f"plan_tree: .*{message}"):
         ops.plan_tree(*changed)
-    assert args[5].tolist() == [-12345] * 8, "nothing was written"
+    assert args[7].tolist() == [-12345] * 8, "nothing was written"

@@ -33,6 +33,12 @@ class Planner:
     def enqueue_copy(self):
         pass
 
+    def holds(self, tree):
+        return self.capacity.holds(Planning(self._planner).capacity_for(tree))
+
+    def by_paths(self, tree):
+        return False
+
     def plan(self):
         self.plans += 1
         for there, array in zip(self.work, self._next.arrays(), strict=True):
@@ -62,7 +68,7 @@ class Planning:
         self.planners.append(Planner(self._planner, nodes, capacity))
         return self.planners[-1]
 
-    def step_plan(self, work, nodes, tree):
+    def step_plan(self, work, nodes, tree, *, paths=False):
         return StepPlan([*work, *nodes], tree, lambda: specified(self._planner, tree))
 
 

@@ -17,6 +17,7 @@ from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, 
 MOST_PARTIAL_BYTES = 2**29
 # Ints that a planner on a GPU keeps for each node, tile and item (csrc/planner/plan_state.cuh); spare ones to round up.
 NODE_INTS, _TILE_INTS, _ITEM_INTS, _SPARE_INTS = 10, 6, 7, 256
+_PATH_INTS = 12  # by heavy paths, for each node; besides one for each tile and segment
 # Lists of a plan and of a tree that kernels take: an empty one has no address, and for lists of none or of one entry
 # torch.compile would make graphs of their own.
 FEWEST_ENTRIES = 2
@@ -35,6 +36,7 @@ class PlanCapacity(NamedTuple):
         segments: Segments of all items.
         rows: Query rows.
         partials: Partial rows; the op keeps ``partials * heads * (head_dim + 1)`` floats for them.
+        paths: 1 where it may be by heavy paths, for which the GPU needs more of the tree, and another planner.
     """
 
     tile_items: int
@@ -42,10 +44,11 @@ class PlanCapacity(NamedTuple):
     segments: int
     rows: int
     partials: int
+    paths: int = 0
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the seven arrays, in the order of ``Plan.arrays``; none has fewer entries than FEWEST_ENTRIES."""
-        tile, decode, segments, _, partials = (max(n, FEWEST_ENTRIES) for n in self)
+        tile, decode, segments, _, partials = (max(n, FEWEST_ENTRIES) for n in self[:5])
         return (8,), (tile, 8), (decode, 8), (segments, 3), (self.rows + 1,), (partials,), (partials,)
 
     def holds(self, need: PlanCapacity) -> bool:
@@ -60,10 +63,13 @@ class PlanCapacity(NamedTuple):
             raise PlanTooLarge(f"{what} needs {', '.join(short)}; make larger buffers, and capture graphs anew")
 
 
-def scratch_ints(nodes: int, tile: int, decode: int, rows: int) -> int:
-    """Int32 elements of workspace that the op ``plan_tree`` needs, for ``nodes`` nodes and plans of this capacity."""
+def scratch_ints(nodes: int, tile: int, decode: int, rows: int, segments: int = 0) -> int:
+    """Int32 elements of workspace that the op ``plan_tree`` needs, for ``nodes`` nodes and plans of this capacity; of
+    ``segments`` if they may be by heavy paths.
+    """
     items = tile + decode + 8
-    return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS
+    by_paths = _PATH_INTS * (nodes + 8) + items + segments if segments else 0
+    return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS + by_paths
 
 
 def capacity_for(
@@ -75,9 +81,11 @@ def capacity_for(
         tree: The tree, and which of its nodes have query rows.
         shape, num_sms: The heads, and the multiprocessors of the GPU.
         cost: For its numbers of workers, and the query heads of its tiles.
-        now: Only with its nodes as long as they are now: less, where few can be shared.
+        now: Only with its nodes as long as they are now: less, where few can be shared.  Where reading costs nothing
+            no length makes sharing pay.
         paths: Of each heavy path one part is shared, as :func:`decide_sharing` does with paths.
     """
+    now = now or not cost.sharing.kv_byte
     if paths:
         continues = continues_path(tree.snapshot)
         # A part goes on behind missing tokens as another one.
@@ -105,4 +113,5 @@ def capacity_for(
         segments=int(reads @ (1 + tiles)) + extra_tiles + extra_decodes,
         rows=tree.queries.num_rows,
         partials=int(queries_of.sum()) + extra_tiles * most + extra_decodes * max(1, least),
+        paths=int(paths),
     )

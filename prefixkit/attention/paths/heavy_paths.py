@@ -14,13 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import mark
-from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
-
-# Nodes above a query, each read by several BSR rows, from which on a tree counts as deep.
-DEEP = 8
 
 
 def path_order(snapshot: TreeSnapshot) -> Longs:
@@ -37,21 +32,12 @@ def continues_path(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
 
 
 def meets_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
-    """``[nodes]`` whether each begins where its parent ends: a part ends where tokens are missing, so that its positions
-    are consecutive.
+    """``[nodes]`` whether each begins where its parent ends.
+
+    Where tokens are missing a part ends, so that its positions are consecutive.
     """
     meets: NDArray[np.bool_] = snapshot.start == snapshot.start[snapshot.parent] + snapshot.length[snapshot.parent]
     return meets
-
-
-def is_deep(tree: StepTree) -> bool:
-    """Whether some query has more than :data:`DEEP` nodes above it that several BSR rows read."""
-    snapshot = tree.snapshot
-    if snapshot.depth()[tree.queries.node].max(initial=0) <= DEEP:
-        return False
-    owners = np.concatenate(([0], np.cumsum(tree.own_rows > 0)))
-    forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
-    return bool(mark(snapshot.subtree_end, forks).above[tree.queries.node].max(initial=0) > DEEP)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.paths.heavy_paths import continues_path, path_order
+from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -95,6 +96,11 @@ def runs_of(snapshot: TreeSnapshot) -> Runs | None:
         adjacent = adjacent_to_parent(snapshot)
         _known[snapshot] = _joined(snapshot, adjacent) if adjacent.any() else None
     return _known[snapshot]
+
+
+def step_runs(tree: StepTree) -> Runs | None:
+    """The runs of a deep tree, whose plans are by paths; None of others."""
+    return runs_of(tree.snapshot) if tree.is_deep else None
 
 
 def _joined(snapshot: TreeSnapshot, adjacent: NDArray[np.bool_]) -> Runs:

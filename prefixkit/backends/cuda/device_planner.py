@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, decompose_unchecked
+from prefixkit.attention.bsr import BSR, MaskKind, decompose_unchecked
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
-from prefixkit.attention.paths.heavy_paths import is_deep
-from prefixkit.attention.paths.runs import Runs, with_runs
+from prefixkit.attention.paths.runs import Runs, step_runs, with_run_lengths, with_runs
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
@@ -28,11 +27,11 @@ from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
-from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
+from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu, planned_tree
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.threads import once
-from prefixkit.tree.arrays import Ints
+from prefixkit.tree.arrays import Ints, ranges
 
 log = logging.getLogger("prefixkit")
 
@@ -55,9 +54,9 @@ class CudaPlanner(Planner):
     Attributes:
         gpu: What the paths of the GPU cost.
         num_sms: Blocks to plan for, one or two per multiprocessor.
-        launch: Makes plans on the GPU, from a capacity and the tree to the work's tensors; None plans in numpy.  Numpy
-            makes those that need too much memory in any case, those whose queries do not see all, and those of deep
-            trees.
+        launch: Makes plans on the GPU, from a capacity and the tree (``planned_tree``) to the work's tensors; None
+            plans in numpy.  Numpy makes those that need too much memory in any case, and those whose queries do not see
+            all.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class CudaPlanner(Planner):
         self._runs: Runs | None = None  # of the last plan
 
     def by_paths(self, tree: StepTree) -> bool:
-        """Of deep trees: the GPU makes plans of the others, and takes each shared node by itself."""
-        return is_deep(tree)
+        """Of deep trees: of others each shared node is a list by itself, whose queries all see it whole."""
+        return tree.is_deep
 
     def specify(self, tree: StepTree) -> Plan:
         return self._plan_of(tree, self.formats(tree))
 
-    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
         """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
-        return StepPlan([*work, *nodes], tree, *self._on_demand(tree))
+        return StepPlan([*work, *nodes], tree, *self._on_demand(tree, paths))
 
     @property
     def trims(self) -> bool:
@@ -100,20 +99,22 @@ class CudaPlanner(Planner):
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
-        return capacity_for(tree, self.shape, self.num_sms, self.gpu)
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu, paths=not self.trims and self.by_paths(tree))
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
-        return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
+        # Where nodes are trimmed they are no slices of the tree's runs, and tokens are missing between them.
+        return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms, paths=not self.trims)
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
-        snapshot, capacity = tree.snapshot, self._capacity_on_gpu(tree)
+        capacity = self._capacity_on_gpu(tree)
         if self.launch is not None and capacity is not None:
-            self._runs, arrays = None, _tree_arrays(tree, None)
-            nodes = (snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows, [snapshot.num_nodes])
-            planned_tree, *tensors = upload([np.concatenate(nodes).astype(np.int32), *arrays, *step_arrays()], device)
-            made = StepPlan(self.launch(capacity, planned_tree), tree, *self._on_demand(tree))
+            paths = bool(capacity.paths)
+            self._runs = step_runs(tree)
+            arrays = _tree_arrays(tree, self._runs)
+            planned, *tensors = upload([planned_tree(tree, paths=paths), *arrays, *step_arrays()], device)
+            made = StepPlan(self.launch(capacity, planned), tree, *self._on_demand(tree, paths))
         else:
             plan = self.specify(tree)
             self._runs, arrays = plan.runs, _tree_arrays(tree, plan.runs)
@@ -125,10 +126,7 @@ class CudaPlanner(Planner):
         """Capacity for the plan if the GPU makes it, None if numpy does."""
         if self.launch is None or self.visible.limits:
             return None
-        if self.by_paths(tree):
-            log.debug("numpy plans: the tree is deep")
-            return None
-        capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True)
+        capacity = capacity_for(tree, self.shape, self.num_sms, self.gpu, now=True, paths=self.by_paths(tree))
         if capacity.partials * self.shape.partial_bytes <= MOST_PARTIAL_BYTES:
             return capacity
         log.debug("numpy plans: any plan of these queries needs %d partial rows", capacity.partials)
@@ -141,9 +139,10 @@ class CudaPlanner(Planner):
         tensors = upload([*arrays, *step_arrays()], device)
         return over_tree(last, tensors[: len(arrays)], tree), tensors[len(arrays) :]
 
-    def _on_demand(self, tree: StepTree) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
+    def _on_demand(self, tree: StepTree, paths: bool) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
-        rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost))
+        runs = step_runs(tree) if paths else None
+        rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs))
         plan = cache(lambda: self._plan_of(tree, [rows()]))
         return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)
 
@@ -195,11 +194,19 @@ def say_plain_torch(why: str) -> None:
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
-    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row."""
+    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row, or in a
+    row of kind LIMIT those up to its last query's limit.
+    """
+    length = with_run_lengths(length, rows.runs)
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
-    queries = rows.q_end - rows.q_begin
-    tiles = -(-queries // max(1, cost.tile_heads // shape.gqa_group))
-    return int((np.where(queries * shape.gqa_group <= DECODE_ROWS, 1, tiles) * tokens).sum())
+    queries, many = rows.q_end - rows.q_begin, max(1, cost.tile_heads // shape.gqa_group)
+    tiles = np.where(queries * shape.gqa_group <= DECODE_ROWS, 1, -(-queries // many))
+    limited = np.flatnonzero(rows.kind == MaskKind.LIMIT)
+    count = queries[limited]
+    first, row = np.cumsum(count) - count, np.repeat(np.arange(len(limited)), tiles[limited])
+    last = np.minimum(ranges(np.ones_like(limited), tiles[limited]) * many, count[row]) - 1
+    unread = rows.last[limited][row] - rows.limit[first[row] + last]
+    return int((tiles * tokens).sum()) - int(unread.sum())
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:

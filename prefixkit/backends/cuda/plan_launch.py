@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import NODE_INTS, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
+from prefixkit.attention.paths.runs import step_runs
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.kernels import PLAN, PLAN_LARGE, PLAN_NODES
+from prefixkit.backends.cuda.kernels import PLAN_NODES, plan_unit
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
+from prefixkit.tree.arrays import Ints
 
 _THREADS = 1024
 
@@ -26,9 +29,9 @@ _THREADS = 1024
 def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
     *tensors, heads, num_sms, cost = arguments
-    _, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = tensors[5:12]
+    _, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = tensors[7:14]
     nodes, device = len(tensors[1]), tensors[1].device
-    function = _function(nodes > PLAN_NODES, device.index)
+    function = _function(nodes > PLAN_NODES, len(tensors[5]) > 0, device.index)
     rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
     sizes = nodes, len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in tensors)
@@ -38,10 +41,11 @@ def plan_tree(*arguments: Any) -> None:
 
 
 @cache
-def _function(large: bool, device: int) -> jit.Function:
-    function = jit.load(PLAN, device)[PLAN.names[0]]
+def _function(large: bool, paths: bool, device: int) -> jit.Function:
+    small, any_size = plan_unit(False, paths), plan_unit(True, paths)
+    function = jit.load(small, device)[small.names[0]]
     if large or function.max_shared < 4 * NODE_INTS * (PLAN_NODES + 4):
-        function = jit.load(PLAN_LARGE, device)[PLAN_LARGE.names[0]]
+        function = jit.load(any_size, device)[any_size.names[0]]
     return PLAN_TREE.check(function)
 
 
@@ -67,26 +71,45 @@ def _constants(
     return rates, -(-(2**32) // many), (shape.gqa_group, shape.kv_heads, num_sms, many), roles
 
 
+def planned_tree(tree: StepTree, *, paths: bool) -> Ints:
+    """What the planner reads of a tree, end to end: how many nodes, 1 for plans by heavy paths, and the arrays of nodes
+    that :class:`GraphPlanner` names, the last two only with ``paths``.
+    """
+    snapshot = tree.snapshot
+    columns = [snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows]
+    if paths:
+        columns += [snapshot.start, _run_of(tree)]
+    return np.concatenate(([snapshot.num_nodes, paths], *columns)).astype(np.int32)
+
+
+def _run_of(tree: StepTree) -> Ints:
+    runs = step_runs(tree)
+    return np.full(tree.snapshot.num_nodes, -1, np.int32) if runs is None else runs.of
+
+
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
     """Plan on the current stream, into tensors of the plan's own, as ``tree_attention`` takes it, without a wait.
 
-    ``tree`` is ``[4 * nodes + 1]`` int32: parent, subtree_end, length, own_rows, as in :class:`GraphPlanner`; then how
-    many nodes.  GQA groups have at most the ``tile_heads`` of the cost.
+    ``tree`` is int32 as :func:`planned_tree` makes it, by paths if the capacity is.  GQA groups have at most the
+    ``tile_heads`` of the cost.
     """
-    nodes, shapes = len(tree) // 4, capacity.shapes()
-    *arrays, num_nodes = torch.split(tree, [nodes] * 4 + [1])
+    columns, shapes = 6 if capacity.paths else 4, capacity.shapes()
+    nodes = len(tree) // columns
+    sizes, *arrays = torch.split(tree, [2] + [nodes] * columns)
+    arrays += [tree[:0]] * (6 - columns)
     work = carve(
         torch.empty(carved_size(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes]
     )
     # Freed on return: its next user comes later on this stream.
-    scratch = _scratch(nodes, work, tree.device)
-    torch.ops.prefixkit.plan_tree(num_nodes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers)
+    scratch = _scratch(nodes, work, capacity, tree.device)
+    torch.ops.prefixkit.plan_tree(sizes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers)
     return work
 
 
-def _scratch(nodes: int, work: Sequence[Tensor], device: torch.device) -> Tensor:
-    _, tile_items, decode_items, _, merge_indptr, *_ = work
-    size = scratch_ints(nodes, len(tile_items), len(decode_items), len(merge_indptr) - 1)
+def _scratch(nodes: int, work: Sequence[Tensor], capacity: PlanCapacity, device: torch.device) -> Tensor:
+    _, tile_items, decode_items, segments, merge_indptr, *_ = work
+    of_paths = len(segments) if capacity.paths else 0
+    size = scratch_ints(nodes, len(tile_items), len(decode_items), len(merge_indptr) - 1, of_paths)
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
@@ -96,13 +119,19 @@ class GraphPlanner:
     :meth:`upload` uploads a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
     every replay, from what the tree's tensors hold then: uploaded by the host before, or written by kernels.
 
+    Args:
+        shape, nodes, capacity, device, gpu, num_sms: As the attributes, and what :func:`make_gpu_plan` takes.
+        paths: Plan deep trees by heavy paths; the tree that attention reads has their runs behind its nodes.
+
     Attributes:
         capacity: What a plan may hold.
         nodes: How many nodes a tree may have.
-        num_nodes: ``[1]`` nodes of the tree, on the device, as are the following.
+        sizes: ``[2]`` nodes of the tree, and 1 if it is planned by heavy paths; on the device, as are the following.
         parent, subtree_end: ``[nodes]`` as in the snapshot.
         length: ``[nodes]`` tokens visible in the step; see ``StepTree``.
         own_rows: ``[nodes]`` query rows in each node.
+        start, run: ``[nodes]`` each node's first position, and the run that it is a part of, or -1; without elements
+            where the capacity is for plans node by node alone.
         work: The plan, as ``tree_attention`` takes it.
     """
 
@@ -114,17 +143,21 @@ class GraphPlanner:
         device: torch.device | str,
         gpu: GpuCost = H200,
         num_sms: int | None = None,
+        *,
+        paths: bool = False,
     ) -> None:
+        self.paths = paths
         self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
         target = torch.device(device)
         self.num_sms = num_sms or torch.cuda.get_device_properties(target).multi_processor_count
-        self._tree = Staged([(4,), *[(max(nodes, 1),)] * 4], target)
-        sizes, self.parent, self.subtree_end, self.length, self.own_rows = self._tree.tensors
-        self.num_nodes = sizes[:1]
+        most = max(nodes, 1)
+        self._tree = Staged([(4,), *[(most,)] * 4, *[(most if capacity.paths else 0,)] * 2], target)
+        sizes, self.parent, self.subtree_end, self.length, self.own_rows, self.start, self.run = self._tree.tensors
+        self.sizes = sizes[:2]
         self._plan = Staged(capacity.shapes(), target)
         self.work: list[Tensor] = self._plan.tensors
-        self._scratch = _scratch(max(nodes, 1), self.work, target)
-        tree = self.num_nodes, self.parent, self.subtree_end, self.length, self.own_rows
+        self._scratch = _scratch(most, self.work, capacity, target)
+        tree = self.sizes, *self._tree.tensors[1:]
         self._arguments = *tree, *self.work, self._scratch, shape.plan_heads, self.num_sms, gpu.numbers
 
     def upload(self, tree: StepTree) -> None:
@@ -141,14 +174,32 @@ class GraphPlanner:
         """Copy what :meth:`stage` wrote last to the device.  Can be captured."""
         self._tree.enqueue_copy()
 
+    def holds(self, tree: StepTree) -> bool:
+        """Whether any plan of a tree fits, whatever its nodes' lengths become."""
+        return self.capacity.holds(self._need(tree, self.by_paths(tree)))
+
+    def by_paths(self, tree: StepTree) -> bool:
+        """Whether plans of a tree are by heavy paths: of a deep tree; and, in capacity that was made for deep trees, of
+        one that would not fit node by node, so that trees that are deep now and then share a capacity.
+        """
+        if not self.paths:
+            return False
+        return tree.is_deep or bool(self.capacity.paths and not self.capacity.holds(self._need(tree, False)))
+
+    def _need(self, tree: StepTree, paths: bool) -> PlanCapacity:
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu, paths=paths)
+
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`."""
         count = tree.snapshot.num_nodes
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
-        self.capacity.check(capacity_for(tree, self.shape, self.num_sms, self.gpu), "a plan of this tree")
-        sizes, parent, subtree_end, length, own_rows = self._tree.writable()
-        sizes[0] = count
+        by_paths = self.by_paths(tree)
+        self.capacity.check(self._need(tree, by_paths), "a plan of this tree")
+        sizes, parent, subtree_end, length, own_rows, start, run = self._tree.writable()
+        sizes[:2] = count, by_paths
+        if by_paths:
+            start[:count], run[:count] = tree.snapshot.start, _run_of(tree)
         parent[:count], subtree_end[:count] = tree.snapshot.parent, tree.snapshot.subtree_end
         length[:count], own_rows[:count] = tree.length, tree.own_rows
 

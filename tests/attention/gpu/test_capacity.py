@@ -10,7 +10,7 @@ from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
-from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.random_plans import deep_tree, random_cost, random_shape, random_tree, size_of, specified
 
 
 def test_what_does_not_fit_is_named():
@@ -62,11 +62,10 @@ def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed
 def test_the_capacity_for_paths_holds_their_plans(seed):
     """With nodes of any lengths, and with those of now, which is no more."""
     rng = np.random.default_rng(seed)
-    snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60, 200])), int(rng.choice([4, 300, 20000])), 3, 0.6)
+    of_any_shape = random_tree(rng, int(rng.choice([1, 5, 60, 200])), int(rng.choice([4, 300, 20000])), 3, 0.6)
+    tree = deep_tree(rng, int(rng.choice([20, 200]))) if seed % 2 else StepTree(*of_any_shape)
     shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-    tree = StepTree(snapshot, queries)
-    rows = decompose(tree, shape, cost.sharing, paths=True)
-    plan = make_gpu_plan([rows], tree.length, queries.num_rows, shape, sms, cost)
+    plan = specified(tree.snapshot, tree.queries, shape, cost, sms, paths=True)
     any_length, now = (capacity_for(tree, shape, sms, cost, now=now, paths=True) for now in (False, True))
     now.check(size_of(plan))
     any_length.check(now)

@@ -2,67 +2,87 @@
 
 import ctypes
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.gpu.capacity import capacity_for
+from prefixkit.attention.bsr import MaskKind
+from prefixkit.attention.gpu.capacity import capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import H200
-from prefixkit.attention.paths.heavy_paths import is_deep
+from prefixkit.attention.paths.runs import runs_of
+from prefixkit.attention.plan import KINDS
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
-from prefixkit.backends.cuda.kernels import PLAN
+from prefixkit.backends.cuda.kernels import plan_unit
 from prefixkit.backends.cuda.layouts import PLAN_TREE
-from prefixkit.testing.named_trees import tree, tree_of
-from prefixkit.testing.random_plans import random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.backends.cuda.plan_launch import planned_tree
+from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
+from prefixkit.testing.random_plans import deep_tree, random_cost, random_shape, random_tree, size_of, specified
 from tests.emulation.build import build
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", params=[2304, 0], ids=["nodes in shared memory", "any number of nodes"])
-def kernel(request, tmp_path_factory):
-    """The source with the block's instructions on the CPU in place of the GPU's."""
-    folder, nodes = tmp_path_factory.mktemp("kernel"), f"-DPREFIXKIT_PLAN_NODES={request.param}"
-    function = build(folder, "planner", {}, PLAN.headers, nodes).plan_on_cpu
+@pytest.fixture(scope="module", params=[False, True], ids=["nodes in shared memory", "any number of nodes"])
+def kernels(request, tmp_path_factory):
+    """The source with the block's instructions on the CPU in place of the GPU's, without and with heavy paths."""
+    return [built(plan_unit(request.param, paths), tmp_path_factory) for paths in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def kernel(kernels):
+    """A launch of the kernel that a capacity asks for."""
+    return lambda capacity, packed: kernels[capacity.paths](packed)
+
+
+def built(unit, tmp_path_factory):
+    """The kernel as a function of its packed parameter."""
+    defines = (f"-D{name}={value}" for name, value in unit.defines)
+    function = build(tmp_path_factory.mktemp("kernel"), "planner", {}, unit.headers, *defines).plan_on_cpu
     function.argtypes = [ctypes.c_char_p]
     return function
 
 
-def run(kernel, snapshot, queries, shape, cost, num_sms, capacity):
-    """The six arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
-    nodes = snapshot.num_nodes
-    visible, own = StepTree(snapshot, queries).length, StepTree(snapshot, queries).own_rows
-    tree = [
-        np.ascontiguousarray(a, dtype=np.int32) for a in ([nodes], snapshot.parent, snapshot.subtree_end, visible, own)
-    ]
-    return launch(kernel, shape, cost, num_sms, capacity, tree)
+def run(kernel, snapshot, queries, shape, cost, num_sms, capacity, *, paths=False):
+    """The arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
+    tree = StepTree(snapshot, queries)
+    columns = planned_tree(tree, paths=bool(capacity.paths))
+    columns[1] = paths
+    if paths and (runs := runs_of(snapshot)) is not None:  # also of trees that are not deep
+        columns[-snapshot.num_nodes :] = runs.of
+    return launch(kernel, shape, cost, num_sms, capacity, columns)
 
 
 def launch(kernel, shape, cost, num_sms, capacity, tree):
-    """The same from the tree's five arrays."""
-    nodes = len(tree[1])
+    """The same from what ``planned_tree`` makes of a tree."""
+    columns = 6 if capacity.paths else 4
+    nodes = len(tree) // columns
+    tree = np.ascontiguousarray(tree)
+    addresses = [tree.ctypes.data, *(tree[2 + nodes * column :].ctypes.data for column in range(columns))]
+    addresses += [0] * (6 - columns)
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
-    items = capacity.tile_items + capacity.decode_items + 8
-    scratch = np.full(10 * (nodes + 8) + 13 * items + capacity.rows + 256, -12345, dtype=np.int32)
+    work = *map(len, plan[1:3]), capacity.rows, len(plan[3]) * capacity.paths
+    scratch = np.full(scratch_ints(nodes, *work), -12345, dtype=np.int32)
     sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.gqa_group)
     roles = [n for role in (cost.tile, cost.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)]
     values = (
-        *(array.ctypes.data for array in (*tree, *plan, scratch)),
+        *addresses,
+        *(array.ctypes.data for array in (*plan, scratch)),
         *(sharing.kv_byte * shape.kv_bytes, sharing.item),
         *(sharing.tile_item * shape.kv_heads, sharing.decode_item * shape.kv_heads),
         *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
         -(-(2**32) // many),
-        *(nodes, capacity.tile_items, capacity.decode_items, capacity.segments, capacity.rows, capacity.partials),
+        *(nodes, *map(len, plan[1:4]), capacity.rows, len(plan[5])),
         *(shape.gqa_group, shape.kv_heads, num_sms, many, 48 * 1024),
         *roles,
     )
-    kernel(PLAN_TREE.packer.pack(*values))
+    kernel(capacity, PLAN_TREE.packer.pack(*values))
     return plan
 
 
@@ -93,6 +113,48 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
         )
         assert_same(arrays, plan, (size, seed))
         assert_same(run(kernel, snapshot, queries, shape, cost, sms, size_of(plan)), plan, (size, seed, "exact room"))
+
+
+def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(kernel):
+    """Combs and search trees; with adjacent nodes, queries in inner nodes, nodes of no tokens and missing tokens."""
+    kinds, runs = Counter(), 0
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        tree = deep_tree(rng, int(rng.choice([20, 200, 600])))
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+        case = tree.snapshot, tree.queries, shape, cost, sms
+        plan = specified(*case, paths=True)
+        kinds.update((plan.items[:, 4] % KINDS).tolist())
+        runs += int((plan.segments[:, 0] >= tree.snapshot.num_nodes).sum())
+        for capacity in (capacity_for(tree, shape, sms, cost, paths=True), size_of(plan)._replace(paths=1)):
+            assert_same(run(kernel, *case, capacity, paths=True), plan, seed)
+        if seed % 4 == 0:  # the same kernel makes plans node by node
+            capacity = capacity_for(tree, shape, sms, cost)._replace(paths=1)
+            assert_same(run(kernel, *case, capacity), specified(*case), seed)
+    assert kinds[MaskKind.LIMIT] > 50
+    assert runs > 50
+
+
+@pytest.mark.parametrize("name", ["spine p2048 d1023 t1 s16", "spine p512 d256 t3 s1-400", "search p700 n400 t5-60"])
+def test_deep_trees_of_the_benchmark(kernel, name):
+    snapshot, shape = tree_of(name), HeadShape(32, 8, 128, 2)
+    queries = leaf_queries(snapshot)
+    tree = StepTree(snapshot, queries)
+    plan = specified(snapshot, queries, shape, H200, 132, paths=True)
+    assert tree.is_deep
+    assert (plan.items[:, 4] % KINDS == MaskKind.LIMIT).any()
+    capacity = capacity_for(tree, shape, 132, paths=True)
+    assert_same(run(kernel, snapshot, queries, shape, H200, 132, capacity, paths=True), plan, name)
+
+
+@pytest.mark.parametrize("short", ["tile_items", "decode_items", "segments", "rows", "partials"])
+def test_a_plan_by_paths_that_does_not_fit_is_empty_and_says_so(kernel, short):
+    snapshot, shape = tree_of("search p700 n400 t5-60"), HeadShape(32, 8, 128, 2)
+    queries = leaf_queries(snapshot)
+    need = size_of(specified(snapshot, queries, shape, H200, 132, paths=True))
+    tight = need._replace(**{short: getattr(need, short) - 1}, paths=1)
+    arrays = run(kernel, snapshot, queries, shape, H200, 132, tight, paths=True)
+    assert arrays[0].tolist() == [0, 0, len(queries.node), 0, 0, 0, 0, 1]
 
 
 def test_a_benchmark_tree(kernel):
@@ -129,21 +191,21 @@ def test_a_planner_that_launches_it_makes_the_steps_of_one_that_does_not(kernel)
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
 
         def plan_there(capacity, tree, shape=shape, cost=cost, sms=sms):
-            *arrays, count = tree.split([len(tree) // 4] * 4 + [1])
-            arrays = launch(kernel, shape, cost, sms, capacity, [part.numpy() for part in (count, *arrays)])
-            return [torch.from_numpy(array) for array in arrays]
+            return [torch.from_numpy(array) for array in launch(kernel, shape, cost, sms, capacity, tree.numpy())]
 
         host, there = (CudaPlanner(shape, cost, sms, by) for by in (None, plan_there))
         for version in range(4):
             snapshot, queries = random_tree(rng, int(rng.integers(1, 60)), 400, 3, 0.6)
+            if version % 2:
+                deep = deep_tree(rng, 90)
+                snapshot, queries = deep.snapshot, deep.queries
             snapshot = replace(snapshot, version=version)
             for _ in range(2):  # the second time both remember
                 tokens = np.zeros(queries.num_rows, dtype=np.int64)
                 ours, theirs = (
                     build_step(StepTree(snapshot, queries), tokens, tokens[:1], p, device) for p in (there, host)
                 )
-                deep = is_deep(StepTree(snapshot, queries))  # planned in numpy by both
-                assert (ours.plans[0].count_reads is None) == deep, "counted without the plan on the host"
+                assert ours.plans[0].count_reads is not None, "counted without the plan on the host"
                 assert theirs.plans[0].count_reads is None
                 for name in ("tokens", "positions", "slots", "logit_rows"):
                     assert torch.equal(getattr(ours, name), getattr(theirs, name))

@@ -121,14 +121,14 @@ class LatentPlanner(Planner):
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of the absorbed part of this tree."""
-        return capacity_for(tree, self.shape, self.num_sms, self.gpu, now=not self.gpu.sharing.kv_byte)
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu)
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
         return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
 
-    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree) -> StepPlan:
-        """The plan of the absorbed part that ``work`` holds, or will hold, over a tree in ``nodes``."""
+    def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
+        """The plan of the absorbed part that ``work`` holds, or will hold, over a tree in ``nodes``; never by paths."""
         rows = cache(lambda: decompose(tree, self.shape, self.cost))
         place = torch.arange(work[4].shape[0], dtype=torch.int32, device=work[0].device)
         return StepPlan(
