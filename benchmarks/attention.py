@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, ceilings, geomean, identity, replay_us
 from benchmarks.tree_attention import prefill
-from benchmarks.tree_attention.inputs import Pool, make, ours
+from benchmarks.tree_attention.inputs import Pool, captured_plan_us, make, ours
 from benchmarks.tree_attention.rivals import RIVALS, outcome
 from benchmarks.tree_attention.workloads import DECODE, DEEP, HEADS, SCALES, workload
 
@@ -42,7 +42,8 @@ def line(row: Row) -> str:
         text += f" of share {row['share']:.2f}"
     if anchor := row.get("anchor"):
         text += f" | anchor {anchor['best']:12s} {anchor['us']:8.1f} {anchor['us'] / us:5.2f}x"
-    return text + f" | plan {row['plan_ms']:.1f} ms"
+    text += f" | plan {row['plan_ms']:.1f} ms"
+    return text + (f", {row['plan_us']:.0f} us in a graph" if "plan_us" in row else "")
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -125,6 +126,8 @@ def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_hea
     us = replay_us(partial(ours, inputs), inputs.sets)
     row: Row = {"floor_us": round(inputs.workload.floor_us, 2), "us": round(us, 2)}
     row |= {"plan_ms": round(inputs.plan_ms, 2), "input_sets": inputs.sets, "rivals": {}}
+    if options.deep:
+        row["plan_us"] = round(captured_plan_us(inputs.workload), 2)
     if anchor := anchors().get((heads, kv_heads, name)):
         row["anchor"] = {"best": anchor["best"], "us": anchor["best_us"]}
     expected = ours(inputs, 0)

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.host --out benchmarks/results/planning.json
     python -m benchmarks.host --launch --out launch.json      cold and warm starts, sixteen at once, calls; needs a GPU
 
-The aim: a plan below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median).
+The aim: a plan below 50 us on the GPU for 1,024 leaves and 2,048 nodes (CUDA-graph replay, median); of deep trees 100
+us for 2,047 nodes and 400 for 8,191.
 """
 
 import os
@@ -118,6 +119,9 @@ def cases() -> dict[str, Case]:
     shapes = {name: tree_of(name) for name in ("2L b64 p4096 s128", "2L b1024 p4096 s128", "3L fewshot", "beam d6")}
     shapes["binary, 1,024 leaves, 2,047 nodes"] = binary(10, 1000, 32)
     shapes["chain of 2,000"] = tree(list(range(-1, 1999)), [8] * 2000)
+    # Deep trees: 2,047 and 8,191 nodes of a spine and its leaves, and of a search.
+    shapes |= {name: tree_of(name) for name in ("spine p2048 d1023 t1 s16", "spine p2048 d4095 t1 s16")}
+    shapes |= {name: tree_of(name) for name in ("search p700 n2046 t5-60", "search p700 n8190 t5-60")}
     made = {name: (snapshot, leaf_queries(snapshot)) for name, snapshot in shapes.items()}
     return made | {f"prompt of {tokens:,}": prompts(tokens, tokens) for tokens in (32_768, 131_072)}
 
@@ -153,20 +157,22 @@ def replans(run: Run, name: str, case: Case, repeats: int) -> None:
         run.add("results", row, f"32/8  {name:36s} replan by {by:5s}: {times}")
 
 
-def plans(run: Run, name: str, case: Case, repeats: int) -> None:
-    """A plan's two halves on the host, and all of it on the GPU."""
+def plans(run: Run, name: str, case: Case, repeats: int, *, paths: bool) -> None:
+    """A plan's two halves on the host, and all of it on the GPU; ``paths``: by heavy paths."""
     step = StepTree(*case)
     for heads, kv_heads in ((32, 8), (8, 1)):
         shape = HeadShape(heads, kv_heads, 128, 2)
-        rows = partial(decompose, step, shape, H200.sharing)
+        rows = partial(decompose, step, shape, H200.sharing, paths=paths)
         plan = partial(make_gpu_plan, [rows()], step.length, case[1].num_rows, shape, 132, H200)
-        row: Row = {"case": name, "heads": [heads, kv_heads]}
+        row: Row = {"case": name, "heads": [heads, kv_heads], "paths": paths}
         for what, action in (("rows_us", rows), ("plan_us", plan)):
             row[what] = 1e6 * statistics.median(wall_seconds(action, repeats, warm=3))
-        line = f"{heads:2d}/{kv_heads:<2d} {name:36s} host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
+        line = f"{heads:2d}/{kv_heads:<2d} {name:36s} {'by paths ' if paths else ''}"
+        line += f"host: rows {row['rows_us']:6.0f}  plan {row['plan_us']:6.0f}"
         if torch.cuda.is_available():
             sms = torch.cuda.get_device_properties(0).multi_processor_count
-            planner = GraphPlanner(shape, step.snapshot.num_nodes, capacity_for(step, shape, sms), "cuda")
+            capacity = capacity_for(step, shape, sms, paths=paths)
+            planner = GraphPlanner(shape, step.snapshot.num_nodes, capacity, "cuda", paths=paths)
             planner.upload(step)
             row["gpu_us"] = replay_us(lambda _, planner=planner: planner.plan(), repeats=10)  # it plans over and over
             line += f"   GPU {row['gpu_us']:7.1f}"
@@ -184,7 +190,9 @@ def main() -> None:
         return
     print("microseconds, median")
     for name, case in ({} if options.replans_only else all_cases).items():
-        plans(run, name, case, options.repeats)
+        deep = StepTree(*case).is_deep
+        for paths in {deep, deep and not name.startswith("binary")}:  # the binary tree both ways
+            plans(run, name, case, options.repeats, paths=paths)
     for name, case in all_cases.items():
         if "chain" not in name and "131" not in name:
             replans(run, name, case, options.repeats)

@@ -152,10 +152,10 @@ def states() -> None:
 
 
 def plan_tree() -> None:
-    """Trees with shared and folded nodes, chunks and single queries, in buffers of exactly their size."""
+    """Trees with shared and folded nodes, chunks and single queries, and deep ones, in buffers of just their size."""
     from prefixkit.attention.gpu.capacity import capacity_for
     from prefixkit.backends.cuda.plan_launch import GraphPlanner
-    from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, specified
+    from prefixkit.testing.random_plans import deep_tree, held_by, random_cost, random_shape, random_tree, specified
 
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -166,6 +166,13 @@ def plan_tree() -> None:
         planner.upload(StepTree(snapshot, queries))
         planner.plan()
         expected = specified(snapshot, queries, shape, cost, 132).arrays()
+        assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
+        deep = deep_tree(rng, 300)
+        capacity = capacity_for(deep, shape, 132, cost, paths=deep.is_deep)
+        planner = GraphPlanner(shape, deep.snapshot.num_nodes, capacity, GPU, cost, 132, paths=True)
+        planner.upload(deep)
+        planner.plan()
+        expected = specified(deep.snapshot, deep.queries, shape, cost, 132, paths=deep.is_deep).arrays()
         assert all(np.array_equal(a, b) for a, b in zip(held_by(planner.work), expected, strict=True))
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401  (registers them)
-from benchmarks.runner import input_sets
+from benchmarks.runner import input_sets, replay_us
 from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level, Workload, levels
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.backend import backend_for
+from prefixkit.ops.backend import backend_for, graph_plannings
 
 GPU = torch.device("cuda")
 
@@ -98,6 +98,17 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     k, v = pool.take(sets * pages, workload.kv_heads)
     q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]
     return Inputs(workload, q, list(k.split(pages)), list(v.split(pages)), snapshot.pages, step, plan_ms)
+
+
+def captured_plan_us(workload: Workload) -> float:
+    """Microseconds of the plan that a captured step makes, which equals the one outside of graphs."""
+    planner = planner_for(workload.heads, workload.kv_heads, HEAD_DIM, GPU, torch.bfloat16)
+    tree, plannings = StepTree(workload.snapshot, workload.queries), graph_plannings(GPU, [planner])
+    assert plannings is not None, "our kernels run these heads"
+    (planning,) = plannings
+    captured = planning.planner(workload.snapshot.num_nodes, planning.capacity_for(tree), GPU)
+    captured.upload(tree)
+    return replay_us(lambda _: captured.plan(), repeats=10)
 
 
 def ours(inputs: Inputs, index: int) -> Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.gpu.capacity import OVERFLOW, PlanTooLarge, capacity_for
+from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity, PlanTooLarge, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -14,7 +14,15 @@ from prefixkit.backends.cuda.device_planner import planner_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.ops.arguments import PACKED
 from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
-from prefixkit.testing.random_plans import held_by, random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.random_plans import (
+    deep_tree,
+    held_by,
+    random_cost,
+    random_shape,
+    random_tree,
+    size_of,
+    specified,
+)
 
 
 def planner_of(snapshot, queries, shape, cost, num_sms, spare=0):
@@ -30,6 +38,12 @@ def assert_same(planner, plan, case=""):
         strict=True,
     ):
         assert np.array_equal(ours, theirs), (case, name, ours[:8], theirs[:8])
+
+
+def deep_planner(tree, shape, cost, num_sms, spare=0):
+    """One with capacity for deep trees."""
+    capacity = capacity_for(tree, shape, num_sms, cost, paths=True)
+    return GraphPlanner(shape, tree.snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms, paths=True)
 
 
 def poisoned(planner):
@@ -58,6 +72,59 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
         planner.upload(StepTree(snapshot, queries))
         planner.plan()
         assert_same(planner, specified(snapshot, queries, shape, cost, sms), (size, seed))
+
+
+@pytest.mark.parametrize("nodes", [60, 900, 6000])
+def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(nodes):
+    """Combs and search trees; with adjacent nodes, queries in inner nodes, nodes of no tokens and missing tokens."""
+    seed, deep = int(np.random.SeedSequence().generate_state(1)[0]), 0
+    print("seed", seed)
+    for number in range(60 if nodes < 6000 else 8):
+        rng = np.random.default_rng([seed, number])
+        tree = deep_tree(rng, nodes)
+        if not tree.is_deep:
+            continue
+        deep += 1
+        shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
+        planner = poisoned(deep_planner(tree, shape, cost, sms, spare=int(rng.integers(3))))
+        planner.upload(tree)
+        planner.plan()
+        plan = specified(tree.snapshot, tree.queries, shape, cost, sms, paths=True)
+        assert_same(planner, plan, (seed, number))
+    assert deep
+
+
+DEEP = ["spine p2048 d1023 t1 s16", "spine p512 d256 t3 s1-400", "spine p512 d256 t1 s1-40", "search p700 n400 t5-60"]
+
+
+@pytest.mark.parametrize("name", [*DEEP, "spine p2048 d4095 t1 s16", "search p700 n8190 t5-60"])
+def test_named_deep_trees(name):
+    snapshot, shape = tree_of(name), HeadShape(32, 8, 128, 2)
+    tree = StepTree(snapshot, leaf_queries(snapshot))
+    planner = poisoned(deep_planner(tree, shape, H200, 132))
+    planner.upload(tree)
+    planner.plan()
+    assert_same(planner, specified(snapshot, tree.queries, shape, H200, 132, paths=True))
+
+
+def test_a_captured_graph_plans_deep_trees_and_others_in_turn():
+    """Whether a plan is by paths is read when the graph runs; a flat tree's plan is what it is without deep ones."""
+    shape = HeadShape(32, 8, 128, 2)
+    trees = [StepTree(of, leaf_queries(of)) for of in map(tree_of, (DEEP[3], "2L b64 p1024 s16", DEEP[1]))]
+    needs = [capacity_for(tree, shape, 132, paths=tree.is_deep) for tree in trees]
+    capacity, nodes = PlanCapacity(*map(max, *needs)), max(tree.snapshot.num_nodes for tree in trees)
+    planner = GraphPlanner(shape, nodes, capacity, "cuda", H200, 132, paths=True)
+    planner.upload(trees[0])
+    planner.plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        planner.plan()
+    for each in (*trees, *trees):
+        poisoned(planner).upload(each)
+        graph.replay()
+        assert planner.by_paths(each) == each.is_deep
+        plan = specified(each.snapshot, each.queries, shape, H200, 132, paths=each.is_deep)
+        assert_same(planner, plan)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,16 @@ import pytest
 import torch
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.attention.bsr import MaskKind
+from prefixkit.attention.plan import KINDS
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
+from prefixkit.attention.visible import ALL
 from prefixkit.backends.cuda.device_planner import CudaPlanner, planner_for
 from prefixkit.checking import checked
+from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.tree.radix import PrefixTree
 from tests.gpu.cases import poison
@@ -80,6 +85,31 @@ def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planner
         assert ours.kv_tokens[0] == theirs.kv_tokens[0]
         tree.mark_computed([nodes[node] for node in queries.node.tolist()], queries.end.tolist())
     assert there.plans_made == host.plans_made < 40
+
+
+@pytest.mark.parametrize("name", ["spine p100 d60 t1 s5", "spine p300 d40 t1-9 s1-40", "search p300 n300 t1-30"])
+def test_attention_over_a_deep_tree_is_the_same_bit_by_bit_in_steps_and_in_graphs_buffers(planners, name):
+    """Planned by numpy, by the GPU for one step, and in the static buffers of a graph, behind whose nodes runs lie."""
+    there, host = planners
+    snapshot = tree_of(name)
+    tree, pages = StepTree(snapshot, leaf_queries(snapshot)), pools(there.shape, len(snapshot.pages))
+    ours, theirs = make(there, snapshot, tree.queries), make(host, snapshot, tree.queries)
+    assert tree.is_deep
+    assert made_on_gpu(ours) and not made_on_gpu(theirs)
+    assert (theirs.plans[0].plan.items[:, 4] % KINDS == MaskKind.LIMIT).any()
+    buffers = DecodeTree(DecodeCapacity.of(tree), snapshot.page_size, GPU)
+    nodes = buffers.capacity.nodes
+    kind = KindPlans(there.planner(nodes, there.capacity_for(tree), GPU), there, ALL, buffers)
+    buffers.upload(tree)
+    kind.upload(tree)
+    buffers.advance(tree.queries.num_rows)
+    captured = replace(ours, plans=(kind.plan_of(tree),), positions=buffers.positions)
+    expected = attend(there.shape, theirs, pages)
+    for step in (ours, captured):
+        poison()
+        for a, b in zip(attend(there.shape, step, pages), expected, strict=True):
+            assert torch.equal(a, b)
+        assert step.kv_tokens[0] == theirs.kv_tokens[0]
 
 
 def test_steps_built_ahead_of_each_other_stay_good(planners):
