@@ -93,6 +93,8 @@ class StepTree:
             return False
         owners = np.concatenate(([0], np.cumsum(self.own_rows > 0)))
         forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
+        if np.count_nonzero(forks) <= DEEP:
+            return False
         return bool(mark(snapshot.subtree_end, forks).above[self.queries.node].max(initial=0) > DEEP)
 
     @cached_property
