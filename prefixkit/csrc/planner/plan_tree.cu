@@ -1,11 +1,15 @@
 // A plan for tree_attention, made on the GPU: what attention/gpu/gpu_plan.py specifies, bit by bit, in one launch.
 //
-// shapes   a tree of `nodes` in depth-first order with `own` query rows in each; six arrays of fixed capacity come out.
+// shapes   a tree of `nodes` in depth-first order with `own` query rows in each; seven arrays of fixed capacity come out.
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node,
 //          tile, query or item, some twenty prefix sums in between.  Sharing is decided from the lowest candidates up.
 //          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
+// paths    compiled with PREFIXKIT_PLAN_PATHS, it plans by heavy paths where sizes[1] says so: plan_paths.cuh puts the
+//          nodes in an order path after path and decides which part of each is shared; plan_path_rows.cuh makes BSR
+//          rows of parts.  From tiles on both ways are one, with limits of queries and segments that begin within runs.
 // cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers and instructions on
-//          one multiprocessor.  Ancestors that share nothing are walked one at a time: 2,000 of them take 550 us.
+//          one multiprocessor.  Ancestors that share nothing are walked one at a time: 2,000 of them take 550 us; by
+//          paths, which a walk takes whole, each costs a step for each path.
 // limits   a plan that exceeds a capacity sets counts[7], with no items.  Tiles are below 2^21, queries below 2^25, KV
 //          tiles of a BSR row below 2^20, sums below 2^31.
 #include "planner/plan_items.cuh"
