@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.ancestry import mark
+from prefixkit.attention.paths.runs import Runs, runs_of
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -96,6 +97,11 @@ class StepTree:
         if np.count_nonzero(forks) <= DEEP:
             return False
         return bool(mark(snapshot.subtree_end, forks).above[self.queries.node].max(initial=0) > DEEP)
+
+    @cached_property
+    def runs(self) -> Runs | None:
+        """The runs of a deep tree, which lie behind its nodes where plans are by paths; None of others."""
+        return runs_of(self.snapshot) if self.is_deep else None
 
     @cached_property
     def length(self) -> Ints:

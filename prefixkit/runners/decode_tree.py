@@ -10,7 +10,7 @@ from torch import Tensor
 
 import prefixkit.ops.library  # noqa: F401 - declares torch.ops.prefixkit
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
-from prefixkit.attention.paths.runs import step_runs, with_runs
+from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
@@ -31,8 +31,8 @@ class DecodeCapacity(NamedTuple):
     def of(tree: StepTree) -> DecodeCapacity:
         """What this decode step needs."""
         nodes, pages = tree.snapshot.num_nodes, len(tree.snapshot.pages)
-        if (runs := step_runs(tree)) is not None:
-            nodes, pages = nodes + len(runs), pages + len(runs.pages)
+        if tree.runs is not None:
+            nodes, pages = nodes + len(tree.runs), pages + len(tree.runs.pages)
         return DecodeCapacity(len(tree.queries.node), nodes, pages)
 
     def holds(self, need: DecodeCapacity) -> bool:
@@ -92,7 +92,7 @@ class DecodeTree:
         before[leaves] = step.queries.begin
         *arrays, leaf = self._staged.writable()
         of_tree = tree.start, before, tree.page_indptr, tree.pages, tree.first_slot
-        for staged, array in zip(arrays, with_runs(of_tree, step_runs(step)), strict=True):
+        for staged, array in zip(arrays, with_runs(of_tree, step.runs), strict=True):
             staged[: len(array)] = array
         arrays[2][nodes + 1 :] = arrays[2][nodes]
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1

@@ -8,13 +8,11 @@ Inner nodes do not grow, so a run is good as long as the tree's structure.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.attention.paths.heavy_paths import continues_path, path_order
-from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
@@ -83,27 +81,14 @@ def adjacent_to_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
     return adjacent
 
 
-# Of snapshots that are still held: a step asks for its runs several times.
-_known: WeakKeyDictionary[TreeSnapshot, Runs | None] = WeakKeyDictionary()
-
-
 def runs_of(snapshot: TreeSnapshot) -> Runs | None:
     """The runs of a tree: its longest stretches of nodes of which each but the first is adjacent to its parent.
 
     They are in the order of paths (:func:`path_order`); None where no nodes are adjacent.
     """
-    if snapshot not in _known:
-        adjacent = adjacent_to_parent(snapshot)
-        _known[snapshot] = _joined(snapshot, adjacent) if adjacent.any() else None
-    return _known[snapshot]
-
-
-def step_runs(tree: StepTree) -> Runs | None:
-    """The runs of a deep tree, whose plans are by paths; None of others."""
-    return runs_of(tree.snapshot) if tree.is_deep else None
-
-
-def _joined(snapshot: TreeSnapshot, adjacent: NDArray[np.bool_]) -> Runs:
+    adjacent = adjacent_to_parent(snapshot)
+    if not adjacent.any():
+        return None
     order, size = path_order(snapshot), snapshot.page_size
     goes_on = adjacent[order]
     follows = np.append(goes_on[1:], False)

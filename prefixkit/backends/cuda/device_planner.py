@@ -18,7 +18,7 @@ from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES,
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
-from prefixkit.attention.paths.runs import Runs, step_runs, with_run_lengths, with_runs
+from prefixkit.attention.paths.runs import Runs, with_run_lengths, with_runs
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
@@ -111,7 +111,7 @@ class CudaPlanner(Planner):
         capacity = self._capacity_on_gpu(tree)
         if self.launch is not None and capacity is not None:
             paths = bool(capacity.paths)
-            self._runs = step_runs(tree)
+            self._runs = tree.runs
             arrays = _tree_arrays(tree, self._runs)
             planned, *tensors = upload([planned_tree(tree, paths=paths), *arrays, *step_arrays()], device)
             made = StepPlan(self.launch(capacity, planned), tree, *self._on_demand(tree, paths))
@@ -141,7 +141,7 @@ class CudaPlanner(Planner):
 
     def _on_demand(self, tree: StepTree, paths: bool) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
-        runs = step_runs(tree) if paths else None
+        runs = tree.runs if paths else None
         rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs))
         plan = cache(lambda: self._plan_of(tree, [rows()]))
         return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)

@@ -13,7 +13,6 @@ from torch import Tensor
 from prefixkit.attention.gpu.capacity import NODE_INTS, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
-from prefixkit.attention.paths.runs import step_runs
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda.kernels import PLAN_NODES, plan_unit
@@ -83,8 +82,7 @@ def planned_tree(tree: StepTree, *, paths: bool) -> Ints:
 
 
 def _run_of(tree: StepTree) -> Ints:
-    runs = step_runs(tree)
-    return np.full(tree.snapshot.num_nodes, -1, np.int32) if runs is None else runs.of
+    return np.full(tree.snapshot.num_nodes, -1, np.int32) if tree.runs is None else tree.runs.of
 
 
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
