@@ -58,7 +58,7 @@ struct Split {
     int row;                 // its first segment
     int first, last, token;  // segments read, counted in the row; tokens before the first
     bool open;               // to the row's end, as far as it grows
-    bool anew;               // they are segments of its own, not the row's
+    bool anew;               // by paths: they are segments of its own, not the row's
 };
 
 constexpr int FEW_SEGMENTS = 8;  // more are written by a warp
@@ -99,7 +99,7 @@ DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv
     }
     c.row = at(SEGMENT_BASE)[x.node] + (x.own && at(SHARED)[x.node] ? at(INHERITED)[x.node] + 1 : 0);
     c.first = 0, c.last = at(INHERITED)[x.node], c.token = 0;
-    c.open = x.own && split + 1 == splits, c.anew = splits > 1;
+    c.open = x.own && split + 1 == splits;
     if (splits == 1 || !c.last) return c;
     const int end = c.last;
     int before = 0;
@@ -169,13 +169,14 @@ DEVICE bool make_items() {
             kv_tiles = max(1, ceil_div(c.high - c.low, p.a.cost[x.decode].kv_tile));
         }
         const int segments = c.last - c.first + 1;
-        const u64 before = scan(turn, total, join(rows, c.anew ? segments : 0));
+        const bool anew = by_paths() ? c.anew : x.splits > 1;
+        const u64 before = scan(turn, total, join(rows, anew ? segments : 0));
         if (there) {
             const int to = p.row_segments + low_of(before);
             at(ITEM_PARTIAL)[i] = at(PARTIAL_OF)[at(FIRST_ITEM)[x.number] + x.split] = rows ? high_of(before) : -1;
-            at(ITEM_SEGMENT)[i] = c.anew ? to : c.row, at(ITEM_COUNT)[i] = segments;
+            at(ITEM_SEGMENT)[i] = anew ? to : c.row, at(ITEM_COUNT)[i] = segments;
             at(ITEM_KV_TILES)[i] = kv_tiles | x.decode << 31;
-            if (c.anew && to + segments <= p.a.segment_capacity) write_split(c, x.tile.node, to);
+            if (anew && to + segments <= p.a.segment_capacity) write_split(c, x.tile.node, to);
         }
         ROLLED for (int role = 0; role < 2; ++role) {
             const u32 longest = __reduce_max_sync(~0u, there && x.decode == role ? kv_tiles : 0);

@@ -118,9 +118,9 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
 def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(kernel):
     """Combs and search trees; with adjacent nodes, queries in inner nodes, nodes of no tokens and missing tokens."""
     kinds, runs = Counter(), 0
-    for seed in range(24):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
-        tree = deep_tree(rng, int(rng.choice([20, 200, 600])))
+        tree = deep_tree(rng, (20, 100, 400)[seed % 3])
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
         case = tree.snapshot, tree.queries, shape, cost, sms
         plan = specified(*case, paths=True)
@@ -131,8 +131,8 @@ def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(kernel):
         if seed % 4 == 0:  # the same kernel makes plans node by node
             capacity = capacity_for(tree, shape, sms, cost)._replace(paths=1)
             assert_same(run(kernel, *case, capacity), specified(*case), seed)
-    assert kinds[MaskKind.LIMIT] > 50
-    assert runs > 50
+    assert kinds[MaskKind.LIMIT] > 20
+    assert runs > 20
 
 
 @pytest.mark.parametrize("name", ["spine p2048 d1023 t1 s16", "spine p512 d256 t3 s1-400", "search p700 n400 t5-60"])
