@@ -7,7 +7,7 @@ page blocks it covers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -118,10 +118,12 @@ def decompose_unchecked(
     *,
     paths: bool = False,
     runs: Runs | None = None,
+    tiles: Visible = ALL,
 ) -> BSR:
     """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows.
 
-    ``runs`` are those of the tree, if any, of which segments may be slices; with ``paths`` only.
+    ``runs`` are those of the tree, if any, of which segments may be slices; with ``paths`` only.  By ``tiles`` lists
+    stay whole, but a tile of kind LIMIT begins where one of its queries sees: for planners that cut nothing else.
     """
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
@@ -138,6 +140,8 @@ def decompose_unchecked(
         lists=kv_lists(tree, shared, parts, node, causal, runs),
         limit=limit,
     )
+    if tiles.limits:
+        found = replace(found, seen_from=found.begins(tree, tiles).astype(np.int32))
     return (found.seen(tree, visible) if visible.limits else found).pack(tree)
 
 
@@ -162,10 +166,8 @@ class _Rows:
         lists = self.lists.between(lowest, until)
         # Where ranges end, each query sees some of these in another row, if not in its own.
         stays = lists.holds | ((self.kind == MaskKind.OWN) & (until is None))
-        queries = (self.q_end - self.q_begin)[limited]
-        of = np.repeat(np.flatnonzero(limited), queries)
-        begin = visible.begin(tree.positions[ranges(self.q_begin[limited], queries)])
-        begin = np.maximum(begin, lists.first[of])
+        of = np.repeat(np.flatnonzero(limited), (self.q_end - self.q_begin)[limited])
+        begin = replace(self, lists=lists).begins(tree, visible)
         limit = self.limit if until is None else np.minimum(self.limit, np.int32(until - 1))
         stays[limited] &= np.bincount(of[begin <= limit], minlength=len(stays))[limited] > 0
         return _Rows(
@@ -177,6 +179,14 @@ class _Rows:
             seen_from=begin[stays[of]].astype(np.int32),
             until=until,
         )
+
+    def begins(self, tree: StepTree, visible: Visible) -> Longs:
+        """The first position of its list that each query of a row of kind LIMIT sees, row after row."""
+        limited = self.kind == MaskKind.LIMIT
+        queries = (self.q_end - self.q_begin)[limited]
+        begin = visible.begin(tree.positions[ranges(self.q_begin[limited], queries)])
+        first: Longs = np.maximum(begin, np.repeat(self.lists.first[limited], queries))
+        return first
 
     def pack(self, tree: StepTree) -> BSR:
         """The rows with their lists as segments; own nodes are open at their ends, as far as queries see."""

@@ -39,6 +39,11 @@ class Visible:
         """Whether anything is out of sight, in a text that is long enough."""
         return self != ALL
 
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """``window``, ``chunk`` and ``first``, 0 for no limit, as the op ``plan_tree`` takes them."""
+        return self.window or 0, self.chunk or 0, self.first
+
     def begin(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
         """The first visible position of queries at ``positions``; of one that sees nothing, later than it stands."""
         first = np.full(np.shape(positions), self.first, dtype=np.int64)

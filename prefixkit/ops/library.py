@@ -212,6 +212,7 @@ def plan_tree(
     heads: Sequence[int],
     num_sms: int,
     cost: Sequence[float],
+    seen: Sequence[int],
 ) -> None:
     """The plan that ``attention.gpu.gpu_plan`` specifies, array by array, for a tree whose arrays are on the device.
 
@@ -232,9 +233,10 @@ def plan_tree(
         heads: Query heads, KV heads, head size of Q and K, bytes of an element, head size of V.
         num_sms: Blocks to plan for.
         cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
+        seen: ``Visible.numbers``: tiles of kind LIMIT begin where one of their queries sees, all else is read whole.
 
     Raises:
-        ValueError: heads or cost are none, or no tile holds a GQA group.
+        ValueError: heads, cost or what is seen are none, or no tile holds a GQA group.
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
     names = "sizes", "parent", "subtree_end", "length", "own", "start", "run"
@@ -261,6 +263,8 @@ def plan_tree(
         )
     if len(cost) != COST_NUMBERS:
         raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
+    if len(seen) != 3 or min(seen) < 0:
+        raise ValueError(f"{op}: seen must be a window, a chunk and a first position, or 0 for none, got {list(seen)}")
     gqa_group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
     if gqa_group > tile_heads:
         raise ValueError(

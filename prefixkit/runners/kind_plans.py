@@ -52,9 +52,9 @@ class KindPlans:
         if self._staged is None:
             paths = self.planner.by_paths(tree)
             return self._planning.step_plan(self.planner.work, self.nodes, tree, paths=paths)
-        unseen = self._planning.unseen(tree)
+        unseen = self._unseen(tree)
         cut, until = self._cut(tree, unseen), self._visible.until
-        plan = self._planning.step_plan(self.planner.work, self.nodes, cut)
+        plan = self._planning.step_plan(self.planner.work, self.nodes, cut, paths=self.planner.by_paths(tree))
         count, most = plan.kv_tokens_read, None if until is None else np.maximum(until - tree.snapshot.start, 0)
 
         def count_reads(length: Ints) -> int:
@@ -65,7 +65,7 @@ class KindPlans:
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`."""
         if self._staged is not None:
-            unseen = self._planning.unseen(tree)
+            unseen = self._unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
             tree = self._cut(tree, unseen)
         self.planner.stage(tree)
@@ -78,7 +78,7 @@ class KindPlans:
         """
         tree.check()
         if self._staged is not None:
-            unseen = self._planning.unseen(tree)
+            unseen = self._unseen(tree)
             self._staged.writable()[0][: len(unseen)] = unseen
             self._staged.upload()
             self._trim()
@@ -124,6 +124,15 @@ class KindPlans:
         torch.add(start, unseen, out=self._own_start)
         torch.add(first_slot, unseen, out=self._own_first_slot)
         self.advance()
+
+    def _unseen(self, tree: StepTree) -> Ints:
+        """Tokens at the beginning of each node that no query sees; by paths of leaves alone, for other nodes are slices
+        of runs, and tiles begin where their queries see.
+        """
+        unseen = self._planning.unseen(tree)
+        if self.planner.by_paths(tree):
+            unseen[tree.below > 0] = 0
+        return unseen
 
     def _cut(self, tree: StepTree, unseen: Ints) -> StepTree:
         return trimmed(tree, unseen, self._visible.until)

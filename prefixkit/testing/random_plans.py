@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, MaskKind, decompose
+from prefixkit.attention.bsr import BSR, MaskKind, decompose_unchecked
 from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.paths.runs import runs_of
 from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.tree.arrays import Ints, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -78,6 +80,13 @@ def deep_tree(rng: np.random.Generator, nodes: int) -> StepTree:
     return StepTree(snapshot, Queries(*(column.astype(np.int32) for column in columns)))
 
 
+def random_visible(rng: np.random.Generator) -> Visible:
+    """All, a window, chunks, or both without the first tokens."""
+    size = int(rng.integers(1, int(rng.choice([8, 100, 2000]))))
+    some = ALL, Visible(window=size), Visible(chunk=size), Visible(size, 2 * size, first=int(rng.integers(9)))
+    return some[rng.integers(len(some))]
+
+
 def _comb(rng: np.random.Generator, nodes: int) -> list[int]:
     """A spine with up to two leaves at each node of it."""
     parents, spine = [-1], 0
@@ -106,11 +115,18 @@ def _search(rng: np.random.Generator, nodes: int) -> list[int]:
 
 
 def specified(
-    snapshot: TreeSnapshot, queries: Queries, shape: HeadShape, cost: GpuCost, num_sms: int, *, paths: bool = False
+    snapshot: TreeSnapshot,
+    queries: Queries,
+    shape: HeadShape,
+    cost: GpuCost,
+    num_sms: int,
+    *,
+    paths: bool = False,
+    tiles: Visible = ALL,
 ) -> Plan:
-    """The plan that any planner must make; ``paths``: by heavy paths."""
-    tree = StepTree(snapshot, queries)
-    formats = [decompose(tree, shape, cost.sharing, paths=paths)]
+    """The plan that any planner must make; ``paths``: by heavy paths, whose tiles read what is seen by ``tiles``."""
+    tree, runs = StepTree(snapshot, queries), runs_of(snapshot) if paths else None
+    formats = [decompose_unchecked(tree, shape, cost.sharing, paths=paths, runs=runs, tiles=tiles)]
     return make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, cost)
 
 

@@ -8,6 +8,7 @@ from prefixkit.attention.gpu.capacity import OVERFLOW, PlanCapacity, PlanTooLarg
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL
 from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
 from prefixkit.backends.cuda.calibrate import calibrate
 from prefixkit.backends.cuda.device_planner import planner_for
@@ -20,6 +21,7 @@ from prefixkit.testing.random_plans import (
     random_cost,
     random_shape,
     random_tree,
+    random_visible,
     size_of,
     specified,
 )
@@ -40,10 +42,10 @@ def assert_same(planner, plan, case=""):
         assert np.array_equal(ours, theirs), (case, name, ours[:8], theirs[:8])
 
 
-def deep_planner(tree, shape, cost, num_sms, spare=0):
+def deep_planner(tree, shape, cost, num_sms, spare=0, visible=ALL):
     """One with capacity for deep trees."""
-    capacity = capacity_for(tree, shape, num_sms, cost, paths=True)
-    return GraphPlanner(shape, tree.snapshot.num_nodes + spare, capacity, "cuda", cost, num_sms, paths=True)
+    capacity, nodes = capacity_for(tree, shape, num_sms, cost, paths=True), tree.snapshot.num_nodes + spare
+    return GraphPlanner(shape, nodes, capacity, "cuda", cost, num_sms, paths=True, visible=visible)
 
 
 def poisoned(planner):
@@ -76,7 +78,7 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(size):
 
 @pytest.mark.parametrize("nodes", [60, 900, 6000])
 def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(nodes):
-    """Combs and search trees; with adjacent nodes, queries in inner nodes, nodes of no tokens and missing tokens."""
+    """Combs and search trees; with adjacent nodes, queries in inner nodes, missing tokens, windows."""
     seed, deep = int(np.random.SeedSequence().generate_state(1)[0]), 0
     print("seed", seed)
     for number in range(60 if nodes < 6000 else 8):
@@ -86,10 +88,11 @@ def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(nodes):
             continue
         deep += 1
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-        planner = poisoned(deep_planner(tree, shape, cost, sms, spare=int(rng.integers(3))))
+        visible = random_visible(rng)
+        planner = poisoned(deep_planner(tree, shape, cost, sms, int(rng.integers(3)), visible))
         planner.upload(tree)
         planner.plan()
-        plan = specified(tree.snapshot, tree.queries, shape, cost, sms, paths=True)
+        plan = specified(tree.snapshot, tree.queries, shape, cost, sms, paths=True, tiles=visible)
         assert_same(planner, plan, (seed, number))
     assert deep
 

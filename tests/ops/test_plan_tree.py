@@ -20,6 +20,7 @@ from prefixkit.testing.random_plans import (
     random_cost,
     random_shape,
     random_tree,
+    random_visible,
     size_of,
     specified,
 )
@@ -52,7 +53,7 @@ def arguments(
     scratch = torch.zeros(need, dtype=torch.int32)
     if not capacity.paths:
         tree[4:] = [sizes[:0]] * 2
-    return [sizes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers]
+    return [sizes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers, (0, 0, 0)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -72,9 +73,9 @@ def test_by_paths_too_where_sizes_say_so(seed: int) -> None:
     tree = deep_tree(rng, NODES)
     case = tree.snapshot, tree.queries, random_shape(rng), random_cost(rng), 5
     _, _, shape, cost, num_sms = case
-    args = arguments(*case, capacity_for(tree, shape, num_sms, cost, paths=True))
-    ops.plan_tree(*args)
-    plan = specified(*case, paths=True)
+    args, tiles = arguments(*case, capacity_for(tree, shape, num_sms, cost, paths=True)), random_visible(rng)
+    ops.plan_tree(*args[:-1], tiles.numbers)
+    plan = specified(*case, paths=True, tiles=tiles)
     for ours, theirs in zip(args[7:14], plan.arrays(), strict=True):
         assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
 
@@ -127,6 +128,7 @@ WRONG = {
     "device": (9, lambda x: x.to("meta"), BadDevice, "work.decode_items is on meta"),
     "heads": (15, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
     "group": (15, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
+    "seen": (18, lambda _: (0, -1, 0), ValueError, "seen must be a window, a chunk and a first position"),
     "cost": (17, lambda x: x[1:], ValueError, "cost must be the 20 numbers of a GpuCost, got 19"),
 }
 

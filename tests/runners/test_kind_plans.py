@@ -104,17 +104,17 @@ def test_each_row_reads_what_it_sees_once_and_little_more(visible: Visible, seed
             assert read <= int((grown.positions + 1 - lowest).sum()) + 64 * len(found)
 
 
-@pytest.mark.parametrize("visible", [ALL, Visible(window=40)], ids=str)
+@pytest.mark.parametrize("visible", [ALL, Visible(window=40), Visible(chunk=30, first=4)], ids=str)
 def test_deep_trees_and_others_share_buffers(visible: Visible) -> None:
-    """A deep tree is planned by paths, and its runs lie behind its nodes; where nodes are trimmed, node by node."""
-    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d24 t1-2 s1-9", "beam d3")))
+    """A deep tree is planned by paths, and its runs lie behind its nodes, whose leaves alone are trimmed then."""
+    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d24 t1-2 s1-90", "beam d3")))
     nodes, kind = graph_plans(visible, deep, spare=3000)
     for tree in (deep, flat, deep):
         assert kind.holds(tree)
         nodes.upload(tree)
         kind.upload(tree)
         _, tile_items, decode_items, segments, *_ = (array.numpy() for array in kind.planner.work)
-        by_paths = tree is deep and visible is ALL
+        by_paths = tree is deep
         counts = kind.planner.work[0].tolist()
         items = np.concatenate((tile_items[: counts[0]], decode_items[: counts[1]]))
         assert (items[:, 4] % KINDS == MaskKind.LIMIT).any() == by_paths
@@ -132,6 +132,9 @@ def test_deep_trees_and_others_share_buffers(visible: Visible) -> None:
                 assert {key for key in want if key[0] >= first[row]} <= set(keys) <= set(want)
             plan = kind.plan_of(grown)
             assert plan.kv_tokens_read(grown.length) == plan.plan.kv_tokens_read(plan.tree.length)
+            if by_paths and visible.limits:
+                everything = int((grown.positions + 1).sum())
+                assert sum(map(len, tokens_read(kind, grown))) < 0.8 * everything, "tiles begin where queries see"
 
 
 def test_a_tree_that_fits_by_paths_alone_is_planned_so() -> None:

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, 
 MOST_PARTIAL_BYTES = 2**29
 # Ints that a planner on a GPU keeps for each node, tile and item (csrc/planner/plan_state.cuh); spare ones to round up.
 NODE_INTS, _TILE_INTS, _ITEM_INTS, _SPARE_INTS = 10, 6, 7, 256
-_PATH_INTS = 12  # by heavy paths, for each node; besides one for each tile and segment
+_PATH_INTS, _PATH_TILE_INTS = 12, 2  # by heavy paths; besides one for each segment
 # Lists of a plan and of a tree that kernels take: an empty one has no address, and for lists of none or of one entry
 # torch.compile would make graphs of their own.
 FEWEST_ENTRIES = 2
@@ -68,7 +68,7 @@ def scratch_ints(nodes: int, tile: int, decode: int, rows: int, segments: int = 
     ``segments`` if they may be by heavy paths.
     """
     items = tile + decode + 8
-    by_paths = _PATH_INTS * (nodes + 8) + items + segments if segments else 0
+    by_paths = _PATH_INTS * (nodes + 8) + _PATH_TILE_INTS * items + segments if segments else 0
     return NODE_INTS * (nodes + 8) + (_TILE_INTS + _ITEM_INTS) * items + rows + _SPARE_INTS + by_paths
 
 

@@ -24,7 +24,7 @@ from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
-from prefixkit.attention.visible import ALL, Visible
+from prefixkit.attention.visible import ALL, Visible, lowest_positions
 from prefixkit.backends.cuda.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu, planned_tree
@@ -99,12 +99,19 @@ class CudaPlanner(Planner):
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
-        return capacity_for(tree, self.shape, self.num_sms, self.gpu, paths=not self.trims and self.by_paths(tree))
+        return capacity_for(
+            tree, self.shape, self.num_sms, self.gpu, paths=self._paths_in_graphs and self.by_paths(tree)
+        )
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
         """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
-        # Where nodes are trimmed they are no slices of the tree's runs, and tokens are missing between them.
-        return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms, paths=not self.trims)
+        cost, paths = (self.gpu, self.num_sms), self._paths_in_graphs
+        return GraphPlanner(self.shape, nodes, capacity, device, *cost, paths=paths, visible=self.visible)
+
+    @property
+    def _paths_in_graphs(self) -> bool:
+        """Not where what queries see ends before them: nodes are trimmed at their ends then, which paths go on from."""
+        return self.visible.until is None and self.visible.last is None
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
         tree.check()
@@ -142,7 +149,8 @@ class CudaPlanner(Planner):
     def _on_demand(self, tree: StepTree, paths: bool) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
         """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
         runs = tree.runs if paths else None
-        rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs))
+        tiles = self.visible if paths else ALL
+        rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs, tiles=tiles))
         plan = cache(lambda: self._plan_of(tree, [rows()]))
         return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)
 
@@ -195,7 +203,7 @@ def say_plain_torch(why: str) -> None:
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
     """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row, or in a
-    row of kind LIMIT those up to its last query's limit.
+    row of kind LIMIT those up to its last query's limit, from where one sees.
     """
     length = with_run_lengths(length, rows.runs)
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
@@ -206,6 +214,12 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
     first, row = np.cumsum(count) - count, np.repeat(np.arange(len(limited)), tiles[limited])
     last = np.minimum(ranges(np.ones_like(limited), tiles[limited]) * many, count[row]) - 1
     unread = rows.last[limited][row] - rows.limit[first[row] + last]
+    if len(rows.seen_from):
+        begin = first[row] + ranges(np.zeros_like(limited), tiles[limited]) * many
+        lowest = lowest_positions(rows.seen_from, begin, first[row] + last + 1)
+        whole = tokens[limited][row]
+        skipped = np.clip(whole - (rows.last[limited][row] + 1 - lowest), 0, whole)
+        unread = np.minimum(unread + skipped, whole)
     return int((tiles * tokens).sum()) - int(unread.sum())
 
 

@@ -15,6 +15,7 @@ from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.kernels import PLAN_NODES, plan_unit
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.cuda import jit
@@ -27,14 +28,14 @@ _THREADS = 1024
 
 def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
-    *tensors, heads, num_sms, cost = arguments
+    *tensors, heads, num_sms, cost, seen = arguments
     _, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = tensors[7:14]
     nodes, device = len(tensors[1]), tensors[1].device
     function = _function(nodes > PLAN_NODES, len(tensors[5]) > 0, device.index)
     rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
     sizes = nodes, len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in tensors)
-    values = *addresses, *rates, magic, *sizes, *heads_of, function.max_shared // 4, *roles
+    values = *addresses, *rates, magic, *sizes, *heads_of, *seen, function.max_shared // 4, *roles
     describe = f"plan_tree on {device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
     launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, describe)
 
@@ -100,7 +101,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     )
     # Freed on return: its next user comes later on this stream.
     scratch = _scratch(nodes, work, capacity, tree.device)
-    torch.ops.prefixkit.plan_tree(sizes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers)
+    torch.ops.prefixkit.plan_tree(sizes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers, ALL.numbers)
     return work
 
 
@@ -120,6 +121,7 @@ class GraphPlanner:
     Args:
         shape, nodes, capacity, device, gpu, num_sms: As the attributes, and what :func:`make_gpu_plan` takes.
         paths: Plan deep trees by heavy paths; the tree that attention reads has their runs behind its nodes.
+        visible: Tiles of paths begin where one of their queries sees by it; all else is read whole.
 
     Attributes:
         capacity: What a plan may hold.
@@ -143,6 +145,7 @@ class GraphPlanner:
         num_sms: int | None = None,
         *,
         paths: bool = False,
+        visible: Visible = ALL,
     ) -> None:
         self.paths = paths
         self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
@@ -156,7 +159,8 @@ class GraphPlanner:
         self.work: list[Tensor] = self._plan.tensors
         self._scratch = _scratch(most, self.work, capacity, target)
         tree = self.sizes, *self._tree.tensors[1:]
-        self._arguments = *tree, *self.work, self._scratch, shape.plan_heads, self.num_sms, gpu.numbers
+        numbers = shape.plan_heads, self.num_sms, gpu.numbers, visible.numbers
+        self._arguments = *tree, *self.work, self._scratch, *numbers
 
     def upload(self, tree: StepTree) -> None:
         """Upload a tree and queries that are known to be good: one copy on the current stream, for which the host does

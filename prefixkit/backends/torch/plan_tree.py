@@ -14,13 +14,14 @@ from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.paths.runs import Runs
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
+from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
 def plan_tree(*arguments: Any) -> None:
     """``plan_tree``."""
-    sizes, parent, subtree_end, length, own_rows, start, run, *work, _, heads, num_sms, cost = arguments
+    sizes, parent, subtree_end, length, own_rows, start, run, *work, _, heads, num_sms, cost, seen = arguments
     counts = work[0]
     nodes, by_paths = sizes.tolist()
     paths = bool(by_paths and len(start))
@@ -36,7 +37,9 @@ def plan_tree(*arguments: Any) -> None:
     counts[2] = queries.num_rows
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     runs = _runs(tree, run[:nodes].cpu().numpy()) if paths else None
-    formats = [decompose_unchecked(StepTree(tree, queries), shape, gpu.sharing, paths=paths, runs=runs)]
+    window, chunk, first = seen
+    tiles = Visible(window or None, chunk or None, first) if paths else ALL
+    formats = [decompose_unchecked(StepTree(tree, queries), shape, gpu.sharing, paths=paths, runs=runs, tiles=tiles)]
     plan = make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, gpu)
     made = list(zip(work, plan.arrays(), strict=True))
     if all(len(array) <= len(target) for target, array in made):

@@ -69,7 +69,6 @@ DEVICE void find_segments(Split& c, const Tile& x, int split, int splits) {
     const int of_own = own_queries(x.node) ? at(INHERITED)[x.node] + 1 : 0, count = x.own ? of_own : all - of_own;
     c.row = base + (x.own ? all - of_own : 0);
     c.first = 0, c.last = count - 1, c.open = x.own && split + 1 == splits;
-    c.anew = splits > 1;
     const bool limited = !x.own && is_limited(x.node);
     if (!c.anew && !limited) return;
     const int* before = at(SEGMENT_BEFORE) + c.row;
@@ -89,11 +88,13 @@ DEVICE void write_segment(const Split& c, int s, int to) {
 }
 
 // Which segments of its BSR row an item reads.
-DEVICE Split split_of(const Tile& x, int split, int splits, int kv_tiles, int kv_tile) {
+DEVICE Split split_of(int number, const Tile& x, int split, int splits, int kv_tiles, int kv_tile) {
     Split c;
     c.low = int(divide(kv_tiles * split, splits)) * kv_tile;
     c.high = split + 1 == splits ? x.tokens : int(divide(kv_tiles * (split + 1), splits)) * kv_tile;
     if (by_paths()) {
+        const int skipped = at(TILE_SKIPPED)[number];
+        c.low += skipped, c.high += skipped, c.anew = splits > 1 || skipped;
         find_segments(c, x, split, splits);
         return c;
     }
@@ -139,7 +140,7 @@ DEVICE Item item(int i) {
     if (by_paths()) x.tile.tokens = at(TILE_TOKENS)[x.number];
     x.splits = at(SPLITS)[x.number], x.decode = u32(at(TILE_KV_TILES)[x.number]) >> 31;
     const int kv_tiles = at(TILE_KV_TILES)[x.number] & 0x7fffffff;
-    x.part = split_of(x.tile, x.split, x.splits, kv_tiles, p.a.cost[x.decode].kv_tile);
+    x.part = split_of(x.number, x.tile, x.split, x.splits, kv_tiles, p.a.cost[x.decode].kv_tile);
     return x;
 }
 

@@ -166,11 +166,36 @@ DEVICE bool rows_by_paths() {
     return make_rows_by_paths();
 }
 
-// Tokens of a shared-prefix tile: up to where its last query leaves the part.
-CALLED int shared_tokens(const Tile& x) {
-    int n = find(at(FIRST_ROW), p.nodes, x.end - 1);
-    while (at(UP)[n] != x.node) n = at(UP)[n];
-    return at(TOKENS)[x.node] - at(LENGTH)[x.node] + at(LIMIT)[n] + 1 - p.a.start[x.node];
+// Tokens of a head's list up to where a query leaves the part.
+CALLED int tokens_until(int head, int query) {
+    int n = find(at(FIRST_ROW), p.nodes, query);
+    while (at(UP)[n] != head) n = at(UP)[n];
+    return at(TOKENS)[head] - at(LENGTH)[head] + at(LIMIT)[n] + 1 - p.a.start[head];
+}
+
+// The first position that some of these queries see: Visible.begin of attention/visible.py, of the lowest of them.
+DEVICE int first_seen(int begin, int end) {
+    int lowest = NOWHERE;
+    ROLLED for (int n = find(at(FIRST_ROW), p.nodes, begin); n < p.nodes && at(FIRST_ROW)[n] < end; ++n) {
+        const int rows = own_queries(n), before = max(begin - at(FIRST_ROW)[n], 0);
+        if (rows > 0) lowest = min(lowest, p.a.start[n] + at(LENGTH)[n] - rows + before);
+    }
+    int first = p.a.first;
+    if (p.a.window) first = max(first, lowest - p.a.window + 1);
+    if (p.a.chunk) first = max(first, lowest - lowest % p.a.chunk);
+    return first;
+}
+
+// What a shared-prefix tile reads: up to where its last query leaves the part, but for the tokens before one is seen,
+// whose number it returns.
+DEVICE int measure(Tile& x) {
+    x.tokens = tokens_until(x.node, x.end - 1);
+    if (!is_limited(x.node) || !(p.a.window | p.a.chunk | p.a.first)) return 0;
+    const int all = tokens_until(x.node, at(FIRST_ROW)[at(SUBTREE_END)[x.node]] - 1);
+    const int inherited = at(TOKENS)[x.node] - at(LENGTH)[x.node];
+    const int skipped = min(max(inherited + first_seen(x.begin, x.end) - p.a.start[x.node], 0), all);
+    x.tokens = max(x.tokens - skipped, 0);
+    return skipped;
 }
 
 }  // namespace prefixkit

@@ -49,6 +49,7 @@ enum Array {
     PARTIAL_OF,              // the same by tile and split
     // By paths alone.
     TILE_TOKENS,
+    TILE_SKIPPED,            // tokens at the beginning of its row that none of its queries sees
     LIMIT,                   // [nodes] the last position that those who come through a node see of the part above it
     SEGMENT_BEFORE,          // [segments of rows] tokens of the row before each
     ORDER, PLACE,            // nodes path after path; the place of each
@@ -170,7 +171,7 @@ DEVICE bool keep_rows(u64 total) {
     if (threadIdx.x == 0) {
         p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
         if (fits) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
-        if (fits && by_paths()) take(TILE_TOKENS, TILE_TOKENS, p.tiles);
+        if (fits && by_paths()) take(TILE_TOKENS, TILE_SKIPPED, p.tiles);
     }
     __syncthreads();
     return p.row_segments <= p.a.segment_capacity && fits;

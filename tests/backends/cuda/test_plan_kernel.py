@@ -17,12 +17,21 @@ from prefixkit.attention.plan import KINDS
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
+from prefixkit.attention.visible import ALL
 from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS, CudaPlanner
 from prefixkit.backends.cuda.kernels import plan_unit
 from prefixkit.backends.cuda.layouts import PLAN_TREE
 from prefixkit.backends.cuda.plan_launch import planned_tree
 from prefixkit.testing.named_trees import leaf_queries, tree, tree_of
-from prefixkit.testing.random_plans import deep_tree, random_cost, random_shape, random_tree, size_of, specified
+from prefixkit.testing.random_plans import (
+    deep_tree,
+    random_cost,
+    random_shape,
+    random_tree,
+    random_visible,
+    size_of,
+    specified,
+)
 from tests.emulation.build import build
 
 if shutil.which("g++") is None:
@@ -49,17 +58,17 @@ def built(unit, tmp_path_factory):
     return function
 
 
-def run(kernel, snapshot, queries, shape, cost, num_sms, capacity, *, paths=False):
+def run(kernel, snapshot, queries, shape, cost, num_sms, capacity, *, paths=False, tiles=ALL):
     """The arrays as the kernel leaves them, in buffers of this capacity, poisoned first."""
     tree = StepTree(snapshot, queries)
     columns = planned_tree(tree, paths=bool(capacity.paths))
     columns[1] = paths
     if paths and (runs := runs_of(snapshot)) is not None:  # also of trees that are not deep
         columns[-snapshot.num_nodes :] = runs.of
-    return launch(kernel, shape, cost, num_sms, capacity, columns)
+    return launch(kernel, shape, cost, num_sms, capacity, columns, tiles)
 
 
-def launch(kernel, shape, cost, num_sms, capacity, tree):
+def launch(kernel, shape, cost, num_sms, capacity, tree, tiles=ALL):
     """The same from what ``planned_tree`` makes of a tree."""
     columns = 6 if capacity.paths else 4
     nodes = len(tree) // columns
@@ -79,7 +88,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree):
         *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
         -(-(2**32) // many),
         *(nodes, *map(len, plan[1:4]), capacity.rows, len(plan[5])),
-        *(shape.gqa_group, shape.kv_heads, num_sms, many, 48 * 1024),
+        *(shape.gqa_group, shape.kv_heads, num_sms, many, *tiles.numbers, 48 * 1024),
         *roles,
     )
     kernel(capacity, PLAN_TREE.packer.pack(*values))
@@ -116,18 +125,18 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
 
 
 def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(kernel):
-    """Combs and search trees; with adjacent nodes, queries in inner nodes, nodes of no tokens and missing tokens."""
+    """Combs and search trees; with adjacent nodes, queries in inner nodes, missing tokens, windows."""
     kinds, runs = Counter(), 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
         tree = deep_tree(rng, (20, 100, 400)[seed % 3])
         shape, cost, sms = random_shape(rng), random_cost(rng), int(rng.choice([1, 5, 132]))
-        case = tree.snapshot, tree.queries, shape, cost, sms
-        plan = specified(*case, paths=True)
+        case, tiles = (tree.snapshot, tree.queries, shape, cost, sms), random_visible(rng)
+        plan = specified(*case, paths=True, tiles=tiles)
         kinds.update((plan.items[:, 4] % KINDS).tolist())
         runs += int((plan.segments[:, 0] >= tree.snapshot.num_nodes).sum())
         for capacity in (capacity_for(tree, shape, sms, cost, paths=True), size_of(plan)._replace(paths=1)):
-            assert_same(run(kernel, *case, capacity, paths=True), plan, seed)
+            assert_same(run(kernel, *case, capacity, paths=True, tiles=tiles), plan, (seed, tiles))
         if seed % 4 == 0:  # the same kernel makes plans node by node
             capacity = capacity_for(tree, shape, sms, cost)._replace(paths=1)
             assert_same(run(kernel, *case, capacity), specified(*case), seed)
