@@ -57,6 +57,7 @@ class BSR:
             ascending within a row.
         seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty where that
             is the first of its row's list.
+        skip: ``[rows]`` tokens at the beginning of each list that its tiles skip, of rows of kind OWN; empty for none.
         runs: The nodes behind the tree's own that segments may name; None where none do.
     """
 
@@ -71,6 +72,7 @@ class BSR:
     last: Ints
     limit: Ints = field(default_factory=no_ints)
     seen_from: Ints = field(default_factory=no_ints)
+    skip: Ints = field(default_factory=no_ints)
     runs: Runs | None = None
 
     @property
@@ -123,7 +125,8 @@ def decompose_unchecked(
     """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows.
 
     ``runs`` are those of the tree, if any, of which segments may be slices; with ``paths`` only.  By ``tiles`` lists
-    stay whole, but a tile of kind LIMIT begins where one of its queries sees: for planners that cut nothing else.
+    stay whole, but tiles begin where one of their queries sees, those of an own-node row with the node at the latest:
+    for planners that cut no lists.  All shared-prefix rows are of kind LIMIT then.
     """
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
@@ -132,7 +135,7 @@ def decompose_unchecked(
     parts = shared_parts(snapshot, shared, paths=paths)
     rows = np.flatnonzero(np.stack((parts.heads, tree.own_rows > 0), axis=1))
     node, causal = rows >> 1, (rows & 1).astype(bool)
-    limited, limit = _limits(tree, parts, node, causal)
+    limited, limit = _limits(tree, parts, node, causal, every=tiles.limits)
     found = _Rows(
         q_begin=tree.first_row[np.where(causal, node, node + 1)],
         q_end=tree.first_row[np.where(causal, node + 1, snapshot.subtree_end[node])],
@@ -141,7 +144,7 @@ def decompose_unchecked(
         limit=limit,
     )
     if tiles.limits:
-        found = replace(found, seen_from=found.begins(tree, tiles).astype(np.int32))
+        found = found.from_where_seen(tree, tiles)
     return (found.seen(tree, visible) if visible.limits else found).pack(tree)
 
 
@@ -155,6 +158,7 @@ class _Rows:
     lists: KVLists
     limit: Ints
     seen_from: Ints = field(default_factory=no_ints)
+    skip: Ints = field(default_factory=no_ints)
     until: int | None = None
 
     def seen(self, tree: StepTree, visible: Visible) -> _Rows:
@@ -179,6 +183,16 @@ class _Rows:
             seen_from=begin[stays[of]].astype(np.int32),
             until=until,
         )
+
+    def from_where_seen(self, tree: StepTree, visible: Visible) -> _Rows:
+        """The same rows, whose tiles begin where one of their queries sees."""
+        own = self.kind == MaskKind.OWN
+        seen = visible.begin(tree.positions[self.q_begin])
+        lists = self.lists
+        before = np.add.reduceat(lists.high - lists.low, lists.indptr[:-1]) - (lists.high - lists.low)[lists.last]
+        skip = np.where(own, np.clip(before + seen - lists.low[lists.last], 0, before), 0)
+        seen_from = self.begins(tree, visible).astype(np.int32)
+        return replace(self, seen_from=seen_from, skip=skip.astype(np.int32))
 
     def begins(self, tree: StepTree, visible: Visible) -> Longs:
         """The first position of its list that each query of a row of kind LIMIT sees, row after row."""
@@ -206,22 +220,25 @@ class _Rows:
             last=(lists.high[lists.last] - 1).astype(np.int32),
             limit=self.limit,
             seen_from=self.seen_from,
+            skip=self.skip,
             runs=lists.runs,
         )
 
 
-def _limits(tree: StepTree, parts: Parts, node: Longs, causal: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Ints]:
-    """``[rows]`` which shared-prefix rows are of kind LIMIT, and the limits of all of them, row after row.
+def _limits(
+    tree: StepTree, parts: Parts, node: Longs, causal: NDArray[np.bool_], *, every: bool
+) -> tuple[NDArray[np.bool_], Ints]:
+    """``[rows]`` which shared-prefix rows are of kind LIMIT, or ``every`` one, and the limits of all, row after row.
 
     A query below a node of a part, and not below the next one, sees the part up to that node's end; also where its own
     node is the next one.
     """
     limited = np.zeros(len(node), dtype=bool)
-    if len(parts.nodes) == len(parts.bounds) - 1:  # each part is one node
+    if not every and len(parts.nodes) == len(parts.bounds) - 1:  # each part is one node
         return limited, no_ints()
     snapshot, first_row = tree.snapshot, tree.first_row
     last = parts.last(node[~causal])
-    limited[~causal] = first_row[last + 1] > first_row[node[~causal] + 1]
+    limited[~causal] = every | (first_row[last + 1] > first_row[node[~causal] + 1])
     nodes, count = parts.of(node[limited])
     if not len(nodes):
         return limited, no_ints()

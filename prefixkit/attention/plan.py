@@ -123,6 +123,7 @@ class BsrRows:
         kind: ``[rows]`` the :class:`MaskKind` of each.
         first, last: ``[rows]`` the positions of the first and the last token of each list.
         limit_begin: ``[rows]`` where ``limits`` and ``seen_from`` begin for rows of kind LIMIT, -1 for others.
+        skip: ``[rows]`` tokens at the beginning of each list that its tiles skip, beside those by ``seen_from``.
         runs: The nodes behind the tree's own that segments may name; None where none do.
     """
 
@@ -138,6 +139,7 @@ class BsrRows:
     limit_begin: Longs
     limits: Ints
     seen_from: Ints
+    skip: Ints
     runs: Runs | None
 
 
@@ -163,13 +165,14 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
     before = np.concatenate(([0], np.cumsum(np.minimum(end, length[node]) - begin)))
     limit_begin, limits = _limits_of(formats, q_end - q_begin, kind == MaskKind.LIMIT)
     segments = np.stack((node, begin, end), axis=1)
+    skip = np.concatenate([no_ints(), *(bsr.skip if len(bsr.skip) else np.zeros_like(bsr.kind) for bsr in formats)])
     if len(formats) > 1:  # root first, so that a query's partial states merge in this order; one format is in order
         order = np.lexsort((kind, -q_end, q_begin, first))
         q_begin, q_end, kind, first, last = (of[order] for of in (q_begin, q_end, kind, first, last))
-        seg_begin, seg_count, limit_begin = seg_begin[order], seg_count[order], limit_begin[order]
+        seg_begin, seg_count, limit_begin, skip = (of[order] for of in (seg_begin, seg_count, limit_begin, skip))
     columns = q_begin, q_end, kind, first, last, seg_begin, seg_count
     seen_from = np.concatenate([no_ints(), *map(_seen_from, formats)])
-    return BsrRows(*columns, segments, before, limit_begin, limits, seen_from, runs)
+    return BsrRows(*columns, segments, before, limit_begin, limits, seen_from, skip, runs)
 
 
 def _seen_from(bsr: BSR) -> Ints:

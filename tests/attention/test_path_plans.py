@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import OPEN, MaskKind, decompose
+from prefixkit.attention.bsr import OPEN, MaskKind, decompose, decompose_unchecked
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
-from prefixkit.attention.paths.runs import with_runs
+from prefixkit.attention.paths.runs import runs_of, with_runs
 from prefixkit.attention.plan import KINDS, Plan, make_plan
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
@@ -77,12 +77,11 @@ def test_items_cover_every_visible_token_of_every_query_once(seed: int, heads: t
     rng = np.random.default_rng(seed)
     tree, shape = random_step(rng), HeadShape(*heads, 64, 2)
     visible = (ALL, Visible(int(rng.integers(1, 24))), Visible(chunk=int(rng.integers(1, 24))))[seed % 3]
-    rows, begin = (
-        decompose(tree, shape, SHARE_ALL, marks(rng, tree), visible, paths=True),
-        visible.begin(tree.positions),
-    )
-    num_rows = tree.queries.num_rows
-    plans = [make_gpu_plan([rows], tree.length, num_rows, shape, sms, cost) for sms, cost in ((7, SMALL), (132, H200))]
+    begin, shared, runs = visible.begin(tree.positions), marks(rng, tree), runs_of(tree.snapshot)
+    rows = decompose(tree, shape, SHARE_ALL, shared, visible, paths=True)
+    whole = decompose_unchecked(tree, shape, SHARE_ALL, shared, paths=True, runs=runs, tiles=visible)
+    num_rows, gpus = tree.queries.num_rows, ((7, SMALL), (132, H200))
+    plans = [make_gpu_plan([of], tree.length, num_rows, shape, *gpu) for of in (rows, whole) for gpu in gpus]
     for plan in (*plans, make_plan([rows], tree.length, num_rows)):
         found = items_meet(tree, plan)
         for first, counts, sight in zip(begin, found, expected_sight(tree.snapshot, tree.queries), strict=True):

@@ -10,9 +10,13 @@ from torch import Tensor
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.reference import visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, compose, register, sliding_window, soft_cap, variant
+from prefixkit.backends.cuda.device_planner import CudaPlanner, planner_for
 from prefixkit.backends.cuda.kernels import KERNEL_VARIABLE
-from prefixkit.testing.forests import SHARE_ALL, Case, gpu_plan_of
+from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.kind_plans import KindPlans
+from prefixkit.testing.forests import SHARE_ALL, Case, fill, gpu_plan_of
 from prefixkit.testing.gpu_forests import draw
+from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.testing.row_limits import with_row_limits
 from tests.gpu.cases import GPU, OnGpu, forget_launches, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense
@@ -91,6 +95,35 @@ def test_limits_hold_in_large_forests(dtype: torch.dtype) -> None:
     if errors.seeds:
         errors.check()
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_deep_trees_in_graphs_buffers_under_windows(dtype: torch.dtype) -> None:
+    """Planned by paths on the GPU: tiles begin where one of their queries sees, over runs and trimmed leaves."""
+    errors, seed = Errors(), drawn()
+    names = "spine p100 d60 t1 s1-90", "spine p300 d40 t1-9 s1-40", "search p300 n200 t1-30"
+    for number, name in enumerate(names):
+        rng, snapshot = np.random.default_rng([seed, number]), tree_of(name)
+        case = fill(rng, snapshot, len(snapshot.pages), leaf_queries(snapshot), (32, 8, 128), dtype)
+        tree, of = StepTree(snapshot, case.queries), sliding_window(int(rng.integers(8, 300)))
+        planner = planner_for(case.shape, GPU, dtype, of.visible)
+        assert isinstance(planner, CudaPlanner)
+        assert tree.is_deep
+        if planner.launch is None:
+            pytest.skip("this GPU's kernel has tiles that its planner does not know")
+        buffers = DecodeTree(DecodeCapacity.of(tree), snapshot.page_size, GPU)
+        kind = KindPlans(
+            planner.planner(buffers.capacity.nodes, planner.capacity_for(tree), GPU), planner, of.visible, buffers
+        )
+        buffers.upload(tree)
+        kind.upload(tree)
+        buffers.advance(tree.queries.num_rows)
+        kind.advance()
+        given = list(on_gpu(case, planned(case, SHARE_ALL)).arguments(register(of)))
+        given[4] = kind.plan_of(tree).tensors
+        poison(1 << 18)
+        judge(errors, number, case, torch.ops.prefixkit.tree_attention(*given), of)
+    errors.check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -87,7 +87,8 @@ def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
     is_open = rows.segments[stop - 1, 2] == OPEN
     hidden = np.where((rows.kind == MaskKind.OWN) & is_open, rows.q_end, 0)[row] - end
     tokens = (rows.before[stop] - rows.before[rows.seg_begin])[row] - np.maximum(hidden, 0)
-    skipped, limited = np.zeros_like(tokens), np.flatnonzero(rows.limit_begin[row] >= 0)
+    skipped, limited = rows.skip[row].astype(np.int64), np.flatnonzero(rows.limit_begin[row] >= 0)
+    tokens -= skipped
     if len(limited):
         # Limits ascend: a tile of such a row looks no further than its last query does, and begins where one sees.
         # Counted from the list's end: further up positions may be missing.
@@ -137,7 +138,7 @@ def _split(
     high = skipped + np.where(split + 1 == of, tokens, whole * (split + 1) // of * kv_tile)
     items = np.zeros((len(tile), 8), dtype=np.int64)
     items[:, 0], items[:, 1] = tiles.begin[tile], tiles.end[tile]
-    seg_count, anew = rows.seg_count[row], of > 1
+    seg_count, anew = rows.seg_count[row], (of > 1) | (skipped > 0)
     limited = np.flatnonzero((rows.limit_begin[row] >= 0) & ~anew)
     if len(limited):
         base = rows.seg_begin[row[limited]]
@@ -145,7 +146,7 @@ def _split(
         # Its first tokens end with this segment, or within it; a list of none reads an empty slice of the first.
         last = np.searchsorted(rows.before, end) - 1
         seg_count[limited] = np.maximum(last + 1 - base, 1)
-        anew[limited] = (rows.before[base + seg_count[limited]] > end) | (skipped[limited] > 0)
+        anew[limited] = rows.before[base + seg_count[limited]] > end
     items[:, 3], items[:, 4] = rows.seg_begin[row], KINDS * seg_count + rows.kind[row]
     some = np.flatnonzero(anew)
     segments = rows.segments

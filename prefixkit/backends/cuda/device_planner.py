@@ -220,6 +220,8 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
         whole = tokens[limited][row]
         skipped = np.clip(whole - (rows.last[limited][row] + 1 - lowest), 0, whole)
         unread = np.minimum(unread + skipped, whole)
+    if len(rows.skip):
+        tokens = tokens - rows.skip
     return int((tiles * tokens).sum()) - int(unread.sum())
 
 

@@ -13,6 +13,9 @@
 
 namespace prefixkit {
 
+// Whether queries see a part of the text, so that tiles begin where they see.
+DEVICE bool some_unseen() { return p.a.window | p.a.chunk | p.a.first; }
+
 // ---- parts ----
 // Whether a shared node is the first of a part: of a path's, or behind missing tokens.
 DEVICE bool is_head(int n) {
@@ -136,7 +139,8 @@ DEVICE bool make_rows_by_paths() {
         if (head) {
             const int place = at(PLACE)[n], last = last_place(place);
             pieces = max(1, at(BEGINS)[last + 1] - at(BEGINS)[place]);
-            at(SHARED)[n] = at(FIRST_ROW)[at(ORDER)[last] + 1] > at(FIRST_ROW)[n + 1] ? 3 : 1;
+            const bool leave = at(FIRST_ROW)[at(ORDER)[last] + 1] > at(FIRST_ROW)[n + 1];
+            at(SHARED)[n] = leave || some_unseen() ? 3 : 1;
         } else at(SHARED)[n] = 0;
         at(UP)[n] = above < 0 ? -1 : at(ORDER)[head_place(at(PLACE)[above])];
         at(LIMIT)[n] = above < 0 ? 0 : p.a.start[above] + at(LENGTH)[above] - 1;
@@ -186,14 +190,15 @@ DEVICE int first_seen(int begin, int end) {
     return first;
 }
 
-// What a shared-prefix tile reads: up to where its last query leaves the part, but for the tokens before one is seen,
-// whose number it returns.
+// What a tile reads: a shared-prefix tile up to where its last query leaves the part; but for the tokens before one is
+// seen, whose number it returns.  An own-node tile reads its own node whole.
 DEVICE int measure(Tile& x) {
-    x.tokens = tokens_until(x.node, x.end - 1);
-    if (!is_limited(x.node) || !(p.a.window | p.a.chunk | p.a.first)) return 0;
-    const int all = tokens_until(x.node, at(FIRST_ROW)[at(SUBTREE_END)[x.node]] - 1);
-    const int inherited = at(TOKENS)[x.node] - at(LENGTH)[x.node];
-    const int skipped = min(max(inherited + first_seen(x.begin, x.end) - p.a.start[x.node], 0), all);
+    if (!x.own) x.tokens = tokens_until(x.node, x.end - 1);
+    if (!some_unseen()) return 0;
+    const int inherited = at(TOKENS)[x.node] - at(LENGTH)[x.node], own = at(FIRST_ROW)[x.node];
+    const int most = x.own ? inherited : tokens_until(x.node, at(FIRST_ROW)[at(SUBTREE_END)[x.node]] - 1);
+    const int seen = x.own ? first_seen(own, own + 1) : first_seen(x.begin, x.end);
+    const int skipped = min(max(inherited + seen - p.a.start[x.node], 0), most);
     x.tokens = max(x.tokens - skipped, 0);
     return skipped;
 }

@@ -129,7 +129,7 @@ DEVICE bool make_tiles() {
             at(TILE_OF)[number] = 2 * node + (number >= first_tile(node, true));
             Tile x = tile(number);
             if (by_paths()) {
-                at(TILE_SKIPPED)[number] = x.own ? 0 : measure(x);
+                at(TILE_SKIPPED)[number] = measure(x);
                 at(TILE_TOKENS)[number] = x.tokens;
             }
             decode = by_decode(x.end - x.begin);
