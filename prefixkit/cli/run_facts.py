@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import Any
 
+from prefixkit.cli.tallies import problem_of, tally
 from prefixkit.engine.sharing_report import Report
 from prefixkit.evaluation.campaign.folder import TREE, RunFolder
-from prefixkit.evaluation.campaign.verdicts import Verdicts
-from prefixkit.evaluation.report import Branch, Candidate, Facts, Group, Picture, Problem, Progress, Saved, SavedRow
+from prefixkit.evaluation.report import Branch, Facts, Group, Picture, Progress, Saved, SavedRow
 from prefixkit.evaluation.tasks.typed import typed
-
-EXAMPLES = 3  # candidates of a problem that are shown: one that passed, and others
-_TEXT = 20_000  # characters of one that are kept
-
-
-@dataclass
-class _Tally:
-    """What is counted of a problem's samples."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    programs: Counter[bytes] = field(default_factory=Counter)
-    tokens: int = 0
-    first_solved: int | None = None
-    examples: dict[str, tuple[bytes, Candidate]] = field(default_factory=dict)  # by outcome
 
 
 def facts_of(folders: Sequence[RunFolder]) -> Facts:
@@ -38,15 +21,13 @@ def facts_of(folders: Sequence[RunFolder]) -> Facts:
     for other in folders[1:]:
         if other.places.keys() != first.places.keys():
             raise ValueError(f"{other.path} has other problems than {first.path}; report on them apart")
-    tallies = [[_Tally() for _ in first.places] for _ in folders]
-    for folder, own in zip(folders, tallies, strict=True):
-        _count(folder, first, own)
+    tallies = [tally(folder, first, group) for group, folder in enumerate(folders)]
     groups = [
         Group(label, tuple((one.counts.total() - one.counts["unjudged"], one.counts["passed"]) for one in own))
         for label, own in zip(_labels(folders), tallies, strict=True)
     ]
     problems = [
-        _problem(prompt.id, [own[place] for own in tallies]) for place, prompt in enumerate(first.manifest.prompts)
+        problem_of(prompt.id, [own[place] for own in tallies]) for place, prompt in enumerate(first.manifest.prompts)
     ]
     began = [event for folder in folders for event in _events(folder, "began")]
     first_at = min((event["at"] for event in began), default=0)
@@ -64,43 +45,6 @@ def facts_of(folders: Sequence[RunFolder]) -> Facts:
         saved=_saved([_report(folder) for folder in folders]),
         progress=tuple(points for folder in folders for points in _progress(folder)),
         pictures=_pictures(first),
-    )
-
-
-def _count(folder: RunFolder, first: RunFolder, tallies: list[_Tally]) -> None:
-    """Go through the samples of a folder, for tallies in the order of the first folder's problems."""
-    verdicts = Verdicts(folder)
-    for record in folder.samples():
-        tally = tallies[first.places[record["id"]]]
-        text, _, verdict = verdicts.of(folder.places[record["id"]], record["text"])
-        outcome = "unjudged" if verdict is None else verdict.outcome
-        digest = blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).digest()
-        tally.counts[outcome] += 1
-        tally.programs[digest] += 1
-        tally.tokens += len(record["tokens"])
-        if outcome == "passed" and (tally.first_solved is None or record["index"] < tally.first_solved):
-            tally.first_solved = record["index"]
-        if outcome not in tally.examples:
-            detail = "" if verdict is None else verdict.detail
-            tally.examples[outcome] = digest, Candidate(text[:_TEXT], outcome, detail, len(record["tokens"]))
-
-
-def _problem(id: str | int, tallies: Sequence[_Tally]) -> Problem:
-    """What a problem's samples came to, of all folders together."""
-    counts: Counter[str] = sum((one.counts for one in tallies), Counter())
-    programs: Counter[bytes] = sum((one.programs for one in tallies), Counter())
-    examples = {outcome: found for one in reversed(tallies) for outcome, found in one.examples.items()}
-    order = sorted(examples, key=lambda outcome: (outcome != "passed", -counts[outcome]))[:EXAMPLES]
-    shown = (examples[outcome] for outcome in order)
-    samples = counts.total()
-    solved = [one.first_solved for one in tallies if one.first_solved is not None]
-    return Problem(
-        str(id),
-        counts,
-        distinct=len(programs) if samples else None,
-        mean_tokens=sum(one.tokens for one in tallies) / samples if samples else None,
-        first_solved=min(solved, default=None),
-        candidates=tuple(replace(one, count=programs[digest]) for digest, one in shown),
     )
 
 

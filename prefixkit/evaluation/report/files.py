@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefixkit.evaluation.report.curves import curves_of
 from prefixkit.evaluation.report.page import render_page
-from prefixkit.evaluation.report.run_summary import Facts
+from prefixkit.evaluation.report.run_summary import Facts, Problem
 from prefixkit.paths import replacing
 
 
@@ -30,6 +30,11 @@ def write_report(facts: Facts, path: Path) -> tuple[Path, Path]:
 
 
 def as_json(facts: Facts) -> str:
-    """The facts, and pass@k with intervals, as ASCII text."""
+    """The facts, and pass@k with intervals, as ASCII text; programs, prompts and tests are in the run folder."""
     record = {**vars(facts), "pass_at_k": curves_of(facts)}
-    return json.dumps(record, indent=1, allow_nan=False, default=vars) + "\n"
+    return json.dumps(record, indent=1, allow_nan=False, default=_fields) + "\n"
+
+
+def _fields(value: object) -> dict[str, object]:
+    texts = ("prompt", "tests", "candidates") if isinstance(value, Problem) else ()
+    return {name: field for name, field in vars(value).items() if name not in texts}

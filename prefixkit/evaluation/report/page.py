@@ -1,13 +1,15 @@
 """The page: one HTML file with its style, its figures and a small script inside, which loads nothing from elsewhere.
 
-Every text goes through :func:`~prefixkit.evaluation.report.shown.visible` and is then escaped by Jinja2; the page's own
-content security policy admits its style and its script by their hashes, and nothing else.
+Every text goes through :func:`~prefixkit.evaluation.report.shown.visible` and is then escaped by Jinja2, or is in a
+payload (:mod:`~prefixkit.evaluation.report.payloads`), of which the script makes text nodes; the page's own content
+security policy admits its style and its script by their hashes, and nothing else.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -20,13 +22,13 @@ from prefixkit.evaluation.report.curves import best_at, curves_of, last_k
 from prefixkit.evaluation.report.figures import MOST_BANDS, NARROW, WIDE, curve_figure, progress_figures
 from prefixkit.evaluation.report.icicle import icicle, outline, said
 from prefixkit.evaluation.report.pass_at_k import Curve
-from prefixkit.evaluation.report.run_summary import Facts
+from prefixkit.evaluation.report.payloads import beginning_of, payload_of_beginning, payloads
+from prefixkit.evaluation.report.run_summary import OUTCOMES, Facts
 from prefixkit.evaluation.report.shown import code, cut_end, visible
 from prefixkit.evaluation.report.verdict_figures import (
     CELL,
     FEW,
     MANY,
-    longest_shown,
     outcome_lines,
     problem_rows,
     segments,
@@ -34,14 +36,16 @@ from prefixkit.evaluation.report.verdict_figures import (
 
 LONGEST_SETTING = 4000  # characters of a parameter or a command that are shown
 LONGEST_ID = 60  # characters of a problem's id that are shown
+_SCRIPTS = ("diff.js", "table.js", "programs.js")
 FEW_PROBLEMS = 10  # below which an interval over problems is rough
 
 
 def render_page(facts: Facts) -> str:
     """The whole page."""
-    style, script = _own("style.css"), _own("table.js")
+    style, script = _own("style.css"), '"use strict";\n' + "".join(map(_own, _SCRIPTS))
     found = curves_of(facts)
     rows = problem_rows(facts)
+    beginning = beginning_of(facts.problems)
     widths = (("wide", WIDE), ("narrow", NARROW))
     return (
         _environment()
@@ -57,7 +61,9 @@ def render_page(facts: Facts) -> str:
             curve_figures=[(name, curve_figure(found, width)) for name, width in widths if last_k(found) > 1],
             curve_notes=_notes(found),
             rows=rows,
-            longest=longest_shown(rows),
+            payloads=dict(enumerate(payloads(facts.problems, beginning), 1)),
+            beginning=payload_of_beginning(beginning) if beginning else "",
+            program_facts=_program_facts(facts, bool(beginning)),
             size="few" if len(rows) <= FEW else "many" if len(rows) > MANY else "some",
             cell=CELL,
             outcomes=outcome_lines(facts.counts),
@@ -73,6 +79,13 @@ def render_page(facts: Facts) -> str:
             longest_setting=LONGEST_SETTING,
         )
     )
+
+
+def _program_facts(facts: Facts, beginning: bool) -> Markup:
+    """What the script must know of all problems, as JSON that ends no element."""
+    groups = [visible(group.label, LONGEST_ID) for group in facts.groups]
+    record = {"outcomes": list(OUTCOMES), "groups": groups, "beginning": beginning}
+    return Markup(json.dumps(record).replace("<", "\\u003c"))
 
 
 def _headline(facts: Facts, found: tuple[Curve, ...]) -> list[tuple[str, str, str]]:

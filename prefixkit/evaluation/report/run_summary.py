@@ -24,23 +24,36 @@ OUTCOMES: Mapping[str, str] = {
 MOST_LEVELS = 64  # of a tree's picture
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A sample, by its place in the run.
+
+    Attributes:
+        index: Which sample of the problem, from 0.
+        tokens: Its length.
+        group: Of ``Facts.groups``, the number of the one that it belongs to; 0 where there are none.
+    """
+
+    index: int
+    tokens: int
+    group: int = 0
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One program, as an example.
+    """One program, and the samples that are it.
 
     Attributes:
         text: The program.
         outcome: One of ``OUTCOMES``.
         detail: A line that says more of the verdict.
-        tokens: Its length.
-        count: Samples of the problem that are this program.
+        draws: At least one sample.
     """
 
     text: str
     outcome: str
     detail: str = ""
-    tokens: int = 0
-    count: int = 1
+    draws: tuple[Draw, ...] = (Draw(0, 0),)
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -57,7 +70,9 @@ class Problem:
         distinct: Different programs among the samples; None where they were not counted.
         mean_tokens: Of a sample; None where unknown.
         first_solved: The index of the first sample that passed, from 0; None where none did.
-        candidates: A few examples.
+        prompt: What the model was given, as text.
+        tests: What judges its programs, as text.
+        candidates: Its different programs: all of them, or as many as the caller has kept.
     """
 
     id: str
@@ -65,6 +80,8 @@ class Problem:
     distinct: int | None = None
     mean_tokens: float | None = None
     first_solved: int | None = None
+    prompt: str = ""
+    tests: str = ""
     candidates: tuple[Candidate, ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,7 +18,8 @@ _HIDDEN = (
     "\U0001d173-\U0001d17a\U000e0000-\U0010ffff"
 )
 _UNSAFE = re.compile(f"[{_HIDDEN}]")
-_UNSAFE_IN_CODE = re.compile(f"(?:(?![\n\t])[{_HIDDEN}])+")  # where lines and tabs stay what they are
+_HIDDEN_IN_CODE = _HIDDEN.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f")  # lines and tabs stay what they are
+_UNSAFE_IN_CODE = re.compile(f"[{_HIDDEN_IN_CODE}]+")
 LONGEST = 300  # characters of an id, a detail or another text within a line
 
 
@@ -27,18 +28,22 @@ def visible(text: str, longest: int = LONGEST) -> str:
     return _UNSAFE.sub(_escaped, cut(text, longest))
 
 
-def code(text: str, longest: int) -> Markup:
-    """A program, as HTML: lines stay lines, and hidden characters are marked as such.
+def marked(text: str, longest: int) -> str:
+    """A program for the page's script: lines stay lines, and each run of hidden characters is its escapes between
+    U+0001 and U+0002, which no text has, for they are hidden characters themselves.
 
     Args:
         longest: Characters that are shown; of a longer text, its beginning and end.
     """
     text = cut(text.replace("\r\n", "\n"), longest)
-    parts, end = [], 0
-    for found in _UNSAFE_IN_CODE.finditer(text):
-        parts += [escape(text[end : found.start()]), Markup('<b class="hidden">{}</b>').format(_escaped(found))]
-        end = found.end()
-    return Markup("").join([*parts, escape(text[end:])])
+    return _UNSAFE_IN_CODE.sub(lambda found: f"\1{_escaped(found)}\2", text)
+
+
+def code(text: str, longest: int) -> Markup:
+    """The same as HTML."""
+    parts = re.split("[\1\2]", marked(text, longest))
+    hidden = Markup('<b class="hidden">{}</b>')
+    return Markup("").join(hidden.format(part) if odd % 2 else escape(part) for odd, part in enumerate(parts))
 
 
 def cut(text: str, longest: int) -> str:

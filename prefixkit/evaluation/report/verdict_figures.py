@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefixkit.evaluation.report.numbers import count, percent
@@ -12,8 +12,6 @@ BAR = 120  # pixels of a bar in the table
 FEW, MANY = 24, 300  # problems: up to so many, a cell of the strip has room for its number; beyond, cells are small
 CELL = 24  # pixels of a cell's height
 SHADES = 5  # of a cell's colour
-_BUDGET = 1_000_000  # characters of all example candidates together, about, before escaping
-_LONGEST, _SHORTEST = 4000, 160  # characters of a candidate that are shown
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class OutcomeLine:
 
 @dataclass(frozen=True)
 class ProblemRow:
-    """A problem in the table, the strip and the list of candidates.
+    """A problem in the table, the strip and the list of programs.
 
     Attributes:
         number: Its place in the data set, from 1, which names it within the page.
@@ -90,14 +88,6 @@ def problem_rows(facts: Facts) -> tuple[ProblemRow, ...]:
     """All problems, hardest first."""
     numbered = sorted(enumerate(facts.problems, 1), key=lambda pair: hardness(pair[1]))
     return tuple(_row(number, problem) for number, problem in numbered)
-
-
-def longest_shown(rows: Sequence[ProblemRow]) -> int:
-    """Characters of a candidate that are shown, so that a page with very many stays small."""
-    shown = [candidate for row in rows for candidate in row.problem.candidates]
-    if sum(min(len(candidate.text), _LONGEST) for candidate in shown) <= _BUDGET:
-        return _LONGEST
-    return min(_LONGEST, max(_SHORTEST, _BUDGET // len(shown)))
 
 
 def _row(number: int, problem: Problem) -> ProblemRow:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
+import re
+import zlib
 
 import numpy as np
 import pytest
@@ -152,7 +155,11 @@ def test_a_report_of_two_runs_has_a_curve_for_each(tmp_path):
     shown = run("report", *(folder.path for folder in folders), "--out", tmp_path / "page.html").stdout
     assert "T=0.2" in shown and "T=0.8" in shown
     page = (tmp_path / "page.html").read_text()
-    assert "&lt;script&gt;" in page and "'<script>" not in page
+    assert "'<script>" not in page
+    (third,) = re.findall(r'id="d3">([^<]+)<', page)
+    (program,) = json.loads(zlib.decompress(base64.b64decode(third)))["programs"]
+    assert program[0] == HEADS["never"] + ANSWERS["never"][0]
+    assert program[3][::3] == [*range(4)] * 2 and program[3][2::3] == [0] * 4 + [1] * 4, "of both runs"
     facts = json.loads((tmp_path / "page.json").read_text())
     curve = {point["k"]: point["estimate"] for point in facts["pass_at_k"][0]["points"]}
     assert curve[1] == pytest.approx((3 / 4 + 1 / 4) / 3)

@@ -5,6 +5,7 @@ import random
 from prefixkit.evaluation.report import (
     Branch,
     Candidate,
+    Draw,
     Facts,
     Group,
     Picture,
@@ -27,13 +28,21 @@ HOSTILE = (
     "&lt;b&gt; &#0; \ufeff\u200b\u2028",
     "javascript:alert(4)",
 )
+SHOWN = "# An example.\n" * 30  # what all prompts begin with
 FAILURES = ("failed", "error", "timeout", "memory", "output", "crashed", "invalid")
 
 
 def small(**more):
     """Two problems of four samples, with one solved."""
     problems = (
-        Problem("a/0", {"passed": 1, "failed": 3}, 4, 12.5, 2, (Candidate("return 1", "passed", tokens=3),)),
+        Problem(
+            "a/0",
+            {"passed": 1, "failed": 3},
+            4,
+            12.5,
+            2,
+            candidates=(Candidate("return 1", "passed", "", (Draw(2, 3),)),),
+        ),
         Problem("a/1", {"error": 3, "unjudged": 1}, 3, 20.0),
     )
     return Facts(**{"title": "two problems", "problems": problems} | more)
@@ -72,14 +81,17 @@ def _problem(number, samples, chance, hostile):
     for _ in range(samples - passed):
         counts[chance.choice(FAILURES)] += 1
     body = "".join(f"    value_{line} = sorted(numbers)[{line}]\n" for line in range(chance.randint(3, 20)))
-    texts = [f"def solve_{number}(numbers):\n{body}"] * 3 + [HOSTILE[number % len(HOSTILE)]] * hostile
+    texts = [f"def solve_{number}(numbers):\n{body}    return value_{last}\n" for last in range(3)]
+    texts += [HOSTILE[number % len(HOSTILE)]] * hostile
     outcomes = (*(name for name in counts if counts[name]), "failed", "failed")
     candidates = [
-        Candidate(text, outcome, text[:400] if hostile else "gave 4, not 5", 30, 2)
-        for text, outcome in zip(texts, outcomes, strict=False)
+        Candidate(text, outcome, text[:400] if hostile else "gave 4, not 5", (Draw(at, 30), Draw(at + 20, 31, 1)))
+        for at, (text, outcome) in enumerate(zip(texts, outcomes, strict=False))
     ]
     name = HOSTILE[number % len(HOSTILE)] if hostile and number < 2 * len(HOSTILE) else f"HumanEval/{number}"
-    return Problem(name, counts, 50, 120.5, chance.randrange(samples) if passed else None, tuple(candidates))
+    solved = chance.randrange(samples) if passed else None
+    text = HOSTILE[(number + 1) % len(HOSTILE)] if hostile else f"Solve {number}.\n"
+    return Problem(name, counts, 50, 120.5, solved, f"{SHOWN}{text}", f"assert {text}", tuple(candidates))
 
 
 def _progress():

@@ -3,7 +3,7 @@
 import unicodedata
 
 from prefixkit.cli.terminal import _UNSAFE
-from prefixkit.evaluation.report.shown import code, cut, cut_end, visible
+from prefixkit.evaluation.report.shown import code, cut, cut_end, marked, visible
 
 
 def test_hidden_characters_are_written_as_escapes():
@@ -30,6 +30,10 @@ def test_code_keeps_lines_and_marks_what_is_hidden():
     assert code("a\r\n\tb", 100) == "a\n\tb"
     assert code("x\x00\x1by<", 100) == 'x<b class="hidden">\\u0000\\u001b</b>y&lt;'
     assert code("\r", 9) == '<b class="hidden">\\r</b>'
+
+
+def test_what_is_marked_can_be_told_from_every_text():
+    assert marked("a\x01b\x02\u202e\x00<", 100) == "a\x01\\u0001\x02b\x01\\u0002\\u202e\\u0000\x02<"
 
 
 def test_long_texts_lose_their_middle_or_their_end():

@@ -1,13 +1,12 @@
-"use strict";
-// Sorts the table of problems by a column, shows only some, and opens the candidates that a link leads to: the page
-// says the same without it.
+// Sorts the table of problems by a column, shows only some, and opens the programs of a problem that a link leads
+// to.
 (function () {
   const table = document.getElementById("problem-table");
   const tools = document.getElementById("problem-tools");
   if (!table || !tools) return;
   const body = table.tBodies[0];
   const rows = Array.from(body.rows);
-  const chips = document.querySelectorAll("#candidates details");
+  const chips = document.querySelectorAll(".chips > details");
   const heads = Array.from(table.tHead.rows[0].cells);
 
   function value(row, column) {
@@ -42,6 +41,8 @@
     const target = document.getElementById(location.hash.slice(1));
     const details = target && target.closest("details");
     if (!details) return;
+    details.hidden = false;
+    details.classList.remove("unlisted");
     details.open = true;
     target.scrollIntoView();
   }
@@ -61,7 +62,7 @@
       row.hidden = !fits(row);
       number += row.hidden ? 0 : 1;
     }
-    for (const chip of chips) chip.hidden = !fits(chip);
+    for (const chip of chips) chip.classList.toggle("unlisted", !fits(chip));
     shown.textContent = number + " of " + rows.length + " shown";
   }
 

@@ -1,0 +1,111 @@
+"""Prompts, tests and programs as the page carries them: compressed, a text for each problem, opened when asked for.
+
+A payload is base64 of zlib's format of JSON, which a browser opens with ``DecompressionStream("deflate")``.  Texts in
+it are made visible before (:func:`~prefixkit.evaluation.report.shown.marked`); the script makes text nodes of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkit.evaluation.report.run_summary import OUTCOMES, Candidate, Problem
+from prefixkit.evaluation.report.shown import marked, visible
+
+ROOM = 14_000_000  # characters of all payloads together
+_LONGEST, _SHORTEST = 20_000, 160  # characters of a prompt, tests or a program
+_LINE = 4_000  # characters of a line of base64: editors do not like longer ones
+_WORTH = 200  # characters of a beginning that is worth being told apart
+_LEVEL = 6  # of zlib: 9 makes programs 3% smaller, in four times the time
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What the page carries of a problem.
+
+    Attributes:
+        text: Base64, in lines.
+        held: Programs in it.
+    """
+
+    text: str
+    held: int
+
+
+def beginning_of(problems: Sequence[Problem]) -> str:
+    """What all prompts begin with, in whole lines, such as few-shot examples; "" where that is short."""
+    if len(problems) < 2:
+        return ""
+    # What the first and the last of sorted texts begin with, all between them do.
+    first, last = (find(problem.prompt for problem in problems) for find in (min, max))
+    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    shared = first[: first.rfind("\n", 0, same) + 1]
+    return shared if len(shared) >= _WORTH else ""
+
+
+def payload_of_beginning(beginning: str) -> str:
+    """The payload of what all prompts begin with."""
+    return _packed({"prompt": marked(beginning, _LONGEST)})
+
+
+def payloads(problems: Sequence[Problem], beginning: str, room: int = ROOM) -> list[Payload]:
+    """A payload for each problem: whole where all fit, else those that take more than their share hold fewer programs,
+    of every outcome some, and then shorter ones.
+    """
+    found = [_payload(problem, beginning, len(problem.candidates), _LONGEST) for problem in problems]
+    if sum(len(one.text) for one in found) <= room:
+        return found
+    share = room // len(found)
+    pairs = zip(problems, found, strict=True)
+    return [one if len(one.text) <= share else _within(share, problem, beginning, one) for problem, one in pairs]
+
+
+def _within(share: int, problem: Problem, beginning: str, whole: Payload) -> Payload:
+    """A payload of at most ``share`` characters, or the shortest there is."""
+    fewest, longest, found = len(problem.counts), _LONGEST, whole
+    while len(found.text) > share and (found.held > fewest or longest > _SHORTEST):
+        if found.held > fewest:
+            found = _payload(problem, beginning, max(fewest, found.held * share // len(found.text)), longest)
+        else:
+            longest //= 2
+            found = _payload(problem, beginning, found.held, longest)
+    return found
+
+
+def _payload(problem: Problem, beginning: str, most: int, longest: int) -> Payload:
+    chosen = _chosen(problem.candidates, most)
+    text = _packed(
+        {
+            "prompt": marked(problem.prompt[len(beginning) :], longest),
+            "tests": marked(problem.tests, longest),
+            "programs": [_program(one, longest) for one in chosen],
+        }
+    )
+    return Payload(text, len(chosen))
+
+
+def _chosen(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most so many, in their order: the first of each outcome, then the second of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for place, one in enumerate(candidates):
+        ranks.append((seen[one.outcome], place))
+        seen[one.outcome] += 1
+    return [candidates[place] for place in sorted(place for _, place in sorted(ranks)[:most])]
+
+
+def _program(one: Candidate, longest: int) -> list[Any]:
+    """``[text, outcome, detail, [index, tokens, group, index, ...]]``."""
+    draws = [number for draw in one.draws for number in (draw.index, draw.tokens, draw.group)]
+    return [marked(one.text, longest), list(OUTCOMES).index(one.outcome), visible(one.detail), draws]
+
+
+def _packed(record: dict[str, Any]) -> str:
+    data = zlib.compress(json.dumps(record, separators=(",", ":")).encode(), _LEVEL)
+    text = base64.b64encode(data).decode()
+    return "\n".join(text[start : start + _LINE] for start in range(0, len(text), _LINE))
