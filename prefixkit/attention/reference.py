@@ -29,8 +29,8 @@ class Exact(NamedTuple):
     """Attention of some queries in float64.
 
     Attributes:
-        out: ``[rows, heads, v_dim]``.
-        lse: ``[rows, heads]`` natural logarithm of the softmax's denominator; -inf where nothing is visible.
+        out: ``[rows, heads, v_dim]`` float64.
+        lse: ``[rows, heads]`` float64, natural logarithm of the softmax's denominator; -inf where nothing is visible.
     """
 
     out: Tensor
@@ -60,15 +60,15 @@ def reference_attention(
 
     Args:
         snapshot: The tree.
-        query_node: ``[rows]`` the node that each query sits in.
-        query_position: ``[rows]`` its position in the sequence.
+        query_node: ``[rows]`` integers: the node that each query sits in.
+        query_position: ``[rows]`` integers: its position in the sequence.
         q: ``[rows, heads, head_dim]`` any float dtype, on any device.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype; heads of V may have another size.
             Of a variant with transforms of keys or values they hold what these are given.
         scale: Factor on ``q . k``.
         variant: What else happens to the scores.
-        sinks: ``[heads]`` logits that join the softmax's denominator, for a variant that has sinks.
-        sequences: ``[rows]`` numbers of the queries' sequences, which a variant sees as ``b``; 0 if None.
+        sinks: ``[heads]`` logits of any float dtype that join the softmax's denominator, for a variant that has sinks.
+        sequences: ``[rows]`` integers: numbers of the queries' sequences, which a variant sees as ``b``; 0 if None.
     """
     numbers = np.zeros(len(query_node), dtype=np.int64) if sequences is None else sequences
     starts = np.flatnonzero(np.diff(query_node, prepend=-1))
@@ -89,7 +89,13 @@ def reference_attention(
 def visible_tokens(
     snapshot: TreeSnapshot, node: int, position: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pool slots and positions of what a query sees, from the root down; all of its node where ``position`` is None."""
+    """Pool slots and positions of what a query sees, ``[tokens]`` int64 each, from the root down.
+
+    Args:
+        snapshot: The tree.
+        node: The node that the query sits in.
+        position: The last position that it sees; None: all of its node.
+    """
     path = [node]
     while snapshot.parent[path[-1]] >= 0:
         path.append(int(snapshot.parent[path[-1]]))
@@ -113,7 +119,16 @@ def attention_over(
     variant: Variant = CAUSAL,
     sinks: Tensor | None = None,
 ) -> Exact:
-    """``q [rows, heads, head_dim]`` against the keys in ``slots [len]``; ``causal`` hides those after a query."""
+    """Attention of queries to the keys in given slots.
+
+    Args:
+        slots: ``[len]`` int64 pool slots of the keys.
+        kv_positions: ``[len]`` int64 their positions.
+        causal: Whether keys after a query are hidden from it.
+        rows: What the variant knows of the queries.
+        q: ``[rows, heads, head_dim]`` any float dtype.
+        k_pages, v_pages, scale, variant, sinks: As for :func:`reference_attention`.
+    """
     heads, page_size, of = q.shape[1], k_pages.shape[1], variant.transforms.of
     group = heads // k_pages.shape[2]
     k, v = (pages[slots // page_size, slots % page_size].double() for pages in (k_pages, v_pages))

@@ -31,6 +31,9 @@ class BeamParams:
             the length most favourable to it, so that nothing better can be missed.
         max_new_tokens: Most tokens to generate.
         stop_token_ids: Tokens that finish a sequence; None: the model's end-of-sequence tokens.
+
+    Raises:
+        ValueError, TypeError: a field is out of range, or of another type.
     """
 
     num_beams: int
@@ -98,6 +101,10 @@ class Request:
         priority: Requests of a higher one go first where not all fit.
         matcher: Where the prompt's end is in the grammar of ``params``; each sample goes on from a fork of it.  A
             session sets it.
+
+    Raises:
+        ValueError: tokens are empty or no token ids, or a number or ``indices`` are out of range.
+        TypeError: a field is of another type.
     """
 
     prompt_index: int

@@ -26,25 +26,25 @@ class Report:
         tokens_computed: Tokens that went through the model.
         tokens_plain_batch: Tokens that a plain batch would have sent through it.
         kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages; reserved pages apart.
-        kv_bytes_unshared_peak: What the sequences alive at their fullest moment would have held unshared.
+        kv_bytes_unshared_peak: KV bytes that the sequences alive at their fullest moment would have held unshared.
         state_bytes_held_peak: Bytes of states, of layers that keep one in place of KV, that sequences held when they
             were most: at their ends, and at checkpoints before; those that the prefix cache alone retains apart.
         bytes_per_state: Bytes of one state, of all these layers; 0 for models without.
         kv_bytes_read: KV bytes that attention read.
-        kv_bytes_read_unshared: What it would have read for each sequence apart.
+        kv_bytes_read_unshared: KV bytes that it would have read for each sequence apart.
         kv_bytes_copied: KV bytes that were copied within the pool, to make one node of many that beams had left.
-        seconds: Wall time.
+        seconds: Wall time, in seconds.
         decode_steps: Steps that ran no prompt tokens.
-        seconds_in_decode: Wall time of these steps, capturing included, until the host had their tokens; the rest of
-            ``seconds`` went to prompts and first tokens.
+        seconds_in_decode: Wall time of these steps, in seconds, capturing included, until the host had their tokens;
+            the rest of ``seconds`` went to prompts and first tokens.
         graph_steps: Steps that CUDA graphs ran.
         unpipelined: Decode steps that could not be launched before the tokens of the step before were read, by the
             reason.
         grammar_waits: Samplings under grammars: for each the host waits once, while the model computes, for the tokens
             of the step before, and says what may follow them.
         captures: CUDA graphs captured.
-        seconds_capturing: What that took.
-        graph_bytes: GPU memory that graphs share.
+        seconds_capturing: What that took, in seconds.
+        graph_bytes: Bytes of GPU memory that graphs share.
         prompt_tokens: Tokens of the prompts that were admitted, again where they had been preempted.
         prompt_tokens_found: Of these, tokens whose KV was there already, from earlier requests or from others in
             flight.
@@ -87,7 +87,7 @@ class Report:
     _before: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def start(self, counters: Counters) -> None:
-        """Count what these count from now on."""
+        """Count what ``counters`` count from now on."""
         self._counters = counters
         self._before = {name: value - getattr(self, name) for name, value in counters().items()}
 

@@ -99,7 +99,7 @@ class TreeStep:
         step: Its tensors and its plan.
         tree: The tree that it runs over; None for page tables.
         nodes: The nodes whose tokens run.
-        masked: The plan, with classes of blocks under the variant's mask; None where there are none.
+        masked: The plan's tensors, with classes of blocks under the variant's mask; None where there are none.
     """
 
     attention: TreeAttention
@@ -256,7 +256,8 @@ def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequen
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys together, from attention over each: exact but for rounding.
+    """Attention over two disjoint sets of keys together, from attention over each (Ye et al. 2025, 2.2): exact but for
+    rounding.
 
     Args:
         out_a, out_b: ``[T, heads, v_dim]`` in one dtype, as :func:`attend` returns them.

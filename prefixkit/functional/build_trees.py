@@ -49,7 +49,7 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
 
     Args:
         pool: Which holds no other tree's KV.
-        tokens: Of each sequence its token ids, at least one.
+        tokens: Of each sequence ``[length]`` token ids of any integer type, at least one.
 
     Raises:
         ValueError, TypeError: tokens are empty or no token ids.

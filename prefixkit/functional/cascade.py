@@ -32,10 +32,11 @@ def tree_from_cascade(
     tree, as one plans again there.  Arrays on a GPU are copied to the host, which waits for them.
 
     Args:
-        qo_indptr_arr: Of each level ``[tables + 1]`` bounds of the query rows of its tables.
-        paged_kv_indptr_arr: ``[tables + 1]`` bounds of their pages in the following.
-        paged_kv_indices_arr: Page numbers.
-        paged_kv_last_page_len: ``[tables]`` tokens in each table's last page, 1 to ``page_size``.
+        qo_indptr_arr: Of each level ``[tables + 1]`` integers: bounds of the query rows of its tables.
+        paged_kv_indptr_arr: Of each level ``[tables + 1]`` integers: bounds of their pages in the following.
+        paged_kv_indices_arr: Of each level ``[pages]`` integers: page numbers.
+        paged_kv_last_page_len: Of each level ``[tables]`` integers: tokens in each table's last page, 1 to
+            ``page_size``.
         page_size: Tokens per page.
 
     Raises:

@@ -17,7 +17,7 @@ class GivenPages:
     """Pages that are read and written where they are, in place of a ``KVPool``.
 
     Attributes:
-        layers: Of each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each.
+        layers: Of each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each, in one dtype.
         spec: What is cached of one token.
     """
 
@@ -26,6 +26,7 @@ class GivenPages:
 
     @property
     def num_pages(self) -> int:
+        """Pages, of which each layer has as many."""
         return self.layers[0][0].shape[0]
 
     @property
@@ -48,7 +49,7 @@ def kv_pool_from_tensors(
     Args:
         paged_kv_cache: Of each layer one tensor ``[pages, 2, page_size, kv_heads, head_dim]``, K before V; or a pair of
             K and V, each without the 2.  ``kv_layout`` "HND" has kv_heads before page_size.  A CPU reads pairs in "NHD"
-            alone.
+            alone.  All have one dtype: float32, bfloat16 or float16.
         kv_layout: "NHD" or "HND".
 
     Raises:

@@ -23,7 +23,9 @@ class StaticDecode:
     """Decode steps of one batch in static buffers: a CUDA graph that has captured one replays all.
 
     The tree grows on the device: each :meth:`advance` starts a step in which every sequence is a token longer.  The
-    host adds the tokens to its tree afterwards, by ``extend_leaves``.  Make it by :func:`static_decode`.
+    host adds the tokens to its tree afterwards, by ``extend_leaves``.  Make it by :func:`static_decode`, which gives it
+    the ``attention``, a way to plan for each part of it (``plannings``), the ``tree``, the ``sequences`` of the first
+    batch, the ``steps`` for which pages are reserved, and the ``rows`` that the buffers have at most.
 
     Attributes:
         step: The step, for ``append`` and ``attend``; its tensors stay the same.  Rows behind those of the batch write

@@ -43,6 +43,9 @@ class Rollouts:
         release_memory: Whether the session gives its memory back after each batch of completions, for the update; else
             the pool and CUDA graphs stay, and the next batch starts sooner.
         kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
+
+    Raises:
+        ValueError: ``logprobs`` is neither.
     """
 
     logprobs: Logprobs = "sampled"
@@ -127,6 +130,9 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
     TRL passes such a function one prompt for each completion.  Chat messages go through the tokenizer's template here.
     There are no images, no tools and no importance correction: TRL takes the log-probabilities of a ``rollout_func``
     into none, and where ``top_p`` and the like are set they are only seen by its off-policy mask.
+
+    Args:
+        rollouts: How completions are sampled; None: as ``Rollouts()`` says.
 
     Raises:
         ValueError: as for :class:`SessionRollouts`, at the first call.

@@ -51,14 +51,17 @@ def importance_ratio(
     """The importance ratio as TRL takes it for vLLM.
 
     Args:
-        difference: ``[completions, tokens]`` log-probabilities before the update less those of the rollout, 0 where
-            nothing was sampled; or ``[completions, 1]`` their sums.
+        difference: ``[completions, tokens]`` float log-probabilities before the update less those of the rollout, 0
+            where nothing was sampled; or ``[completions, 1]`` their sums.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": whether the ratio is of each token
             or of the completion, and what becomes of one beyond the bounds: it is brought to them, or 0.
         clip_min, clip_max: The bounds; None: there is none.
 
     Returns:
         ``[completions, tokens]``, or ``[completions, 1]`` for completions.
+
+    Raises:
+        ValueError: ``mode`` is none of these.
     """
     level, _, beyond = mode.partition("_")
     if level not in ("token", "sequence") or beyond not in ("truncate", "mask"):

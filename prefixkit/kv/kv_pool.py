@@ -165,13 +165,16 @@ class KVPool:
         return self.num_pages * self.page_size * self.spec.bytes_per_token + self.states.bytes
 
     def pages(self, layer: int) -> tuple[Tensor, ...]:
-        """``[pages, page_size, heads, head_dim]`` each tensor of a layer: the pool itself, not a copy."""
+        """``[pages, page_size, heads, head_dim]`` each tensor of a layer: the pool itself, not a copy; IndexError for
+        a layer that it has not.
+        """
         if layer not in self._layers:
             raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{len(self._layers) - 1}")
         return self._layers[layer]
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
-        """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, in this order, on the current stream.
+        """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, ``[count]`` int64 each, in this order, on
+        the current stream.
 
         A target may be a source of those before it, not of those behind it.  The sources are slots of ``source_pool``,
         of the same page size; None: of this one.
@@ -198,13 +201,23 @@ class KVPool:
             ]
 
     def split(self, part: Tensor) -> list[Tensor]:
-        """Views ``[tokens, layers, heads, head_dim]`` of a part: of each tensor that layers share, in turn."""
+        """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in the pool's dtype: of each
+        tensor that layers share, in turn.
+        """
         sizes = [tensor.shape[0] * tensor.shape[3] * tensor.shape[4] for tensor in self._tensors]
         views = zip(torch.split(part, sizes, 1), self._tensors, strict=True)
         return [torch.unflatten(view, 1, (tensor.shape[0], *tensor.shape[3:])) for view, tensor in views]
 
     def read(self, slots: NDArray[np.int64], into: list[Tensor] | None = None) -> list[Tensor]:
-        """A copy of what is cached in slots in host memory, in :meth:`host_parts`, which are the result."""
+        """A copy of what is cached in slots, in host memory.
+
+        Args:
+            slots: ``[tokens]`` int64.
+            into: Where it goes, of :meth:`host_parts`; None: made here.
+
+        Returns:
+            These parts, ``[tokens, spec.size]`` each in the pool's dtype.
+        """
         parts, device = self.host_parts(len(slots)) if into is None else into, self.spec.device
         for index, part in enumerate(parts):
             pages, offsets = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
@@ -221,7 +234,10 @@ class KVPool:
     def write(self, slots: NDArray[np.int64], parts: Sequence[Tensor], tokens: NDArray[np.int64]) -> None:
         """Set what is cached in ``slots[i]`` to that of token ``tokens[i]`` of parts as :meth:`read` gives them.
 
-        All parts but the last have as many tokens.
+        Args:
+            slots: ``[count]`` int64.
+            parts: ``[tokens, spec.size]`` each in the pool's dtype; all but the last have as many tokens.
+            tokens: ``[count]`` int64, counted through all parts.
         """
         if not len(slots):
             return

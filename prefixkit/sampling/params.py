@@ -56,6 +56,9 @@ class SamplingParams:
         grammar: What the sample's text, all that follows the prompt, is to match: a grammar of
             ``prefixkit.integrations``.  Before the filters act, only tokens are left that may follow; stop tokens where
             the text may end, and there alone.
+
+    Raises:
+        ValueError, TypeError: a field is out of range, or of another type.
     """
 
     forks = False  # whether sequences of a run part
@@ -124,14 +127,17 @@ class SamplingParams:
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
+        """The strings of ``stop``."""
         return tuple(one for one in self.stop if isinstance(one, str))
 
     @cached_property
     def stop_functions(self) -> tuple[StopFunction, ...]:
+        """The functions of ``stop``."""
         return tuple(one for one in self.stop if not isinstance(one, str))
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temperature == 0
 
     @cached_property

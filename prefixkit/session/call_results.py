@@ -26,7 +26,12 @@ class MemoryReleased(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """The samples of a call, if it keeps them, by prompt and then index, and the report of what they shared."""
+    """What a call came to: iterated over, indexed and counted, it is its samples.
+
+    Attributes:
+        samples: By prompt and then index; none where ``return_samples=False`` gave them to a callback alone.
+        report: What they shared, and what that saved.
+    """
 
     samples: tuple[Sample, ...]
     report: Report
@@ -41,7 +46,7 @@ class Result:
         return self.samples[index]
 
     def of_prompt(self, prompt_index: int) -> list[Sample]:
-        """The samples of one prompt."""
+        """The samples of the prompt at place ``prompt_index`` of the call's list, from 0."""
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 

@@ -220,7 +220,14 @@ class SearchNode:
         logprobs: NDArray[np.float32] | None,
         reason: NodeReason | None,
     ) -> None:
-        """Append what a step of the session has sampled, or what :meth:`extend` was given."""
+        """Append what a step of the session has sampled, or what :meth:`extend` was given.
+
+        Args:
+            tokens: ``[count]`` int32 token ids.
+            logprobs: ``[count]`` float32, the natural logarithm of each one's probability; None: computed when asked
+                for.
+            reason: Why the step ended; None for given tokens.
+        """
         last = self._held()
         self._last, self.finish_reason = _Run(last, tokens, logprobs, last.end + len(tokens)), reason
 

@@ -74,7 +74,10 @@ class Session(SessionMemory):
         on_step: Callable[[int], None] | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Result:
-        """Sample continuations of each prompt; see :func:`prefixkit.generate`.
+        """Sample continuations of each prompt.
+
+        Args:
+            prompts, params, return_samples, on_sample, on_token, on_step, fields: As for :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy: a call of this session is under way.
@@ -100,6 +103,9 @@ class Session(SessionMemory):
         the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
         are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
         and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
+
+        Args:
+            prompts, params, on_token, fields: As for :func:`prefixkit.generate`.
         """
         with self._called() as facts:
             requests = requests_for(SamplingParams, facts, self.tokenizer, prompts, params, fields)
@@ -126,7 +132,10 @@ class Session(SessionMemory):
         on_sample: Callable[[Sample], None] | None = None,
         **fields: Unpack[BeamFields],
     ) -> Result:
-        """Search for the likeliest continuations of each prompt; see :func:`prefixkit.beam_search`.
+        """Search for the likeliest continuations of each prompt.
+
+        Args:
+            prompts, params, on_sample, fields: As for :func:`prefixkit.beam_search`.
 
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
@@ -147,7 +156,11 @@ class Session(SessionMemory):
         """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
 
         Occurrences of requests are taken as they are: equal prompts with equal seeds need different ones, or their
-        samples are equal.  For the listeners see :func:`prefixkit.generate`.
+        samples are equal.
+
+        Args:
+            requests: Each with parameters of its own.
+            return_samples, on_sample, on_token, on_step: As for :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.

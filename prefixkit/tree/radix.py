@@ -35,8 +35,8 @@ class PrefixTree(TreeEdits):
     fork, the third and those after it, most of which die soon, begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.  Each raises ValueError for a sequence
-    that is not live in this tree (released before, or of another tree), and ValueError or TypeError for tokens that are
-    empty or no token ids.  Those that take pages raise OutOfPages where fewer are free than they may take.
+    that is not live in this tree (released before, or of another), and ValueError or TypeError for ``tokens`` that are
+    no ``[length]`` integers of any type from 0 on.  Those that take pages raise OutOfPages where too few are free.
 
     Args:
         num_pages: pages in the pool.
@@ -64,7 +64,7 @@ class PrefixTree(TreeEdits):
         return follow(self.root, self.keys_of(tokens))
 
     def keys_of(self, tokens: ArrayLike, text: int | None = None) -> Ints:
-        """How the tree holds ``tokens``: see :meth:`Spelling.keys`; as they are where no token sees later ones."""
+        """How the tree holds ``tokens`` of a text: as they are, or as :meth:`Spelling.keys` says."""
         if isinstance(tokens, Keys):
             return tokens
         values = as_tokens(tokens)
@@ -194,7 +194,7 @@ class PrefixTree(TreeEdits):
         self.touched.update(node for node, _ in changed)
 
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
-        """Append ``tokens[i]`` to ``sequences[i]``: the decode step.
+        """Append ``tokens[i]``, of ``[sequences]`` token ids, to ``sequences[i]``: the decode step.
 
         Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is retained, its
         children from the third on begin in one page, with two free slots after each.  The third, the
@@ -303,7 +303,7 @@ class PrefixTree(TreeEdits):
         return node
 
     def mark_computed(self, nodes: Iterable[Node], computed: ArrayLike) -> None:
-        """Declare that the first ``computed[i]`` tokens of ``nodes[i]`` have KV in the pool.
+        """Declare that the first ``computed[i]`` tokens of ``nodes[i]`` have KV in the pool; ``[nodes]`` integers.
 
         Raises:
             ValueError: lengths differ, a value lies outside ``[0, node.length]``, or a node has left the tree.
@@ -320,7 +320,7 @@ class PrefixTree(TreeEdits):
         self.touched.update(nodes)
 
     def longest_match(self, prompts: Iterable[Ints]) -> int:
-        """The most tokens that :meth:`match` finds of one of these."""
+        """The most tokens that :meth:`match` finds of one of these prompts, ``[length]`` token ids each."""
         return max((self.match(tokens).length for tokens in prompts), default=0)
 
     def invalidate_kv(self) -> None:
@@ -336,7 +336,7 @@ class PrefixTree(TreeEdits):
                 self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
-        """Make one node of each long chain of short ones; see :func:`prefixkit.tree.chains.compact`."""
+        """Make one node of each long chain of short ones, in ``most_pages``: see `prefixkit.tree.chains.compact`."""
         return compact(self, most_pages)
 
     def _node_of(self, sequence: Sequence) -> Node:

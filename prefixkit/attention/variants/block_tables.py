@@ -34,8 +34,9 @@ def block_mask(
     Queries and keys beyond the arrays' blocks see nothing, and are seen by none.  The arrays are copied.
 
     Args:
-        indptr: ``[blocks of queries + 1]`` where each one's blocks of keys begin and end in ``indices``.
-        indices: ``[entries]`` blocks of keys.
+        indptr: ``[blocks of queries + 1]`` integers: where each one's blocks of keys begin and end in
+            ``indices``.
+        indices: ``[entries]`` integers: blocks of keys.
         q_block, kv_block: Tokens of a block of queries and of keys: FlashInfer's ``R`` and ``C``.
         causal: A query sees no key after itself.
 
@@ -70,8 +71,8 @@ def block_mask(
 
 
 def from_block_mask(block_mask: BlockMask) -> Variant:
-    """FlexAttention's ``BlockMask`` as a variant: its full blocks are shown, its ``mask_mod`` decides in the partial
-    ones, and it is causal where that can be seen.  Its arrays are copied.
+    """FlexAttention's ``BlockMask`` as a variant: the full blocks of ``block_mask`` are shown, its ``mask_mod`` decides
+    in the partial ones, and it is causal where that can be seen.  Its arrays are copied.
 
     A dimension of sequences or of heads that has one element serves all; others ``b`` and ``h`` index.
 

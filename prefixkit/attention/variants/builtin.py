@@ -15,9 +15,9 @@ from prefixkit.attention.variants.variant import Variant, variant
 
 @lru_cache(maxsize=1024, typed=True)
 def sliding_window(size: int, causal: bool = True) -> Variant:
-    """Each query sees the last ``size`` tokens of its sequence, itself included; ValueError unless it is 1 or more.
+    """Each query sees the last ``size`` tokens of its sequence, itself included (Beltagy et al. 2020, 3.1).
 
-    Unless it is ``causal``, it sees what comes after it as well.
+    Unless it is ``causal``, it sees what comes after it as well.  ValueError unless ``size`` is 1 or more.
     """
     check_count("sliding_window", "size", size)
 
@@ -52,7 +52,10 @@ def check_count(function: str, parameter: str, value: object, least: int = 1) ->
 
 @lru_cache(maxsize=1024, typed=True)
 def soft_cap(cap: float) -> Variant:
-    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2); ValueError unless ``cap`` is finite, above 0."""
+    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2; Bello et al. 2017).
+
+    ValueError unless ``cap`` is finite, above 0.
+    """
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
         raise ValueError(f"soft_cap: cap must be a finite number above 0, got {cap!r}")
     bound = float(cap)
@@ -66,7 +69,11 @@ def soft_cap(cap: float) -> Variant:
 def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
 
-    ``slopes [heads]``: one for each query head; ValueError unless they are one row of finite numbers.
+    Args:
+        slopes: ``[heads]`` one for each query head, used in float32; the papers' are powers of two.
+
+    Raises:
+        ValueError: they are no row of finite numbers.
     """
     numbers = torch.as_tensor(slopes).detach().to(torch.float32, copy=True).cpu()
     if numbers.ndim != 1 or not len(numbers) or not bool(torch.isfinite(numbers).all()):
@@ -129,9 +136,10 @@ _SIGMOID = replace(variant(_log_sigmoid, name="sigmoid"), sums=True)
 
 
 def attention_sinks() -> Variant:
-    """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (GPT-OSS).
+    """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (Xiao et al.
+    2024, 3.3, as GPT-OSS has it).
 
-    The logits are an argument of the op, ``sinks``.
+    The logits are an argument of the op, ``sinks [heads]``.
     """
     return _SINKS
 

@@ -39,7 +39,7 @@ def prefix_lm(length: int | Tensor) -> Variant:
     """Tokens of a prefix see each other, whatever their order; the others are causal (Raffel et al. 2020, 3.2.1).
 
     Args:
-        length: Tokens of the prefix: one number, or ``[sequences]`` integers, which ``b`` indexes.
+        length: Tokens of the prefix: one number, or ``[sequences]`` integers of any type, which ``b`` indexes.
 
     Raises:
         ValueError: it is neither.
@@ -67,8 +67,8 @@ def document(ids: Tensor, *, causal: bool = True) -> Variant:
     """Each query sees the tokens of its own document: of packed texts, of which none may read another.
 
     Args:
-        ids: The document of each position, ``[positions]``, or ``[sequences, positions]``, which ``b`` indexes too.
-            Tokens of a document need not lie together.
+        ids: The document of each position, ``[positions]``, or ``[sequences, positions]``, which ``b`` indexes too;
+            integers of any type. Tokens of a document need not lie together.
         causal: A query sees none of its document's later tokens.
 
     Raises:
@@ -175,7 +175,7 @@ def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """A mask that shows what another hides, beside torch's ``and_masks`` and ``or_masks``.
+    """A mask that shows what ``mask_mod`` hides, beside torch's ``and_masks`` and ``or_masks``.
 
     TypeError unless it is a function; :func:`as_mask_mod` makes one of a variant.
     """
@@ -189,8 +189,8 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
 
 def as_mask_mod(of: Variant) -> MaskMod:
-    """All that a variant's masks show, causality included, as one function: for ``or_masks``, :func:`not_mask` and
-    torch's ``create_block_mask``.
+    """All that the masks of a variant, ``of``, show, causality included, as one function: for ``or_masks``,
+    :func:`not_mask` and torch's ``create_block_mask``.
     """
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

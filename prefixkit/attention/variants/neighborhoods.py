@@ -20,7 +20,7 @@ Pair = tuple[int, int]
 
 @lru_cache(maxsize=1024, typed=True)
 def natten_1d(length: int, kernel: int) -> Variant:
-    """Each of ``length`` tokens sees the ``kernel`` around it.
+    """Each of ``length`` tokens sees the ``kernel`` tokens around it (Hassani et al. 2023, 3.1).
 
     ValueError unless ``kernel`` is odd and at most ``length``.
     """
@@ -33,7 +33,8 @@ def natten_1d(length: int, kernel: int) -> Variant:
 
 
 def natten_2d(height: int, width: int, kernel: int | Pair, *, tile: int | Pair = 8) -> Variant:
-    """Each token of a canvas sees the ``kernel`` around it; tokens are in the order of :func:`tile_order`.
+    """Each token of a canvas sees the ``kernel`` around it (Hassani et al. 2023, 3.1); tokens are in the order of
+    :func:`tile_order`.
 
     Args:
         height, width: Of the canvas, in tokens: the sequence is the canvas.

@@ -92,6 +92,7 @@ class Variant:
 
     @property
     def mods(self) -> tuple[Mod, ...]:
+        """Its functions: those that change scores, then those that hide keys."""
         return self.score_mods + self.mask_mods
 
     @property
@@ -144,18 +145,36 @@ class Variant:
         return versions_of(self.captured)
 
     def reads(self, argument: str, *, masks: bool = True, scores: bool = True) -> bool:
-        """Whether a result depends on one of :data:`ARGUMENTS`; what was not traced may read all."""
+        """Whether a result depends on ``argument``, one of :data:`ARGUMENTS`; what was not traced may read all.
+
+        Args:
+            argument: "b", "h", "q_idx" or "kv_idx".
+            masks, scores: Whether functions that hide keys, and those that change scores, count.
+        """
         mods = (self.mask_mods if masks else ()) + (self.score_mods if scores else ())
         return any(mod.expression is None or mod.expression.reads(argument) for mod in mods)
 
     def change(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Scores as the ``score_mods`` change them; arguments broadcast against ``score``."""
+        """Scores as the ``score_mods`` change them.
+
+        Args:
+            score: ``[...]`` float scores.
+            b, h, q_idx, kv_idx: ``[...]`` integers that broadcast against ``score``: sequence, query head, and the
+                positions of query and key.
+
+        Returns:
+            ``[...]`` as ``score``.
+        """
         for mod in self.score_mods:
             score = mod(score=score, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
         return score
 
     def shows(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Bool, which broadcasts against the arguments: what all ``mask_mods`` show."""
+        """What all ``mask_mods`` show: ``[...]`` bool, which broadcasts against the arguments.
+
+        Args:
+            b, h, q_idx, kv_idx: ``[...]`` integers: sequence, query head, and the positions of query and key.
+        """
         shown: Tensor | None = None
         for mod in self.mask_mods:
             each = mod(b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
@@ -220,14 +239,16 @@ def variant(
     traced: bool = True,
     approximate: bool = False,
 ) -> Variant:
-    """A variant from functions as FlexAttention takes them, and of whole rows as FlashInfer's are, in plain torch.
+    """A variant from functions as FlexAttention takes them (Dong et al. 2024), and of whole rows as FlashInfer's are
+    (Ye et al. 2025), in plain torch.
 
     Args:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or None for causal attention.  A mask is taken as it is: one that
             shows tokens after the query makes attention look ahead.
-        query, key, value, output: ``(x [rows, heads, head_dim], positions [rows]) -> x``: queries before attention,
-            keys and values once as they are appended, outputs once they are complete.  Anything of torch is allowed.
+        query, key, value, output: ``(x [rows, heads, head_dim], positions [rows]) -> x``, positions int64: queries
+            before attention, keys and values once as they are appended, outputs once they are complete.  Anything of
+            torch is allowed.
         name: For logs and errors; the functions' names if None.
         traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
             not know.  No KV is skipped because their masks hide it.
@@ -303,7 +324,8 @@ def _name(function: object) -> str:
 
 
 def compose(*variants: Variant) -> Variant:
-    """One variant that does what all do: score_mods in the order given, a key visible only if every mask shows it.
+    """One variant that does what all ``variants`` do: score_mods in the order given, a key visible only if every mask
+    shows it.
 
     The op takes one row of sinks, which join once, however many of the parts have sinks.  Keys after a query are
     visible if every part that hides keys looks ahead; CAUSAL, and parts without a mask, leave that to the others.  What

@@ -342,6 +342,7 @@ class TreeCache(DynamicCache):
 
     @property
     def batch_size(self) -> int:
+        """Rows; -1 before the first call."""
         return -1 if self._steps is None else len(self.padding)
 
     @property
