@@ -144,7 +144,7 @@ def is_static(node):
 
 
 def raised(node):
-    """Classes that a body raises by name, nested functions left out."""
+    """Classes that a body raises by name."""
     bodies = [node]
     if isinstance(node, ast.ClassDef):
         bodies = [one for one in node.body if getattr(one, "name", "") in ("__init__", "__post_init__")]

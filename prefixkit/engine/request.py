@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from prefixkit.sampling.grammar import Matcher
 from prefixkit.sampling.params import SamplingParams, as_integer, as_list, as_number, as_token_ids
 
+MOST_TEXT = 60  # characters of a sample's text in its repr
 FinishReason = Literal["stop", "length", "dead_end"]
 
 
@@ -153,6 +154,15 @@ class Request:
             raise ValueError(f"{where}: indices must be ascending, at least one, got {list(numbers)[:8]}")
         return numbers
 
+    def __repr__(self) -> str:
+        more = "".join(
+            f", {name}={value}"
+            for name, value in (("occurrence", self.occurrence), ("priority", self.priority))
+            if value
+        )
+        samples = "" if self.indices is None else f", {len(self.indices)} samples"
+        return f"Request(prompt_index={self.prompt_index}, {len(self.tokens)} tokens{samples}, {self.params}{more})"
+
     @property
     def sample_indices(self) -> Sequence[int]:
         """The indices of the samples that are wanted; 0 alone for a beam search."""
@@ -189,6 +199,15 @@ class Sample:
     finish_reason: FinishReason
     score: float | None = None
     masses: list[float] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= MOST_TEXT else f"{self.text[: MOST_TEXT - 1]}…"
+        score = "" if self.score is None else f", score={self.score:.4g}"
+        held = self.__dict__["tokens"]
+        return (
+            f"Sample(prompt_index={self.prompt_index}, index={self.index}, {len(held)} tokens, text={text!r}, "
+            f"finish_reason={self.finish_reason!r}{score})"
+        )
 
 
 class _Packed:

@@ -149,6 +149,9 @@ class Report:
             f"tokens in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 
+    def __repr__(self) -> str:
+        return f"Report({self.headline})"
+
     def __str__(self) -> str:
         lines = [f"{self.headline}, {self.steps} steps, {self.plans} plans"]
         if self.graph_steps:

@@ -108,6 +108,9 @@ class TreeStep:
     nodes: Sequence[Node] = ()
     masked: list[Tensor] | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        return f"TreeStep({self.num_rows} rows, {len(self.last_rows)} sequences, {self.attention})"
+
     @property
     def num_rows(self) -> int:
         """``T``, the tokens that run."""

@@ -24,6 +24,9 @@ class GivenPages:
     layers: Sequence[tuple[Tensor, Tensor]]
     spec: KVSpec
 
+    def __repr__(self) -> str:
+        return f"GivenPages({self.num_pages} pages of {self.page_size} tokens, {self.spec})"
+
     @property
     def num_pages(self) -> int:
         """Pages, of which each layer has as many."""

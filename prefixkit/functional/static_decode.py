@@ -55,6 +55,9 @@ class StaticDecode:
         self._last_rows = torch.arange(rows, device=device)
         self.step = self._upload(batch, ends, sequences)
 
+    def __repr__(self) -> str:
+        return f"StaticDecode({self._rows} rows, {self._attention})"
+
     def upload(self, tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> None:
         """Take a batch: the tree as it is now, and the last token of each sequence as what the next step runs.
 

@@ -151,6 +151,9 @@ class KVPool:
             pages = torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
         return pages if on_cpu else pages.transpose(2, 3)
 
+    def __repr__(self) -> str:
+        return f"KVPool({self.num_pages} pages of {self.page_size} tokens, {self.spec})"
+
     def grown(self, num_pages: int) -> KVPool:
         """A pool of more pages, of which the first hold what this one's hold."""
         larger = KVPool(self.spec, num_pages, self.page_size)

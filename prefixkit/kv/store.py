@@ -67,6 +67,10 @@ class KVStore:
         self.free: Callable[[], int] = partial(free_memory, pool.spec.device)
         self.restart()
 
+    def __repr__(self) -> str:
+        free, pool = self.tree.allocator.free, self.pool
+        return f"KVStore({free} of {pool.num_pages} pages of {pool.page_size} tokens free, {pool.spec})"
+
     def restart(self) -> None:
         """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
         self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)

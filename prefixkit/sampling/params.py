@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -119,6 +119,11 @@ class SamplingParams:
                 f"grammar must be a grammar, got {type(self.grammar).__name__}; make one: "
                 "prefixkit.integrations.xgrammar.json_schema(schema), or regex(...), or ebnf(...)"
             )
+
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults."""
+        given = ((one, getattr(self, one.name)) for one in fields(self))
+        return f"SamplingParams({', '.join(f'{one.name}={value!r}' for one, value in given if value != one.default)})"
 
     @property
     def runs(self) -> int:

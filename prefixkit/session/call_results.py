@@ -36,6 +36,9 @@ class Result:
     samples: tuple[Sample, ...]
     report: Report
 
+    def __repr__(self) -> str:
+        return f"Result({self.report.headline})"
+
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.samples)
 
@@ -73,6 +76,12 @@ class Stream(Iterator[Sample]):
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin, self._cut = begin, ""
         self._samples: Any = None  # a generator, once it has begun
+
+    def __repr__(self) -> str:
+        if self._cut:
+            return f"Stream(cut short by {self._cut})"
+        ended = self._samples is not None and getattr(self._samples, "gi_frame", None) is None
+        return f"Stream({'not begun' if self._samples is None else 'ended' if ended else 'under way'})"
 
     def __next__(self) -> Sample:
         if self._cut:

@@ -50,6 +50,9 @@ class Pin:
     sequence: TreeSequence
     session: SessionMemory
 
+    def __repr__(self) -> str:
+        return f"Pin({len(self.tokens)} tokens{', released' if self.sequence.tree is None else ''})"
+
     def release(self) -> None:
         """Let its pages be evicted once they are needed.
 
@@ -104,6 +107,10 @@ class SessionMemory:
         self._stores: ModelStores
         self.report = Report()
         self.resume()
+
+    def __repr__(self) -> str:
+        held = "memory released" if self.store is None else repr(self.store)
+        return f"Session({type(self.model).__name__}, {held})"
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

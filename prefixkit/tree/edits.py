@@ -43,6 +43,10 @@ class TreeEdits:
         self.spelling: Spelling | None = None  # of models whose tokens may see later ones
         self._excluded = 0  # how many sequences snapshots leave out
 
+    def __repr__(self) -> str:
+        pages = f"{self.allocator.free} of {self.allocator.num_pages} pages of {self.page_size} tokens free"
+        return f"PrefixTree({len(self.included) + self._excluded} sequences, {pages})"
+
     @property
     def partial(self) -> bool:
         """Whether snapshots leave something out."""

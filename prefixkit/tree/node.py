@@ -115,7 +115,7 @@ class Node:
 
     def __repr__(self) -> str:
         span = f"[{self.start}, {self.start + self.length})"
-        return f"Node(id={self.id}, positions={span}, computed={self.computed}, sequences={list(self.sequences)})"
+        return f"Node(id={self.id}, positions={span}, computed={self.computed}, {len(self.sequences)} sequences)"
 
     # -- reading -------------------------------------------------------------------------------------------------
 

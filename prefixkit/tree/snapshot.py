@@ -59,6 +59,9 @@ class TreeSnapshot:
     content: NDArray[np.int64] | None = None
     tree: object = field(default_factory=object)
 
+    def __repr__(self) -> str:
+        return f"TreeSnapshot({self.num_nodes} nodes, {len(self.sequence_id)} sequences, page_size={self.page_size})"
+
     @property
     def num_nodes(self) -> int:
         return len(self.parent)

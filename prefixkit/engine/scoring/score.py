@@ -37,6 +37,9 @@ class Score:
     logprobs: NDArray[np.float32]
     greedy: NDArray[np.bool_]
 
+    def __repr__(self) -> str:
+        return f"Score({len(self.tokens)} tokens, total={self.total:.6g}, is_greedy={self.is_greedy})"
+
     @property
     def total(self) -> float:
         """The log-probability of the whole continuation."""

@@ -1,0 +1,54 @@
+"""Several variants as one."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from prefixkit.attention.variants.transforms import Transforms
+from prefixkit.attention.variants.variant import CAUSAL, BadVariant, Variant
+from prefixkit.attention.visible import Visible
+
+
+def compose(*variants: Variant) -> Variant:
+    """One variant that does what all ``variants`` do: score_mods in the order given, a key visible only if every mask
+    shows it.
+
+    The op takes one row of sinks, which join once, however many of the parts have sinks.  Keys after a query are
+    visible if every part that hides keys looks ahead; CAUSAL, and parts without a mask, leave that to the others.  What
+    makes weights of scores, as ``sigmoid`` does, comes after all others.  Transforms apply one after the other.  Of a
+    streaming variant the ``score_mod``s of others see positions in the cache.
+
+    Raises:
+        BadVariant: sinks join a sum that outputs are divided by, and those of another part are not; or a part hides
+            keys, or sums, beside a streaming one, or there are two of these.
+    """
+    parts = sorted((part for part in variants if part is not CAUSAL), key=lambda part: part.sums)
+    masks = [part for part in parts if part.mask_mods or part.looks_ahead]
+    streaming = [part for part in parts if part.streaming is not None]
+    if streaming and any(part.mask_mods or part.sums for part in parts if part is not streaming[0]):
+        names = " and ".join(part.name for part in parts)
+        raise BadVariant(
+            "compose: a streaming variant moves positions together, so that others can neither hide keys by them nor "
+            f"sum over parts: got {names}; leave the masks out"
+        )
+    if any(part.sums for part in parts) and any(part.has_sinks for part in parts):
+        names = " and ".join(part.name for part in parts)
+        raise BadVariant(f"compose: sinks join the sum that outputs are divided by, but there is none: got {names}")
+    if len(parts) <= 1:
+        return parts[0] if parts else CAUSAL
+    return Variant(
+        name=" + ".join(part.name for part in parts),
+        score_mods=tuple(mod for part in parts for mod in part.score_mods),
+        mask_mods=tuple(mod for part in parts for mod in part.mask_mods),
+        window=min((part.window for part in parts if part.window is not None), default=None),
+        # Chunks of several sizes hide more than the smallest does; what is read may be more than what is seen.
+        chunk=min((part.chunk for part in parts if part.chunk is not None), default=None),
+        has_sinks=any(part.has_sinks for part in parts),
+        looks_ahead=bool(masks) and all(part.looks_ahead for part in masks),
+        approximate=any(part.approximate for part in parts),
+        sums=any(part.sums for part in parts),
+        serials=tuple(serial for part in parts for serial in part.serials),
+        cut=reduce(Visible.within, (part.cut for part in parts)),
+        transforms=sum((part.transforms for part in parts), Transforms()),
+        streaming=streaming[0].streaming if streaming else None,
+    )
