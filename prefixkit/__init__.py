@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from prefixkit.tree.radix import PrefixTree as PrefixTree
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where public names live.  They load on first use, so that `prefixkit.tree` alone needs no torch, and the command line
 # answers before transformers is imported.
