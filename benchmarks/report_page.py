@@ -119,29 +119,28 @@ def run_folder(path: Path, samples: int, chance: random.Random) -> RunFolder:
     return folder
 
 
-def in_browser(browser: Browser, page: Path, width: int = 1400) -> dict[str, float]:
-    """Seconds until the page is loaded and painted, until a problem's programs are open, and of a search in all."""
+def opening(browser: Browser, page: Path, width: int = 1400) -> float:
+    """Seconds until a page is loaded and painted."""
     begun_at = time.perf_counter()
     browser.open(page, width)
     browser.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    opened = time.perf_counter() - begun_at
+    return time.perf_counter() - begun_at
+
+
+def in_browser(browser: Browser, page: Path) -> dict[str, float]:
+    """Seconds until the page is loaded and painted, until a problem's programs are open, and of a search in all."""
+    opened = opening(browser, page)
     timed = """(async () => {
       const start = performance.now();
       %s
       while (!(%s)) await new Promise(done => setTimeout(done));
       return (performance.now() - start) / 1000;
     })()"""
-    chip = "document.querySelector('.chips > details')"
-    problem = browser.value(timed % (f"{chip}.open = true;", f"{chip}.querySelector('.held ol')"))
-    box = "document.getElementById('program-search')"
-    search = browser.value(
-        timed
-        % (
-            f"{box}.value = 'return'; {box}.dispatchEvent(new Event('input'));",
-            "document.getElementById('program-found').textContent",
-        )
-    )
-    return {"open_s": opened, "problem_s": problem, "search_s": search}
+    chip, box = "document.querySelector('.chips > details')", "document.getElementById('program-search')"
+    problem = timed % (f"{chip}.open = true;", f"{chip}.querySelector('.held ol')")
+    found = "document.getElementById('program-found').textContent"
+    search = timed % (f"{box}.value = 'return'; {box}.dispatchEvent(new Event('input'));", found)
+    return {"open_s": opened, "problem_s": browser.value(problem), "search_s": browser.value(search)}
 
 
 def measure(folder: Path, samples: int, repeats: int, seed: int) -> dict[str, object]:

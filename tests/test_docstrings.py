@@ -1,7 +1,8 @@
 """Every public name says what a caller must know: parameters, shapes, dtypes, units, errors and sources.
 
 The rules are read from the sources, so that no integration needs its library.  Names are public where ``prefixkit`` and
-``prefixkit.variants`` export them, and in modules that users import: integrations, the oracle, the judge.
+``prefixkit.variants`` export them, and in modules that users import: integrations, functions for
+models of one's own, the oracle, the judge.
 """
 
 import ast
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "prefixkit"
 WHOLE_MODULES = [
     *sorted((PACKAGE / "integrations").glob("[!_]*.py")),
+    *sorted((PACKAGE / "functional").glob("[!_]*.py")),
     PACKAGE / "attention/reference.py",
     PACKAGE / "evaluation/judge/judge.py",
 ]

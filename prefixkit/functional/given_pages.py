@@ -38,7 +38,7 @@ class GivenPages:
         return self.layers[0][0].shape[1]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer."""
+        """``[pages, page_size, kv_heads, head_dim]`` K and V of a layer; IndexError for one that there is not."""
         if not 0 <= layer < len(self.layers):
             raise IndexError(f"GivenPages: layer {layer} of pages for layers 0..{len(self.layers) - 1}")
         return self.layers[layer]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from benchmarks.report_page import in_browser, made_up_facts
-from prefixkit.evaluation.report import Candidate, Draw, Facts, Problem, write_report
+from benchmarks.report_page import made_up_facts, opening
+from prefixkit.evaluation.report import Candidate, Draw, Facts, Group, Problem, write_report
 from prefixkit.evaluation.report.shown import marked
 from tests.evaluation.report.runs import HOSTILE
 
@@ -28,7 +28,10 @@ def pages(tmp_path_factory):
     other = Problem("other", {"failed": 1}, 1, 3.0, None, f"{SHOWN}Halve.", "assert f(2) == 1", candidates[1:2])
     texts = [*HOSTILE, "\n" * 2_500, "a\n" * 2_500]
     hostile = tuple(Candidate(text, "failed", text[:200]) for text in texts)
+    twice = Candidate(RIGHT, "passed", "", (Draw(0, 5, 0), Draw(1, 5, 0), Draw(1, 5, 1)))
+    groups = tuple(Group(label, ((2, 2),)) for label in ("T=0.2", "T=0.8"))
     runs = {
+        "groups": Facts("groups", problems=(Problem("one", {"passed": 3}, candidates=(twice,)),), groups=groups),
         "two": Facts("two", problems=(one, other)),
         "hostile": Facts(
             "hostile", problems=(Problem(HOSTILE[1], {"failed": 13}, 13, 1, None, *HOSTILE[:2], hostile),)
@@ -79,6 +82,12 @@ def test_a_problem_opens_with_its_prompt_its_tests_and_all_samples(browser, quie
     assert texts(browser, ".held li .note") == ["Samples 0-2, 4", "Sample 3", "Sample 5"]
 
 
+def test_samples_of_several_runs_are_told_apart(browser, quiet, pages):
+    show(browser, pages["groups"], 1)
+    wait(browser, "document.querySelector('.held li pre')")
+    assert texts(browser, ".held li .note") == ["Samples T=0.2: 0-1; T=0.8: 1"]
+
+
 def test_programs_are_searched_and_filtered_by_verdict(browser, quiet, pages):
     show(browser, pages["two"], 1)
     assert search(browser, "RETURN") == "4 programs in 2 problems"
@@ -91,6 +100,9 @@ def test_programs_are_searched_and_filtered_by_verdict(browser, quiet, pages):
     assert search(browser, "return x + 1", "failed") == "0 programs in 0 problems"
     browser.value("document.getElementById('program-case').click()")
     assert search(browser, "Return") == "1 program in 1 problem"
+    browser.value("document.querySelector('#problem-table a[href=\"#p2\"]').click()")
+    wait(browser, "document.querySelector('details[data-n=\"2\"] .held ol')")
+    assert browser.value("document.getElementById('program-search').value") == "", "a link ends a search that hides it"
     assert search(browser, "") == "" and len(texts(browser, ".chips > details:not([hidden])")) == 2
 
 
@@ -185,7 +197,7 @@ def test_a_run_of_164_problems_and_200_samples_opens_in_two_seconds(browser, qui
     assert facts.samples == 164 * 200
     page, _ = write_report(facts, tmp_path / "report.html")
     assert page.stat().st_size < 20_000_000
-    opened = [in_browser(browser, page)["open_s"]]
-    if opened[0] >= 2:  # the machine may have had much else to do
-        opened.append(in_browser(browser, page)["open_s"])
+    opened = []
+    while min(opened, default=2) >= 2 and len(opened) < 4:  # the machine may have much else to do
+        opened.append(opening(browser, page))
     assert min(opened) < 2, opened

@@ -41,10 +41,17 @@
     const target = document.getElementById(location.hash.slice(1));
     const details = target && target.closest("details");
     if (!details) return;
-    details.hidden = false;
+    if (details.hidden) showAll();
     details.classList.remove("unlisted");
     details.open = true;
     target.scrollIntoView();
+  }
+
+  // End a search in programs that hides a problem.
+  function showAll() {
+    const verdict = document.getElementById("program-verdict");
+    document.getElementById("program-search").value = verdict.value = "";
+    verdict.dispatchEvent(new Event("change"));
   }
 
   const text = document.getElementById("problem-filter");
