@@ -93,7 +93,14 @@ def _problem(problem: Problem, found: dict[tuple[str, Verdict], list[Draw]]) -> 
         for (text, verdict), draws in found.items()
     )
     return report.Problem(
-        str(problem.id), counts, len(found), 30.0, 0, problem.text, text_of_tests(problem.tests), candidates=programs
+        str(problem.id),
+        counts,
+        len(found),
+        30.0,
+        0,
+        problem.text,
+        text_of_tests(problem.tests, problem.head),
+        candidates=programs,
     )
 
 

@@ -16,21 +16,26 @@ def text_of_prompt(problem: Problem, chat: bool) -> str:
     return "\n".join(f"[{one['role']}]\n{one['content'].rstrip()}\n" for one in problem.messages)
 
 
-def text_of_tests(tests: Tests | None) -> str:
+def text_of_tests(tests: Tests | None, head: str = "") -> str:
     """What decides whether a candidate is right, as a reader would write it; cases beyond 20,000 characters are
     counted, and "" stands for a problem without tests.
+
+    Args:
+        tests: Of the problem.
+        head: Of the function that the prompt asks for; a setup that is no more is left out.
     """
     if tests is None:
         return ""
     try:
-        return _text(tests)
+        return _text(tests, head)
     except (RecursionError, ValueError):  # values nested too deeply, or an integer with too many digits
         return "The tests cannot be written as text."
 
 
-def _text(tests: Tests) -> str:
+def _text(tests: Tests, head: str) -> str:
     if isinstance(tests, Checks):
-        return "\n".join(part.strip("\n") for part in (tests.setup, tests.code) if part.strip())
+        setup = "" if tests.setup.strip() == head.strip() else tests.setup
+        return "\n".join(part.strip("\n") for part in (setup, tests.code) if part.strip())
     if isinstance(tests, Calls):
         within = f"  # within {tests.tolerance:g}" if tests.tolerance else ""
         return _cases(f"{_call(tests.name, given)} == {expected!r}{within}" for given, expected in tests.cases)

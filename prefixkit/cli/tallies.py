@@ -75,7 +75,8 @@ def tally(folder: RunFolder, first: RunFolder, group: int) -> list[Tally]:
     tallies = [Tally(_ROOM // len(first.places)) for _ in first.places]
     for asked in verdicts.asked:
         one = tallies[first.places[asked.problem.id]]
-        one.prompt, one.tests = text_of_prompt(asked.problem, folder.manifest.chat), text_of_tests(asked.problem.tests)
+        one.prompt = text_of_prompt(asked.problem, folder.manifest.chat)
+        one.tests = text_of_tests(asked.problem.tests, asked.problem.head)
     for record in folder.samples():
         text, _, verdict = verdicts.of(folder.places[record["id"]], record["text"])
         outcome, detail = ("unjudged", "") if verdict is None else (verdict.outcome, verdict.detail)

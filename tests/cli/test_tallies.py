@@ -68,6 +68,11 @@ def test_tests_are_written_as_a_reader_would(tests, text):
     assert text_of_tests(tests) == text
 
 
+def test_a_setup_that_the_prompt_has_is_left_out():
+    head = "def f(x):\n"
+    assert text_of_tests(Checks("assert f(1) == 2", ("f",), head), head) == "assert f(1) == 2"
+
+
 def test_of_very_many_cases_the_first_are_written_and_the_others_counted():
     text = text_of_tests(Calls("f", tuple(((n,), n) for n in range(10_000))))
     last = text.splitlines()[-1]
