@@ -158,6 +158,18 @@ def test_a_difference_turns_one_text_into_the_other(browser, pages):
         assert equal >= sum(block.size for block in blocks), "the most lines that both have in order stay"
 
 
+def test_changed_lines_say_where_they_differ_unless_that_would_cut_a_mark_in_two(browser, pages):
+    browser.open(pages["two"], 1280)
+
+    def spans(before, after):
+        lines = browser.value(f"diffLines({json.dumps(before)}, {json.dumps(after)})")
+        return [line[slice(*at)] for _, line, *at in lines]
+
+    assert spans("x = first(1)", "x = second(1)") == ["first", "second"]
+    assert spans("        return 1", "        pass") == ["", ""], "the indentation alone is the same"
+    assert spans(marked("some text\u202e", 99), marked("some text\u202d", 99)) == ["", ""]
+
+
 def test_hostile_programs_are_texts(browser, quiet, pages):
     show(browser, pages["hostile"], 1)
     browser.value("for (const one of document.querySelectorAll('.held details')) one.open = true")

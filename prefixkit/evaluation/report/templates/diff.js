@@ -48,13 +48,15 @@ function diffLines(before, after) {
   return found;
 }
 
-// Where two lines differ: the characters [from, to] of each; none where little but the indentation is the same.
+// Where two lines differ: the characters [from, to] of each; none where little but the indentation is the same, or
+// where a mark of hidden characters (programs.js) could be cut in two.
 function span(one, other) {
   const least = Math.min(one.length, other.length);
   let head = 0, tail = 0;
   while (head < least && one[head] === other[head]) head++;
   while (tail < least - head && one[one.length - 1 - tail] === other[other.length - 1 - tail]) tail++;
   const indented = Math.min(head, one.length - one.trimStart().length);
-  if (2 * (head + tail - indented) < least - indented) return [[0, 0], [0, 0]];
+  const marks = (one + other).includes("\u0001");
+  if (marks || 2 * (head + tail - indented) < least - indented) return [[0, 0], [0, 0]];
   return [[head, one.length - tail], [head, other.length - tail]];
 }

@@ -107,13 +107,12 @@
     if (!text && !before) return [];
     const own = make("details", { class: "asked" }, make("summary", {}, title));
     own.addEventListener("toggle", async function () {
-      if (own.childElementCount > 1) return;
       if (before) {
         own.append(note("All prompts of the run begin with:"), block((await opened("d0")).prompt));
         own.append(note("This problem's goes on with:"));
       }
       own.append(block(text));
-    });
+    }, { once: true });
     return [own];
   }
 
