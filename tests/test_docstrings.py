@@ -17,6 +17,7 @@ WHOLE_MODULES = [
     *sorted((PACKAGE / "integrations").glob("[!_]*.py")),
     *sorted((PACKAGE / "functional").glob("[!_]*.py")),
     PACKAGE / "attention/reference.py",
+    PACKAGE / "sampling/grammar.py",
     PACKAGE / "evaluation/judge/judge.py",
 ]
 ARRAYS = re.compile(r"\b(Tensor|NDArray|ArrayLike)\b")
@@ -49,7 +50,13 @@ class Public:
 
     @property
     def doc(self):
-        return ast.get_docstring(self.node) or ""
+        """Its docstring; of a method without one, that of the protocol which its class names."""
+        own = ast.get_docstring(self.node)
+        if own is None and self.inside is not None:
+            named = re.match(r"See ``(\w+)``", ast.get_docstring(self.inside) or "")
+            protocol = NAMES.get(f"{named[1]}.{self.node.name}") if named else None
+            own = protocol and protocol.doc
+        return own or ""
 
 
 def exported(path):
@@ -101,7 +108,9 @@ def public():
             yield Public(node.name, node)
 
 
-NAMES = {one.name: one for one in public()}
+NAMES = {}
+for found in public():
+    NAMES[found.name if found.name not in NAMES else f"{found.name} ({len(NAMES)})"] = found
 
 
 def entries(doc):
@@ -160,14 +169,15 @@ def raised(node):
 
 def whole(one):
     """A docstring with that of its class, and those that it takes descriptions from."""
-    texts, wanted, seen = [], [one.name, *([one.inside.name] if one.inside else [])], set()
+    texts, wanted, seen = [one.doc], [one.name, *([one.inside.name] if one.inside else [])], set()
     while wanted:
         name = wanted.pop()
-        for found in (NAMES.get(name), NAMES.get(f"Session.{name}")):
+        for found in (NAMES.get(name), NAMES.get(f"Session.{name}"), NAMES.get(f"{name}.{one.node.name}")):
             if found is not None and found.name not in seen:
                 seen.add(found.name)
                 texts.append(found.doc)
                 wanted += re.findall(r"\bAs for :\w+:`~?(?:\w+\.)*(\w+)`", found.doc)
+                wanted += re.findall(r"\bSee ``(\w+)``", found.doc)
     return "\n".join(texts)
 
 

@@ -97,6 +97,13 @@ def test_long_texts_and_ends_of_things_are_seen(session):
     assert repr(other) == "Session(LlamaForCausalLM, memory released)"
 
 
+def test_grammars_are_written_by_their_beginning():
+    llguidance = pytest.importorskip("prefixkit.integrations.llguidance", exc_type=ImportError)
+    params = prefixkit.SamplingParams(grammar=llguidance.regex("ab" * 500))
+    assert re.fullmatch(r"SamplingParams\(grammar=LLGrammar\(regex, '(ab)+a…'\)\)", repr(params))
+    assert repr(llguidance.json_schema({}, whitespace=False)) == "LLGrammar(json_schema, '{}', no whitespace)"
+
+
 def test_parameters_are_written_as_they_can_be_given_again():
     for params in (prefixkit.SamplingParams(), prefixkit.SamplingParams(n=3, temperature=0.2, stop=["\n"], seed=5)):
         assert eval(repr(params), {"SamplingParams": prefixkit.SamplingParams}) == params

@@ -11,10 +11,9 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from prefixkit.sampling.grammar import Matcher
+from prefixkit.sampling.grammar import Matcher, shortened
 from prefixkit.sampling.params import SamplingParams, as_integer, as_list, as_number, as_token_ids
 
-MOST_TEXT = 60  # characters of a sample's text in its repr
 FinishReason = Literal["stop", "length", "dead_end"]
 
 
@@ -201,13 +200,10 @@ class Sample:
     masses: list[float] | None = None
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= MOST_TEXT else f"{self.text[: MOST_TEXT - 1]}…"
         score = "" if self.score is None else f", score={self.score:.4g}"
-        held = self.__dict__["tokens"]
-        return (
-            f"Sample(prompt_index={self.prompt_index}, index={self.index}, {len(held)} tokens, text={text!r}, "
-            f"finish_reason={self.finish_reason!r}{score})"
-        )
+        which, text = f"prompt_index={self.prompt_index}, index={self.index}", shortened(self.text)
+        tokens = len(self.__dict__["tokens"])
+        return f"Sample({which}, {tokens} tokens, text={text!r}, finish_reason={self.finish_reason!r}{score})"
 
 
 class _Packed:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.extras import require
-from prefixkit.sampling.grammar import as_rules, as_schema
+from prefixkit.sampling.grammar import as_rules, as_schema, shortened
 
 require("llguidance", "llguidance")
 import llguidance  # noqa: E402
@@ -41,6 +41,9 @@ class LLGrammar:
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
     whitespace: bool = True
+
+    def __repr__(self) -> str:
+        return f"LLGrammar({self.kind}, {shortened(self.text)!r}{'' if self.whitespace else ', no whitespace'})"
 
     @staticmethod
     def compiler(tokens: Sequence[bytes], end: int) -> _Compiler:
@@ -92,7 +95,7 @@ class _Vocabulary:
 
 
 class LLGrammarMatcher:
-    """See ``Matcher``."""
+    """See ``Matcher``; ``inner`` is llguidance's own."""
 
     def __init__(self, inner: llguidance.LLMatcher, vocab: int, end: int) -> None:
         self._inner, self.vocab, self.end = inner, vocab, end
@@ -134,10 +137,14 @@ def json_schema(schema: Any, *, whitespace: bool = True) -> LLGrammar:
 
 
 def regex(pattern: str) -> LLGrammar:
-    """Texts that a regular expression matches in full."""
+    """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError where it is no text."""
     return LLGrammar("regex", as_rules("a regular expression", pattern))
 
 
 def ebnf(rules: str) -> LLGrammar:
-    """Texts of a grammar in EBNF, as GGML writes it (GBNF): ``root ::= ...`` is where it begins."""
+    """Texts of a grammar in EBNF, as GGML writes it (GBNF): of its ``rules``, ``root ::= ...`` is where it begins.
+
+    Raises:
+        TypeError, ValueError: it is no text; whether its rules are well-formed is found when it is first used.
+    """
     return LLGrammar("ebnf", as_rules("a grammar", rules))

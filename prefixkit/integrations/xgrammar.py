@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.extras import require
-from prefixkit.sampling.grammar import as_rules, as_schema
+from prefixkit.sampling.grammar import as_rules, as_schema, shortened
 
 require("xgrammar", "xgrammar")
 import xgrammar  # noqa: E402
@@ -41,6 +41,9 @@ class XGrammar:
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
     whitespace: bool = True
+
+    def __repr__(self) -> str:
+        return f"XGrammar({self.kind}, {shortened(self.text)!r}{'' if self.whitespace else ', no whitespace'})"
 
     @staticmethod
     def compiler(tokens: Sequence[bytes], end: int) -> _Compiler:
@@ -73,7 +76,7 @@ class _Compiler(NamedTuple):
 
 
 class XGrammarMatcher:
-    """See ``Matcher``."""
+    """See ``Matcher``; ``inner`` is xgrammar's own."""
 
     def __init__(self, inner: xgrammar.GrammarMatcher, vocab: int, end: int) -> None:
         self._inner, self.vocab, self.end = inner, vocab, end
@@ -111,10 +114,14 @@ def json_schema(schema: Any, *, whitespace: bool = True) -> XGrammar:
 
 
 def regex(pattern: str) -> XGrammar:
-    """Texts that a regular expression matches in full."""
+    """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError where it is no text."""
     return XGrammar("regex", as_rules("a regular expression", pattern))
 
 
 def ebnf(rules: str) -> XGrammar:
-    """Texts of a grammar in EBNF, as GGML writes it (GBNF): ``root ::= ...`` is where it begins."""
+    """Texts of a grammar in EBNF, as GGML writes it (GBNF): of its ``rules``, ``root ::= ...`` is where it begins.
+
+    Raises:
+        TypeError, ValueError: it is no text; whether its rules are well-formed is found when it is first used.
+    """
     return XGrammar("ebnf", as_rules("a grammar", rules))

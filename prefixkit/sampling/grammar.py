@@ -32,7 +32,12 @@ class Matcher(Protocol):
 
     @classmethod
     def accept(cls, matchers: Sequence[Self], tokens: Sequence[int]) -> Sequence[bool]:
-        """Let each go on by its token; False where that may not follow, and the matcher is of no more use."""
+        """Let each go on by its token; False where that may not follow, and the matcher is of no more use.
+
+        Args:
+            matchers: Of one class, of any grammars.
+            tokens: A token for each.
+        """
 
     @classmethod
     def fill(cls, matchers: Sequence[Self], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
@@ -41,8 +46,8 @@ class Matcher(Protocol):
         Args:
             matchers: Of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, words]``, C-contiguous, with words for all tokens and the end, or more: what is behind these
-                may become anything.
+            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end, or more: what is behind
+                these may become anything.
         """
 
 
@@ -62,6 +67,9 @@ class Grammar(Protocol):
 
     def compile(self, compiler: Any) -> Matcher:
         """A matcher before the first token, which is forked for each text.
+
+        Args:
+            compiler: What :meth:`compiler` has made for the vocabulary.
 
         Raises:
             ValueError: the grammar is malformed; the message says where.
@@ -85,8 +93,13 @@ def as_schema(schema: Any) -> str:
     return text
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """A text of at most ``most`` characters, for a repr."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def as_rules(name: str, text: object) -> str:
-    """The text of a grammar that is none of JSON; TypeError or ValueError where it is no text, or empty."""
+    """The text of a grammar that is none of JSON; TypeError or ValueError, for ``name``, where it is none or empty."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a string, got {type(text).__name__} {text!r}")
     if not text:

@@ -211,7 +211,7 @@ class SearchNode:
         return matcher
 
     def remember_place(self, grammar: Grammar, matcher: Matcher) -> None:
-        """Note where the node's end is in a grammar that a step has followed from here."""
+        """Note where the node's end is in a grammar that a step has followed from here: ``matcher`` is there."""
         self._places[grammar] = self._held().end, matcher
 
     def append(
