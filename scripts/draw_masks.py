@@ -1,4 +1,4 @@
-"""Draw docs/masks/*.svg, a picture of each variant of the gallery, from the variant itself.
+"""Draw docs/tutorials/masks/*.svg, a picture of each variant of the gallery, from the variant itself.
 
 A row is a query, a column a key: what is visible is filled, the paler the more a bias lowers its score.  Of functions
 of the score alone the picture is their graph.
@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from prefixkit import variants
 from prefixkit.attention.variants import Variant, compose, variant
 
-FOLDER = Path(__file__).parents[1] / "docs" / "masks"
+FOLDER = Path(__file__).parents[1] / "docs" / "tutorials" / "masks"
 SIZE = 24  # queries and keys
 FILL, BACKGROUND = "#2f6fbb", "#e9ecef"
 TREE = (-1, 0, 0, 1, 1, 2, 5, 5, -1, 8, 8, 10)

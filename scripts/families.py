@@ -1,6 +1,7 @@
 """Try prefixkit with a tiny random model of every model_type that transformers generates text with.
 
-    python scripts/families.py --processes 2 --older ../transformers-5.17/transformers --write docs/families.md
+    python scripts/families.py --processes 2 --older ../transformers-5.17/transformers \\
+        --write docs/reference/families.md
     python scripts/families.py --only llama,gemma2
 
 Each is generated with before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,

@@ -1,4 +1,4 @@
-"""The page docs/families.md, of what scripts/families.py has found."""
+"""The page docs/reference/families.md, of what scripts/families.py has found."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import prefixkit
 VERDICTS = ["untried", "tree", "partly", "refused", "error", "wrong"]  # from the best to the worst
 WIDTH = 120
 INTRODUCTION = """\
-`python scripts/families.py --write docs/families.md` wrote this page. For each `model_type` it makes a tiny model with
-random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and compares
-tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams, with three
-samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros that its
-processor or tokenizer makes of text. Configs are tried with what they can turn on: short windows or chunks and none,
-values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position. The
-verdict is the worst of these, where transformers can build them. Logits may differ by 0.0001 of their spread.
+`python scripts/families.py --write docs/reference/families.md` wrote this page. For each `model_type` it makes a tiny
+model with random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and
+compares tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams,
+with three samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros
+that its processor or tokenizer makes of text. Configs are tried with what they can turn on: short windows or chunks and
+none, values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position.
+The verdict is the worst of these, where transformers can build them. Logits may differ by 0.0001 of their spread.
 
 *Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
 goes on with its own cache and the same result. *Partly*: so it is for the calls that are named, and others are on the

@@ -1,4 +1,4 @@
-"""Who may import whom (docs/design.md), read from the sources: imports inside functions and for type checking count."""
+"""Who may import whom (docs/developer/design.md), read from the sources, imports inside functions and for types too."""
 
 import ast
 import re
@@ -176,8 +176,9 @@ def test_no_file_is_called_utils():
 
 
 def test_the_design_names_these_packages_and_these_imports():
-    """The table in docs/design.md: a row for each package, with what it imports."""
-    rows = re.findall(r"^\| `prefixkit/([\w/]+)/` \|([^|]*)\|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    """The table in docs/developer/design.md: a row for each package, with what it imports."""
+    design = (ROOT / "docs" / "developer" / "design.md").read_text()
+    rows = re.findall(r"^\| `prefixkit/([\w/]+)/` \|([^|]*)\|", design, re.MULTILINE)
     said = {package: set(re.findall(r"`([\w/]+)`", imported)) for package, imported in rows}
     assert {package: said.get(package) for package in MAY_IMPORT} == MAY_IMPORT
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}

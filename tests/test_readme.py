@@ -37,12 +37,12 @@ def test_ci_runs_the_two_commands_of_the_readme():
 
 
 def test_the_extras_are_there():
-    tools = {"llguidance", "lm-eval", "trl", "xgrammar"}
+    tools = {"docs", "llguidance", "lm-eval", "trl", "xgrammar"}
     assert set(PROJECT["optional-dependencies"]) == {"cuda", "campaign", "demo", "test", "bench", *tools}
 
 
 def test_what_the_two_commands_install_is_pinned():
-    names = ("campaign", "demo", "llguidance", "lm-eval", "trl", "xgrammar", "test")
+    names = ("campaign", "demo", "docs", "llguidance", "lm-eval", "trl", "xgrammar", "test")
     extras = [PROJECT["optional-dependencies"][name] for name in names]
     wanted = {package(line) for lines in (PROJECT["dependencies"], *extras) for line in lines}
     assert wanted - {"prefixkit", "pip"} <= pins().keys()
@@ -64,6 +64,10 @@ def test_the_script_names_the_extra_that_is_missing(missing, monkeypatch, capsys
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert missing in said and 'pip install "prefixkit[campaign]"' in said and said.count("\n") == 1
+
+
+def test_the_readme_is_one_screen_long():
+    assert len(README.splitlines()) <= 120
 
 
 def test_links_and_files_named_in_the_readme_exist():

@@ -27,7 +27,7 @@ ORDER = ("CodeLlama-7B", "Llama-3.1-8B", "Yi-6B", "CodeLlama-13B")
 
 
 def main(given: list[str] | None = None) -> None:
-    files: Row = {"out": Path("build/hydragen"), "report": {"type": Path}, "docs": ROOT / "docs"}
+    files: Row = {"out": Path("build/hydragen"), "report": {"type": Path}, "docs": ROOT / "docs" / "measured"}
     chosen: Row = {"only": list(TABLE), "shape": ",".join(ORDER), "quick": False, "seconds": 0.0, "resume": True}
     options = arguments(__doc__, given, **files, **chosen)
     if options.report:

@@ -47,8 +47,8 @@ Model = Annotated[str, typer.Option(help='A model\'s name or folder, or "demo" f
 Input = Annotated[
     Path | None,
     typer.Option(
-        help='JSONL of {"id": ..., "prompt": ...}, or a data set (docs/tasks.md); also .json, .gz, .parquet; - for '
-        "standard input.",
+        help='JSONL of {"id": ..., "prompt": ...}, or a data set (docs/reference/tasks.md); also .json, .gz, .parquet; '
+        "- for standard input.",
         metavar="FILE",
     ),
 ]

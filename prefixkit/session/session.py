@@ -42,7 +42,7 @@ class Session(SessionMemory):
 
     The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins
     as an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
-    used: what was written to between calls, or another adapter, is noticed (docs/memory.md says how).
+    used: what was written to between calls, or another adapter, is noticed (docs/howto/memory.md says how).
     Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
 
     Args:

@@ -34,6 +34,7 @@ from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.kv.budget import Budget
 from prefixkit.kv.kv_pool import free_memory
 from prefixkit.kv.limits import parse_size, session_pages
+from prefixkit.models import patched_facts
 from prefixkit.models.families import text_config
 from prefixkit.models.weights.model_fingerprint import model_fingerprint
 from prefixkit.sampling.params import SamplingParams
@@ -89,7 +90,7 @@ def sample_prompted(
     manifest, goal = manifest_of(asked, params, settings, tokenizer, chat), _goal(asked, settings)
     _check_stops(model, params)
     prompts, each = [one.tokens for one in asked], [one.params for one in asked]
-    requests = requests_for(SamplingParams, model, tokenizer, prompts, each, {})
+    requests = requests_for(SamplingParams, patched_facts(model), tokenizer, prompts, each, {})
     with _open_session(model, tokenizer, requests, settings) as session:
         if settings.run is None:
             _say(why, settings, console)

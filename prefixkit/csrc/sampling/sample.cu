@@ -9,7 +9,8 @@
 // passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p
 //          add up weights in bins, and list those at its border.  A list that overflows is tried again in a narrower
 //          range, and in the end replaced by counting digits, three passes.  One block finds the token in one warp's.
-// cost     reads each logit once; some 40 instructions a token, with top-k 10, top-p 6 to 30 more; docs/kernel_log.md.
+// cost     reads each logit once;
+//          some 40 instructions a token, with top-k 10, top-p 6 to 30 more (docs/appendix/kernel_log.md).
 // effects  A row whose record is not active is unchanged.  Others: the token and its log-probability are written, the
 //          token's bit in `seen` is set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing
 //          finite, or whose scores exceed float32, gets token -1 and NaN, no bit, and a step more; one of whose allowed

@@ -49,8 +49,8 @@ _VERSIONS_KNOWN = 4
 def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: ModelState | None = None) -> int:
     """A number that differs from an earlier one whenever what the model computes may have changed in between.
 
-    ``docs/memory.md`` lists what it sees.  Weights that lie elsewhere with the same values, as packed ones, have the
-    version of before, and so have adapters that are switched back.
+    ``docs/howto/memory.md`` lists what it sees.  Weights that lie elsewhere with the same values, as packed ones, have
+    the version of before, and so have adapters that are switched back.
 
     What the sample can miss is a write to some elements alone, such as one row of a matrix, that torch does not count,
     where the KV found is short or all memory was compared three times in short succession;

@@ -1,4 +1,4 @@
-"""The examples in docs/tasks.md are problems that can be read."""
+"""The examples in docs/reference/tasks.md are problems that can be read."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from prefixkit.evaluation.tasks.formats.tests import read_tests
 from prefixkit.evaluation.tasks.problem import KINDS
 from prefixkit.evaluation.tasks.records import Record
 
-TEXT = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "reference" / "tasks.md").read_text()
 
 
 def objects():
@@ -25,7 +25,7 @@ def objects():
 
 def test_every_example_is_read():
     for fields in objects():
-        read_problem(Record("docs/tasks.md", "", fields))
+        read_problem(Record("docs/reference/tasks.md", "", fields))
     assert len(objects()) >= 10
 
 

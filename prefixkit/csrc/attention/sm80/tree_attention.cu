@@ -5,7 +5,7 @@
 //            together (tile_mma.cuh), and its decode items, one per warp (decode.cuh).  Half of the blocks begin with
 //            the decode items, so that compute-bound and bandwidth-bound work share each multiprocessor.  After a grid
 //            barrier all blocks merge partial states (merge.cuh).
-// cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); measurements are in docs/kernel_log.md.
+// cost       floor = max(KV bytes / bandwidth, flops / what mma.sync reaches); measured: docs/appendix/kernel_log.md.
 // limits     all blocks must be resident at once; PREFIXKIT_SHARED bytes of dynamic shared memory a block, 128 threads.
 #include "attention/sm80/tile_mma.cuh"
 

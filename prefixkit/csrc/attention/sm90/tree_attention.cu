@@ -4,7 +4,7 @@
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
-// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); measurements are in docs/kernel_log.md.
+// cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); measured: docs/appendix/kernel_log.md.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/merge.cuh"
