@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.agreement import everywhere
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.kv.store import KVStore
@@ -125,7 +126,10 @@ class Preemption:
         held += sum(part.nbytes for one in every for part in one.state)
         if not tokens or policy.preemption == "recompute" or held + size > int(policy.swap_space):
             return False
-        return policy.preemption == "swap" or 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
+        if policy.preemption == "swap":
+            return True
+        faster = 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
+        return everywhere(self.store.agreement, faster)  # by the clock of each process
 
     # -- in ------------------------------------------------------------------------------------------------------------
 

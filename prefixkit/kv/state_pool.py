@@ -53,7 +53,7 @@ class StatePool:
 
     def __init__(self, states: States, device: torch.device) -> None:
         self.states, self.device, self.slots = states, device, 0
-        self.tensors = self._made(0)
+        self.tensors = self.made(0)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -64,15 +64,18 @@ class StatePool:
     def bytes(self) -> int:
         return self.slots * self.bytes_per_slot
 
-    def grow(self, slots: int) -> None:
-        """Have ``slots`` of them; those that there are stay as they are."""
-        larger = self._made(slots)
+    def grow(self, slots: int, larger: list[list[Tensor]] | None = None) -> None:
+        """Have ``slots`` of them, in tensors that :meth:`made` gave or makes now; those that there are stay as they
+        are.
+        """
+        larger = self.made(slots) if larger is None else larger
         for mine, its in zip(self.tensors, larger, strict=True):
             for before, after in zip(mine, its, strict=True):
                 after[: 1 + self.slots] = before
         self.tensors, self.slots = larger, slots
 
-    def _made(self, slots: int) -> list[list[Tensor]]:
+    def made(self, slots: int) -> list[list[Tensor]]:
+        """New tensors for ``slots`` states."""
         with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
             return [
                 [torch.zeros((1 + slots, *one.shape), dtype=one.dtype, device=self.device) for one in module]

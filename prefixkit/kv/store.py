@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from prefixkit.agreement import ALONE, Agreement, all_or_none, everywhere
 from prefixkit.attention.spans import LooksAhead, Spans
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
 from prefixkit.kv.held import Held
@@ -39,7 +40,8 @@ class KVStore:
     """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
 
     One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`; ``looks_ahead`` has
-    the variants under which tokens see later ones, ``held`` what samples have to hold, None for everything.
+    the variants under which tokens see later ones, ``held`` what samples have to hold, None for everything.  Where
+    several processes share the model, each has its heads' KV in such a store, and ``agreement`` is theirs.
 
     Attributes:
         pool: The pages.
@@ -56,9 +58,14 @@ class KVStore:
     cache: PrefixCache
 
     def __init__(
-        self, pool: KVPool, eviction: str = "lru", looks_ahead: Ordered[LooksAhead] = (), held: Held | None = None
+        self,
+        pool: KVPool,
+        eviction: str = "lru",
+        looks_ahead: Ordered[LooksAhead] = (),
+        held: Held | None = None,
+        agreement: Agreement = ALONE,
     ) -> None:
-        self.pool, self.eviction, self.held = pool, eviction, held
+        self.pool, self.eviction, self.held, self.agreement = pool, eviction, held, agreement
         self._spans = Spans(looks_ahead) if looks_ahead else None
         self.version: Hashable = None
         self.runners: dict[Hashable, Any] = {}
@@ -89,6 +96,13 @@ class KVStore:
         At this distance states take no more bytes than the KV of the same text.
         """
         return max(_FEWEST_A_CHECKPOINT, -(-self.pool.spec.bytes_per_state // self.pool.spec.bytes_per_token))
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Counts that stores differ in which calls have used in other ways."""
+        cache = self.cache
+        used = cache.tokens_queried, cache.tokens_hit, cache.tokens_evicted
+        return self.pool.num_pages, self.tree.allocator.free, *used, len(self.pins)
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -169,8 +183,11 @@ class KVStore:
         return self._pinned
 
     def use_version(self, version: Hashable) -> bool:
-        """Note which weights the next KV is of, and invalidate KV of others; whether there may have been some."""
-        changed = self.version != version
+        """Note which weights the next KV is of, and invalidate KV of others; whether there may have been some.
+
+        Each process knows its part of the weights: where one of them has seen a change, there is one.
+        """
+        changed = not everywhere(self.agreement, self.version == version)
         if changed:
             if self._spans is not None:
                 self._spans.clear()
@@ -229,7 +246,7 @@ class KVStore:
             raise self._too_small(least, most, remedy)
         if slots > states.slots:
             try:
-                states.grow(slots)
+                larger = all_or_none(self.agreement, RuntimeError, lambda: states.made(slots))
             except RuntimeError as error:  # torch's OutOfMemoryError is one too
                 need, free = slots * size / 2**30, free_memory(states.device) / 2**30
                 why = f"{slots} states take {need:.1f} GiB, which {states.device} cannot give ({free:.1f} GiB are free)"
@@ -237,6 +254,7 @@ class KVStore:
                     raise KVPoolTooLarge(f"{why}; lower kv_budget") from error
                 log.info("states: %s: %d are kept at once", why, states.slots)
                 return
+            states.grow(slots, larger)
             of_tree.grow(slots)
             for runner in self.runners.values():
                 runner.drop_graphs()
@@ -260,6 +278,7 @@ class KVStore:
         Raises:
             KVPoolTooLarge: there is no memory for it beside the present one; nothing has changed.
         """
-        self.pool = self.pool.grown(self.pool.num_pages + pages)
+        total = self.pool.num_pages + pages
+        self.pool = all_or_none(self.agreement, KVPoolTooLarge, lambda: self.pool.grown(total))
         self.runners.clear()
         self.tree.allocator.grow(pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import weakref
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from prefixkit.agreement import ALONE, Agreement, ProcessesDiffer, all_or_none
 from prefixkit.attention.spans import LooksAhead
 from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
@@ -64,9 +66,14 @@ class ModelStores:
 
     A copy of the model, or a pickled one, has none.
 
+    Where several processes share the model, each has such stores, all alike: sizes and what is made are agreed on.
+
     Attributes:
         epoch: How often :meth:`drop` was called: KV of before is not used after it.
+        agreement: Of the processes that share the model.
     """
+
+    agreement: Agreement = ALONE
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -87,12 +94,14 @@ class ModelStores:
         return sum(store.pool.bytes for store in [*self._all])
 
     def free(self, device: Any) -> int:
-        """Bytes of a device that new stores may take: what is free, and within the limit of all stores."""
+        """Bytes of a device that new stores may take: what is free, and within the limit of all stores; the least of
+        all processes.
+        """
         with self._lock:
             free = free_memory(device)
             if not self._all:
                 self._limit = int(LIMIT_SHARE * free)
-            return max(0, min(free, self._limit - self.bytes))
+            return self.agreement.least(max(0, min(free, self._limit - self.bytes)))
 
     def make(self, kind: StoreKind, pages: int) -> KVStore:
         """A store that is not shared.
@@ -101,6 +110,7 @@ class ModelStores:
             DoesNotFit, KVPoolTooLarge: the model's stores would be above their limit; the device has no such memory.
         """
         with self._lock:
+            self._align()
             need = pages * kind.page_size * kind.spec.bytes_per_token
             if need > self.free(kind.spec.device):
                 self._resting.clear()
@@ -109,7 +119,8 @@ class ModelStores:
                     f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
                     f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
                 )
-            store = KVStore(KVPool(kind.spec, pages, kind.page_size), kind.eviction, kind.looks_ahead, kind.held)
+            pool = all_or_none(self.agreement, KVPoolTooLarge, lambda: KVPool(kind.spec, pages, kind.page_size))
+            store = KVStore(pool, kind.eviction, kind.looks_ahead, kind.held, self.agreement)
             store.free = partial(self.free, kind.spec.device)
             self._all.add(store)
             return store
@@ -141,6 +152,7 @@ class ModelStores:
             ValueError: ``size`` does; or there is no memory.
         """
         with self._lock:
+            self._align()
             store = self._to_hold(kind, size)
             if store is None:
                 self._clear_resting(kind)
@@ -173,6 +185,7 @@ class ModelStores:
     def lend(self, store: KVStore, borrower: object) -> bool:
         """Lend a shared store to a call; False where another call uses it, and cannot go elsewhere."""
         with self._lock:
+            self._align()
             if store not in self._shared or (self._lent(store) and not self._vacated(store)):
                 return False
             self._lend(store, borrower)
@@ -187,6 +200,7 @@ class ModelStores:
             DoesNotFit: there is none, and no memory for another.
         """
         with self._lock:
+            self._align()
             in_use = any(map(self._lent, self._of_kind(kind)))
             store = self._with_room(kind, pages, prompts)
             if store is None:
@@ -257,6 +271,31 @@ class ModelStores:
                     shared.epoch, store.version = self.epoch, None
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def _align(self) -> None:
+        """Let what rests go where some process has lost it already: Python frees caches in cycles when it will.
+
+        Raises:
+            ProcessesDiffer: the stores differ all the same.
+        """
+        if self.agreement.processes == 1:
+            return
+        for last in (False, True):
+            try:
+                return self.agreement.check("KV stores of it", self._histories)
+            except ProcessesDiffer:
+                if last:
+                    raise
+                self._resting.clear()
+                gc.collect()
+
+    def _histories(self) -> list[tuple[object, ...]]:
+        """What each store has been through, in an order that is the same in all processes."""
+        found = [(store, self._shared.get(store)) for store in [*self._all]]
+        return sorted(
+            (*store.history, shared is not None and self._lent(store), bool(shared and shared.holders))
+            for store, shared in found
+        )
 
     def _of_kind(self, kind: StoreKind) -> list[KVStore]:
         return [store for store, shared in self._shared.items() if shared.kind == kind]

@@ -38,6 +38,7 @@ from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
 from prefixkit.models.probe.rotations import measure_rotations
 from prefixkit.models.states.mixer_class import is_mixer, mixers
+from prefixkit.models.tensor_parallel import tp_size
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, with_variants
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
 from prefixkit.ops.arguments import FLOATS
@@ -161,7 +162,7 @@ class ModelFacts:
         kinds = self.probed.layers
         if not variants:
             return kinds
-        processes = getattr(self.inner, "_tp_size", None) or 1
+        processes = tp_size(self.inner)
         if processes > 1 and any(variant.reads("h") or variant.transforms for variant in variants.values()):
             raise UnsupportedVariant(
                 f"{type(self.inner).__name__} is split over {processes} processes, each of which numbers its own heads "

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models.facts import ModelFacts
+from prefixkit.models.tensor_parallel import agreement_of
 
 _STORES = "_prefixkit_stores"
 
@@ -13,6 +14,7 @@ _STORES = "_prefixkit_stores"
 def stores_of(model: Any) -> ModelStores:
     """Those of a transformers model, which keeps them from its first call on; :func:`drop_stores` ends that."""
     stores: ModelStores = model.__dict__.setdefault(_STORES, ModelStores())
+    stores.agreement = agreement_of(model)
     return stores
 
 

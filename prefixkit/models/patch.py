@@ -35,6 +35,7 @@ from prefixkit.models.generate.generating_class import (
 )
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.states.mixer_class import mixer_class, mixers
+from prefixkit.models.tensor_parallel import check_split
 from prefixkit.models.variants.layer_variants import (
     LAYER_VARIANT,
     LayerVariants,
@@ -102,8 +103,9 @@ def patch(
         The same model.
 
     Raises:
-        UnsupportedModel: its layers do not follow that interface; nothing was changed.  What else must hold is
-            measured at the first call, see :func:`kv_spec`; with a ``variant``, now.
+        UnsupportedModel: its layers do not follow that interface, or it is split over processes otherwise than by
+            tensor parallelism with as many heads in each; nothing was changed.  What else must hold is measured at the
+            first call, see :func:`kv_spec`; with a ``variant``, now.
         UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
             attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
             one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that
@@ -115,12 +117,12 @@ def patch(
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     if compare_weights not in COMPARE:
         raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
-    layers = [*attention_layers(model).values()]
+    whole, layers = pretrained_model(model), [*attention_layers(model).values()]
+    check_split(whole)
     by_number = {layer_number(module): module for module in layers}
     if variants := chosen_variants(variant, [*by_number]):
         kinds = facts_of(model).with_variants(variants)  # or raise
     modules = [module for module in layers if not is_tree_class(type(module))]
-    whole = pretrained_model(model)
     try:
         for module in modules:
             become(module, tree_class(type(module)))  # type: ignore[arg-type]  # classes hash

@@ -16,6 +16,7 @@ from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
 from prefixkit.models.runner import ModelRunner
 from prefixkit.models.states.fused_step import log_fused
+from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
@@ -78,6 +79,12 @@ def runner_of(
         call: See :class:`ModelRunner`.
     """
     model, device, planners = facts.model, pool.spec.device, planners_of(facts)
+    agreement = agreement_of(facts.inner)
+    agreement.check(
+        "measured costs of attention",
+        lambda: [(planner.cost, getattr(planner, "gpu", None)) for planner in planners],
+        "run prefixkit warmup on each of their machines, or let them share the cache folder",
+    )
     log_experts(facts.state.modules, device, pool.spec.dtype)
     log_fused(facts.state.modules, device)
     plain = ModelRunner(model, pool, call=call, facts=facts)
@@ -96,11 +103,19 @@ def runner_of(
     if plannings is None:
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts)
+        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts, agreement=agreement)
     # For one row torch would compile a graph of its own.
     steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
     through = steps if compiled else None
-    eager = EagerRunner(plain, planners, device, hidden=plain.hidden, compiled=through, layer_counts=layer_counts)
+    eager = EagerRunner(
+        plain,
+        planners,
+        device,
+        hidden=plain.hidden,
+        compiled=through,
+        layer_counts=layer_counts,
+        agreement=agreement,
+    )
     # The sampler takes logits as they are: to convert them to float32 would copy them.
     return GraphRunner(
         eager,

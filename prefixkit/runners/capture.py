@@ -6,22 +6,29 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from prefixkit.agreement import Agreement
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step
+from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners.batch import Sampling
-from prefixkit.runners.capture_errors import first_line, is_about_capture, reason_of
+from prefixkit.runners.capture_errors import first_line, is_about_capture, is_out_of_memory, reason_of
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.runners.sampler import top_tokens
+from prefixkit.runners.waiting import RefuseWaiting
 
 # Beginning a capture waits for the whole device, which is an error while another thread captures.
 _capturing = threading.Lock()
 # Streams of captures that are gone, by device, the longest gone first.
 _released: dict[int, deque[Any]] = {}
+# What a capture has come to.
+_CANNOT, _NO_MEMORY, _DONE = range(3)
+T = TypeVar("T")
 # Graphs give at least this many of the likeliest tokens, if any.
 _FEWEST_TOP = 16
 
@@ -101,10 +108,47 @@ class CudaCapture:
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
 
 
+def first_step(
+    model: Callable[[Step], Tensor],
+    eager: Callable[[Step], Tensor],
+    arrays: GraphArrays,
+    rows: int,
+    tree: StepTree,
+    layer_counts: tuple[int, ...],
+) -> Step:
+    """Run a step over buffers that hold no row, so that it writes nothing; everything lazy has happened then.
+
+    Args:
+        model, eager: Runs steps; the same without compiled layers, which dynamo would leave out under a mode.
+        arrays, rows, tree: The buffers, and the step that is to be captured over them.
+        layer_counts: How many layers are of each kind.
+
+    Raises:
+        CannotCapture: no graph can hold it.
+    """
+    arrays.clear()
+    step = arrays.tree.step(tree, arrays.wanted[:rows], arrays.plans(tree), layer_counts)
+    step = replace(step, states=arrays.states(rows))
+    with torch.inference_mode():
+        try:
+            arrays.make_sampler(model(step).shape[1])
+        except NotCapturable as error:
+            raise CannotCapture(str(error)) from error
+        with RefuseWaiting():  # type: ignore[no-untyped-call]
+            eager(step)
+        model(step)
+    return step
+
+
 def capture_step(
-    capture: Capture, model: Callable[[Step], Tensor], arrays: GraphArrays, output: GraphOutput, step: Step
+    capture: Capture,
+    model: Callable[[Step], Tensor],
+    arrays: GraphArrays,
+    output: GraphOutput,
+    step: Step,
+    agreement: Agreement,
 ) -> Captured:
-    """Capture a step over the static buffers.
+    """Capture a step over the static buffers; what it gives is what the first process of the ``agreement`` has.
 
     Raises:
         CannotCapture: the step does what no graph can hold.
@@ -122,18 +166,47 @@ def capture_step(
             captured.logits = logits
             return
         _, logprobs = arrays.sampler.sample(logits, output.drawn)
-        if output.top:
-            sampled = arrays.sampler.sampled(len(logits), output.drawn)
-            arrays.ring.copy(*sampled, top_tokens(logits, output.top, logprobs))
+        sampled = arrays.sampler.sampled(len(logits), output.drawn)
+        given = [one for one in sampled if one is not None]
+        if not output.top:
+            return agreement.broadcast(*given)
+        top = top_tokens(logits, output.top, logprobs)
+        agreement.broadcast(*given, *top)
+        arrays.ring.copy(*sampled, top)
 
     try:
-        captured.graph = capture(run)
+        with torch.inference_mode():
+            captured.graph = capture(run)
     except RuntimeError as error:
         reason = reason_of(error)
         if is_about_capture(reason):
             raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
         raise reason from None  # out of memory, or broken
     return captured
+
+
+def done_by_all(agreement: Agreement, make: Callable[[], T]) -> T:
+    """What a capture, or the making of its buffers, returns, once it has succeeded in all processes; what it has come
+    to in one of them is raised in all: CannotCapture before a lack of memory.
+    """
+    try:
+        made, failed = make(), None
+    except RuntimeError as error:
+        if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
+            raise  # the device has failed
+        failed = error
+    came_to = _DONE if failed is None else _CANNOT if isinstance(failed, CannotCapture) else _NO_MEMORY
+    least = agreement.least(came_to)
+    if failed is not None and least == came_to:
+        try:
+            raise failed
+        finally:
+            failed = None  # or this frame, the error and its traceback would keep each other, and what was made
+    if least == _CANNOT:
+        raise CannotCapture("another process of the model cannot capture the step")
+    if least == _NO_MEMORY:
+        raise torch.OutOfMemoryError("another process of the model has no memory for it")
+    return made
 
 
 def output_for(sampling: Sampling | None) -> GraphOutput:

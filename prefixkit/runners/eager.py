@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.agreement import ALONE, Agreement
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.step import Step, build_step
@@ -46,6 +47,7 @@ class EagerRunner:
         hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
         compiled: Runs the steps that it serves, in place of both; None: there is none.
         layer_counts: How many layers are of each kind.
+        agreement: Of the processes that share the model: what a step gives is what the first of them has.
     """
 
     graph_bytes = 0
@@ -60,10 +62,11 @@ class EagerRunner:
         hidden: Callable[[Step], Tensor] | None = None,
         compiled: CompiledModel | None = None,
         layer_counts: tuple[int, ...] = (1,),
+        agreement: Agreement = ALONE,
     ) -> None:
         self.planners = (planners,) if isinstance(planners, Planner) else tuple(planners)
         self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
-        self.hidden, self.compiled = hidden, compiled
+        self.hidden, self.compiled, self.agreement = hidden, compiled, agreement
         self._sampler: Sampler | None = None
         self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
@@ -94,13 +97,16 @@ class EagerRunner:
         self._tree, self._states = batch.tree, batch.states
         outputs = batch.outputs
         if len(outputs.hidden):
-            self._unread.append(Results(hidden=self._run(batch.tokens, outputs.hidden, compiling, hidden=True)))
+            states = self._run(batch.tokens, outputs.hidden, compiling, hidden=True)
+            self.agreement.broadcast(states)
+            self._unread.append(Results(hidden=states))
             return
         wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, outputs.target_rows)))
         logits = self._run(batch.tokens, wanted, compiling)
         rows, results = np.searchsorted(wanted, outputs.rows), Results()
         of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
         if outputs.sampling is None:
+            self.agreement.broadcast(of_rows)
             self.logits = of_rows
         else:
             results = self._choose(of_rows, outputs.sampling)
@@ -111,6 +117,7 @@ class EagerRunner:
                 at, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
                 logprobs = torch.log_softmax(logits.float(), -1)[at, tokens]
                 greedy = logits.argmax(-1)[at] == tokens
+            self.agreement.broadcast(logprobs, greedy)
             results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
         self._unread.append(results)
 
@@ -119,6 +126,7 @@ class EagerRunner:
         self._states = None if self._states is None else self._states.repeated()
         if tokens is not None:
             self.logits = self._run(tokens.cpu().numpy(), np.arange(len(tokens)))
+            self.agreement.broadcast(self.logits)
             return
         logits = self._run(self._last.clip(min=0), np.arange(len(self._last)))  # after -1 the row has ended
         if self._masks is not None:
@@ -167,18 +175,23 @@ class EagerRunner:
         sampler = self._sampler_for(rows, vocab, logits.device)
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
+        if self._process is not None:
+            self.agreement.broadcast(logits)  # processors may keep state of what they have seen
         scores = logits if self._process is None else self._process(logits.clone())
         allowed = None
         if self._masks is not None:
             self.grammar_waits += 1
             (allowed,) = upload([self._masks.fill(vocab)], sampler.device)
         tokens, logprobs = sampler.sample(scores.to(sampler.device), self._drawn, allowed)
-        self._last = tokens.cpu().numpy().copy()
         if self._process is not None:  # the log-probability is the model's own
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, logprobs, models.to(tokens.device))
-        ids, best = (part.cpu().numpy() for part in top_tokens(logits, self._top, logprobs.to(logits.device)))
-        drawn = sampler.drawn[:rows].cpu().numpy().copy() if self._drawn else None
+        top, of_drawn = top_tokens(logits, self._top, logprobs.to(logits.device)), sampler.drawn[:rows]
+        self.agreement.broadcast(tokens, logprobs, *([of_drawn] if self._drawn else []))
+        self.agreement.broadcast(*top)  # on the logits' device, which may be another
+        self._last = tokens.cpu().numpy().copy()
+        ids, best = (part.cpu().numpy() for part in top)
+        drawn = of_drawn.cpu().numpy().copy() if self._drawn else None
         return Results(self._last, logprobs.cpu().numpy().copy(), ids, best, drawn)
 
     def _sampler_for(self, rows: int, vocab: int, device: torch.device) -> Sampler:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,16 +22,24 @@ from prefixkit.attention.gpu.capacity import PlanTooLarge
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, mean_reads
-from prefixkit.ops.backend import GraphPlanning, NotCapturable
+from prefixkit.ops.backend import GraphPlanning
 from prefixkit.runners.batch import Batch, Pace, Results, Sampling
-from prefixkit.runners.capture import Capture, Captured, CudaCapture, GraphOutput, capture_step, output_for
+from prefixkit.runners.capture import (
+    Capture,
+    Captured,
+    CudaCapture,
+    GraphOutput,
+    capture_step,
+    done_by_all,
+    first_step,
+    output_for,
+)
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
 from prefixkit.runners.graph_weights import GraphWeights
 from prefixkit.runners.masked_steps import MaskedSteps, masked_steps
-from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 
 log = logging.getLogger("prefixkit")
@@ -144,7 +151,7 @@ class GraphRunner:
     def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:
             return self.eager.repeat(tokens)
-        if self._weights.stale:  # a callback has moved them
+        if self._weights.stale(self.eager.agreement):  # a callback has moved them
             self.select_rows(np.arange(self._rows))
         self._weights.skip_moves()
         if tokens is not None and self._arrays is not None:
@@ -214,7 +221,7 @@ class GraphRunner:
         self._masked = masked_steps(output, sampling)
         try:
             with self._on_device():
-                if self._weights.stale:
+                if self._weights.stale(self.eager.agreement):
                     self._drop_stale_graphs()
                 self._place_batch(batch, self._bucket_for(rows))
                 return True
@@ -267,10 +274,10 @@ class GraphRunner:
             captured.graph.replay()
             if self._steps == 1:
                 arrays.continue_states()
-            if self._sampling is None:
-                return
+            if self._sampling is None and captured.logits is not None:
+                return self.eager.agreement.broadcast(captured.logits[: self._rows])
             if captured.logits is not None and self._masked is not None:
-                self._unread.append(self._masked.sample(arrays, captured.logits[: self._rows], self._output.drawn))
+                self._unread.append(self._masked.sample(arrays, captured.logits[: self._rows], self._output.drawn, self.eager.agreement))
                 self.eager.grammar_waits += 1
                 return
             if captured.logits is not None:
@@ -302,12 +309,13 @@ class GraphRunner:
             self.drop_graphs()
             self._arrays = None  # before the new ones are made
             rows = self._bucket_for(len(tree.queries.node))
-            self._arrays = GraphArrays(tree, rows, self.plannings, self.page_size, self.device, self._keep_states)
+            made = tree, rows, self.plannings, self.page_size, self.device, self._keep_states
+            self._arrays = done_by_all(self.eager.agreement, lambda: GraphArrays(*made))
         return self._arrays
 
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights where they no longer are: that memory may have been reused."""
-        if self._weights.look() and self._graphs:
+        if self._weights.look(self.eager.agreement) and self._graphs:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
 
@@ -325,23 +333,12 @@ class GraphRunner:
         if key in self._graphs:
             return
         began = time.perf_counter()
-        arrays.clear()
-        counts, plans = self.eager.layer_counts, arrays.plans(tree)
-        step = arrays.tree.step(tree, arrays.wanted[:rows], plans, counts)
-        step = replace(step, states=arrays.states(rows))
-        with torch.inference_mode():
-            # First without a graph: everything lazy has happened then.  The arrays hold no row, so nothing is written.
-            try:
-                arrays.make_sampler(self.model(step).shape[1])
-            except NotCapturable as error:
-                raise CannotCapture(str(error)) from error
-            with RefuseWaiting():  # type: ignore[no-untyped-call]
-                self.eager.model(step)  # without compiled layers, which dynamo would leave out here
-            self.model(step)
-            self._drop_stale_graphs()  # compiled layers move theirs in their first step
-            if self._capture is None:
-                self._capture = self.make_capture()
-            self._graphs[key] = capture_step(self._capture, self.model, arrays, self._output, step)
+        agreement, counts = self.eager.agreement, self.eager.layer_counts
+        step = done_by_all(agreement, lambda: first_step(self.model, self.eager.model, arrays, rows, tree, counts))
+        self._drop_stale_graphs()  # compiled layers move theirs in their first step
+        own = self._capture = self._capture or self.make_capture()
+        work = self.model, arrays, self._output, step, agreement
+        self._graphs[key] = done_by_all(agreement, lambda: capture_step(own, *work))
         self.captures += 1
         took = time.perf_counter() - began
         self.seconds_capturing += took

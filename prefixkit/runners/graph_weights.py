@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from prefixkit.agreement import Agreement, everywhere
+
 
 class GraphWeights:
     """Notices that a model's weights lie elsewhere than when graphs were captured.
@@ -18,17 +20,18 @@ class GraphWeights:
         self._known: Hashable = None
         self._count = 0
 
-    @property
-    def stale(self) -> bool:
-        """Whether they have moved since :meth:`look`."""
-        return self._moves() != self._count and self._places() != self._known  # else another model's have moved
+    def stale(self, agreement: Agreement) -> bool:
+        """Whether they have moved since :meth:`look`, in some process."""
+        if self._moves() == self._count:
+            return False
+        return not everywhere(agreement, self._places() == self._known)  # else another model's have moved
 
-    def look(self) -> bool:
-        """Whether they lie elsewhere than when this was asked last."""
+    def look(self, agreement: Agreement) -> bool:
+        """Whether they lie elsewhere, in some process, than when this was asked last."""
         places = self._places()
         moved, self._known = places != self._known, places
         self.skip_moves()
-        return moved
+        return not everywhere(agreement, not moved)
 
     def skip_moves(self) -> None:
         """What may have moved them so far has not."""

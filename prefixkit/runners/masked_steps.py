@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.agreement import Agreement
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.runners.batch import Sampling, TokenMasks
 from prefixkit.runners.capture import GraphOutput
@@ -23,12 +24,14 @@ class MaskedSteps:
         self._masks = masks
         self._last: tuple[Ring, int, int] | None = None  # where the tokens are that the masks have not seen
 
-    def sample(self, arrays: GraphArrays, logits: Tensor, drawn: bool) -> tuple[int, int]:
+    def sample(self, arrays: GraphArrays, logits: Tensor, drawn: bool, agreement: Agreement) -> tuple[int, int]:
         """Sample from what a replay under way writes, on the current stream; returns the ring's index, and rows."""
         self._accept()
         (allowed,) = upload([self._masks.fill(logits.shape[1])], logits.device)
         arrays.sampler.sample(logits, drawn, allowed)
-        arrays.ring.copy(*arrays.sampler.sampled(len(logits), drawn))
+        sampled = arrays.sampler.sampled(len(logits), drawn)
+        agreement.broadcast(*[one for one in sampled if one is not None])
+        arrays.ring.copy(*sampled)
         index = arrays.ring.record(first=False)
         self._last = arrays.ring, index, len(logits)
         return index, len(logits)

@@ -15,6 +15,7 @@ from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.step_runner import runner_of
+from prefixkit.models.tensor_parallel import refuse_sharded
 
 
 def make_engine(
@@ -33,12 +34,14 @@ def make_engine(
     Its arguments are those of :func:`prefixkit.generate`; ``graphs``: decode by CUDA graphs where our kernels can;
     ``scores``: the requests stand for texts whose tokens are scored, and nothing is sampled.
     """
+    refuse_sharded(facts.inner)
     spec = facts.spec
     settings = EngineSettings(prefill_chunk, MOST_RUNNING)
     workspace = step_bytes(facts.config, spec, () if scores else requests, settings.chunk_for(spec.device))
     if scores:
         workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
+    stores.agreement.check("requests", lambda: requests)
     free = stores.free(spec.device)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, free, workspace, None if scores else facts.held)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)

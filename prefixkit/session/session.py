@@ -115,7 +115,7 @@ class Session(SessionMemory):
         def samples() -> Generator[Any, None, None]:
             with (
                 self._called() as facts,
-                self._engine(facts, [request.tokens for request in requests]) as engine,
+                self._engine(facts, [request.tokens for request in requests], requests) as engine,
             ):
                 call = self._call(facts, requests, True, None, on_token)
                 yield  # it has begun
@@ -246,7 +246,7 @@ class Session(SessionMemory):
         with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
             marked = marked_tokens(facts, self.tokenizer, given, at, one)
-            with self._engine(facts, [text.tokens for text in marked]) as engine:
+            with self._engine(facts, [text.tokens for text in marked], marked) as engine:
                 self.report = Report()
                 found = engine.values(marked, head, self.report)
             return found[0] if one else found
@@ -265,7 +265,7 @@ class Session(SessionMemory):
         with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
             asked = scored_tokens(facts, self.tokenizer, given, continuations, one)
-            with self._engine(facts, asked[0]) as engine:
+            with self._engine(facts, *asked) as engine:
                 self.report = Report()
                 scores = engine.score(*asked, facts.vocab_size, self.report)
             return scores[0] if one else scores

@@ -25,6 +25,7 @@ from prefixkit.kv.store import KVStore
 from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models import ModelFacts, patched_facts
 from prefixkit.models.model_stores import kind_of, stores_of
+from prefixkit.models.tensor_parallel import refuse_sharded
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream, call_of
@@ -181,7 +182,7 @@ class SessionMemory:
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def _run(self, facts: ModelFacts, requests: list[Request], *listeners: Any) -> Result:
-        with self._engine(facts, [request.tokens for request in requests]) as engine:
+        with self._engine(facts, [request.tokens for request in requests], requests) as engine:
             call = self._call(facts, requests, *listeners)
             return Result(tuple(engine.run(requests, call)), call.report)
 
@@ -203,14 +204,21 @@ class SessionMemory:
 
     @contextmanager
     def _engine(
-        self, facts: ModelFacts, prompts: Sequence[NDArray[np.int32]] = (), *, elsewhere: bool = True
+        self,
+        facts: ModelFacts,
+        prompts: Sequence[NDArray[np.int32]] = (),
+        asked: object = None,
+        *,
+        elsewhere: bool = True,
     ) -> Iterator[Engine]:
         """An engine over a KV store that is lent to a call, without KV of other weights than the model has now.
 
-        ``prompts`` are about to use its KV; ``elsewhere``: see :meth:`_lent_store`.
+        ``prompts`` are about to use its KV; ``asked`` is what processes that share the model must be asked alike;
+        ``elsewhere``: see :meth:`_lent_store`.
         """
         if self.store is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
+        self._stores.agreement.check("requests", lambda: (prompts, asked))
         if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
             log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
             self._let_go()  # first, for the memory
@@ -252,6 +260,7 @@ class SessionMemory:
         return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
 
     def _take_home(self, facts: ModelFacts) -> None:
+        refuse_sharded(facts.inner)
         self._kind, self._stores = self._kind_of(facts), stores_of(facts.inner)
         if self._kv_budget is None:
             self.store = self._stores.hold(self._kind, self, self._size)

@@ -249,7 +249,8 @@ def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32
     if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and _replays(facts):
         return
     total, distinct = distinct_tokens(tokens, pad)
-    distinct -= stores_of(cache.model).known(kind_of(facts, cache.page_size), tokens[0, pad[0] :])
+    stores = stores_of(cache.model)
+    distinct -= stores.agreement.least(stores.known(kind_of(facts, cache.page_size), tokens[0, pad[0] :]))
     if total - distinct < max(_FEWEST_SHARED, _SHARE * total):
         raise NotOnTree(f"of {total} prompt tokens only {total - distinct} are shared, which does not pay")
 

@@ -6,12 +6,15 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from prefixkit.agreement import everywhere
 from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
@@ -23,6 +26,7 @@ log = logging.getLogger("prefixkit")
 
 Mode = Literal["auto", "always", "never"]
 MODES = ("auto", "always", "never")
+_SEED = "call torch.manual_seed with one number in each of them before generate()"
 ONLY = "only"  # for layers that apply variants, which they would not do in another cache: what is no tree is an error
 _MODE = "_prefixkit_tree_cache"
 
@@ -64,6 +68,10 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         wanted = mode in ("always", ONLY) or (
             mode == "auto" and (rows > 1 or self.device.type == "cuda" or len(stores_of(self)))
         )
+        agreement = stores_of(self).agreement
+        wanted = everywhere(agreement, bool(wanted))
+        if wanted and generation_config.do_sample:
+            agreement.check("states of torch's generator", partial(_random_state, self.device), _SEED)
         if made is None and before is None and generation_config.use_cache and generation_mode is not None:
             made = empty_cache(self)  # of a model that makes its own later
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
@@ -94,6 +102,11 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
     return subclass(original, _blank, methods)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """What the tokens that ``generate()`` samples on a device depend on, beside logits."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:

@@ -84,6 +84,7 @@ class RowSteps:
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
         self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
+        self._stores.agreement.check("rows of generate()", lambda: (tokens, pad, new, fork))
         pages = pages_of_rows(tokens, pad, new, page_size, fork=fork, shared=not facts.looks_ahead)
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
         self.store: KVStore = self._stores.borrow(kind_of(facts, page_size), borrower, pages, prompts)

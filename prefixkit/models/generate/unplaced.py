@@ -19,6 +19,7 @@ from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
+from prefixkit.models.tensor_parallel import is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
@@ -44,9 +45,8 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
         example: See :func:`example_of`; where the model runs.
         reach: Positions that rows may come to, at most :func:`known_positions`.
     """
-    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
     pad = min(_PADDING, reach - _TEXT, known_positions(model) - _TEXT - _RESERVED)
-    if sharded or pad < 1:  # a shard's forward pass would wait for the others'
+    if is_sharded(model) or tp_size(model) > 1 or pad < 1:  # a part's forward pass would wait for the others'
         return False
     before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
     try:
@@ -70,8 +70,11 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
 def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
     """Whether a row behind padding that is masked, at positions from zero, gets what it gets without padding.
 
-    Some layers that keep a state let padding into it.
+    Some layers that keep a state let padding into it.  Not measured, and so taken to be false, under tensor
+    parallelism.
     """
+    if tp_size(model) > 1:
+        return False
     if cache_keyword(model) != "past_key_values":
         return _unmoved(model, example, _PADDING)
     with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):

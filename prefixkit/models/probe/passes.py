@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prefixkit.agreement import everywhere
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
@@ -32,6 +33,7 @@ from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.step_cache import empty_mask
+from prefixkit.models.tensor_parallel import agreement_of, is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
 
 _LONGEST = 1 << 17  # tokens that the cache claims to hold, about
@@ -49,7 +51,7 @@ def probe(model: nn.Module) -> Probed:
         UnsupportedModel: what attention over a tree takes for granted does not hold; the message says what.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
-    states = mixers(inner)
+    states, agreement = mixers(inner), agreement_of(inner)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
     with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
@@ -62,11 +64,12 @@ def probe(model: nn.Module) -> Probed:
         differing = set[str]()
         for attempt in range(_ATTEMPTS):
             found, probed = _look_both_ways(inner, layers, states, _tokens(inner, attempt))
-            if found is None:
+            if everywhere(agreement, found is None):  # each process sees its own heads
                 return probed
+            found = found or "another process of the model has found a difference"
             # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
             differing.add(found)
-    if len(differing) == 1:
+    if everywhere(agreement, len(differing) == 1):
         raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
     return probed
 
@@ -175,6 +178,8 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
         (kinds, rows), (others, other_rows) = seen(length), seen(length, name)
         return kinds == others and all(map(torch.equal, rows, other_rows))
 
+    if tp_size(inner) > 1:
+        return False  # a process that sees a difference would look again, without the others
     try:
         with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
@@ -220,8 +225,7 @@ def _call_of(model: PreTrainedModel) -> Callable[..., Any]:
     """What runs a model, which may be running: hooks and contexts that it brings must not be entered twice, but a
     sharded model needs its own to gather its weights.
     """
-    sharded = any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
-    return model if sharded else forward_below(model)
+    return model if is_sharded(model) else forward_below(model)
 
 
 def _place(error: BaseException) -> str:

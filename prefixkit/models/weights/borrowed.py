@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prefixkit.threads import EventCount, once
 from prefixkit.torch_private import storage_over
+
+WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not consist of others
 
 
 def borrowed(

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.weights.borrowed import borrowed, optimizer_steps, parts_of
+from prefixkit.models.weights.borrowed import WITH_MEMORY, borrowed, optimizer_steps, parts_of
 from prefixkit.models.weights.state import ModelState, state_of
 
 Compare = Literal["auto", "always"]
@@ -36,7 +36,6 @@ SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention mod
 _SAMPLE, _SMALL = 64, 1 << 17
 # Words of the accumulator of a digest of all memory: it stays in the cache while memory streams by.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
-_WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not consist of others
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # To compare all memory reads each weight once, and a token of a prompt multiplies by it once: this many tokens take as
 # long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
@@ -148,7 +147,7 @@ class _Content:
 
 def _with_memory(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors with memory of their own that these are or consist of; none of sparse ones."""
-    if not _WITH_MEMORY.issuperset(map(type, tensors)):
+    if not WITH_MEMORY.issuperset(map(type, tensors)):
         tensors = [part for tensor in tensors for part in parts_of(tensor)]
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
 

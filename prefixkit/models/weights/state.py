@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.variants import parts_of as variant_parts
+from prefixkit.models.weights.borrowed import WITH_MEMORY, parts_of
 
 # Types of plain attributes that a module may compute with.
 _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
@@ -53,7 +54,10 @@ def weights_places(model: nn.Module) -> Hashable:
     Unlike the version, it differs where weights were packed, and not where they were written to in place.
     """
     state = state_of(model)
-    return *state.modes, *map(_address, state.tensors)
+    tensors = state.tensors
+    if not WITH_MEMORY.issuperset(map(type, tensors)):
+        tensors = [part for tensor in tensors for part in parts_of(tensor)]
+    return *state.modes, *map(_address, tensors)
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -152,7 +156,7 @@ def adapters_by_row(state: ModelState) -> bool:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # some quantised weights consist of other tensors
+    except RuntimeError:  # some weights have no memory to speak of
         return id(tensor)
 
 

@@ -1,0 +1,161 @@
+"""What the processes that share one model decide alike: under tensor parallelism a step is a step of all of them.
+
+A process that launched another batch than the others would wait for them for ever.  So what depends on the memory or
+the clock of a process is agreed on before anything is done by it, and what a step gives is what the first process has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+SAME_CALLS = "make the same calls with the same arguments, in the same order, in each of them"
+
+
+class ProcessesDiffer(ValueError):
+    """Processes that share a model were asked different things, or hold different things."""
+
+
+class Agreement(Protocol):
+    """How the processes of one model agree; all of them call the same methods in the same order.
+
+    Attributes:
+        processes: How many there are.
+        rank: Which of them this one is, from 0.
+    """
+
+    processes: int
+    rank: int
+
+    def least(self, number: int) -> int:
+        """The least number that a process has.  The host waits for the others."""
+
+    def first(self, value: T) -> T:
+        """What process 0 has, anything that can be pickled.  The host waits."""
+
+    def check(self, what: str, value: Callable[[], object], remedy: str = SAME_CALLS) -> None:
+        """Raise ProcessesDiffer, in all processes, unless all have an equal value.  The host waits.
+
+        Arrays, tensors and the fields of dataclasses are compared, and functions by their names.
+        """
+
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Overwrite tensors by those of process 0, on the current stream; a CUDA graph can capture it.
+
+        ``tensors``: dense ones of one device, of equal shapes and dtypes in all processes.
+        """
+
+
+class Alone:
+    """One process has the model for itself, and agrees with itself."""
+
+    processes, rank = 1, 0
+
+    def least(self, number: int) -> int:
+        return number
+
+    def first(self, value: T) -> T:
+        return value
+
+    def check(self, what: str, value: Callable[[], object], remedy: str = "") -> None:
+        """Nothing: ``value`` is not called."""
+
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Nothing."""
+
+
+ALONE = Alone()
+
+
+class Together:
+    """The processes of a group of ``torch.distributed``.
+
+    Args:
+        group: Of the device that the model is on: NCCL's, or gloo's on CPUs.
+        host: A group of the same processes that sends tensors in host memory.
+    """
+
+    def __init__(self, group: Any, host: Any) -> None:
+        self._group, self._host = group, host
+        self.processes, self.rank = group.size(), torch.distributed.get_rank(group)
+
+    def least(self, number: int) -> int:
+        found = torch.tensor(number, dtype=torch.int64)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, self._host)
+        return int(found)
+
+    def first(self, value: T) -> T:
+        held = [value]
+        torch.distributed.broadcast_object_list(held, group=self._host, group_src=0)
+        return held[0]
+
+    def check(self, what: str, value: Callable[[], object], remedy: str = SAME_CALLS) -> None:
+        digest = hashlib.sha256()
+        _say(value(), digest.update)
+        number = int.from_bytes(digest.digest()[:8], "little", signed=True) >> 1  # so that its negative is one too
+        found = torch.tensor([number, -number])
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, self._host)
+        if found[0] != -found[1]:
+            raise ProcessesDiffer(
+                f"the {self.processes} processes that share the model have different {what}; {remedy}"
+            )
+
+    def broadcast(self, *tensors: Tensor) -> None:
+        # One message, larger elements first: each part then begins at a multiple of its element's size.
+        ordered = sorted((one for one in tensors if one.numel()), key=lambda one: -one.itemsize)
+        if not ordered:
+            return
+        group = self._host if ordered[0].device.type == "cpu" else self._group
+        with torch.inference_mode():  # which writes to tensors of both kinds
+            whole = torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in ordered])
+            torch.distributed.broadcast(whole, group=group, group_src=0)
+            for one, part in zip(ordered, torch.split(whole, [one.nbytes for one in ordered]), strict=True):
+                one.copy_(part.view(one.dtype).view(one.shape))
+
+
+def everywhere(agreement: Agreement, true: bool) -> bool:
+    """Whether it is true in all processes."""
+    return bool(agreement.least(int(true)))
+
+
+def all_or_none(agreement: Agreement, failure: type[Exception], make: Callable[[], T]) -> T:
+    """What ``make`` returns, once it has returned in all processes; where it fails in one, all raise ``failure``."""
+    made: T | None = None
+    failed: Exception | None = None
+    try:
+        made = make()
+    except failure as error:
+        failed = error
+    if everywhere(agreement, failed is None):
+        return made  # type: ignore[return-value]
+    try:
+        raise failed or failure("another process of the model has no memory for what this one has made")
+    finally:
+        failed = None  # or this frame, the error and its traceback would keep each other
+
+
+def _say(value: object, update: Callable[[bytes], None]) -> None:
+    """Give the content of a value to a digest."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        update(f"{value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+    elif is_dataclass(value):
+        _say([getattr(value, one.name) for one in fields(value)], update)
+    elif isinstance(value, list | tuple):
+        update(f"{len(value)} of".encode())
+        for one in value:
+            _say(one, update)
+    elif isinstance(value, Mapping):
+        _say([*value.items()], update)
+    elif callable(value):
+        update(getattr(value, "__qualname__", type(value).__qualname__).encode())
+    else:
+        update(f"{value!r};".encode())
