@@ -141,6 +141,12 @@ def sample(
         bool,
         typer.Option("--compiled", help="On a GPU, run layers through torch.compile: some seconds first, then faster."),
     ] = False,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel", help="Split the model over the processes of torchrun, one of which writes samples."
+        ),
+    ] = False,
     kv_budget: Annotated[
         str | None, typer.Option(help='KV to hold at most, e.g. "2GiB"; prompts beyond it wait.', metavar="SIZE")
     ] = None,
@@ -202,6 +208,7 @@ def sample(
         kv_budget=kv_budget,
         page_size=page_size,
         compiled=compiled,
+        tensor_parallel=tensor_parallel,
         logprobs=logprobs,
         quiet=quiet,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,9 +37,13 @@ def load_tokenizer(location: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(location, revision=revision or "main", trust_remote_code=False)
 
 
-def load_model(location: str, dtype: str, device: str, revision: str | None = None) -> Any:
-    """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in."""
+def load_model(location: str, dtype: str, device: str, revision: str | None = None, *, split: bool = False) -> Any:
+    """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in.
+
+    ``split``: over the processes that torchrun has started, each of which has a device.
+    """
     from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.utils import logging as transformers_logging
 
     from prefixkit.models import patch
@@ -46,9 +51,13 @@ def load_model(location: str, dtype: str, device: str, revision: str | None = No
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # commands have a bar of their own
     with _loading(location, "model"):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, revision=revision or "main", trust_remote_code=False
+            location,
+            dtype=dtype,
+            revision=revision or "main",
+            trust_remote_code=False,
+            distributed_config=DistributedConfig(tp_plan="auto") if split else None,
         )
-    return patch(model.to(device).eval())
+    return patch((model if split else model.to(device)).eval())
 
 
 def empty_model(location: str, dtype: str) -> Any:
@@ -117,6 +126,17 @@ def choose_device(device: str) -> tuple[str, str]:
         return "cpu", f"on the CPU: {why}"
     name, room = torch.cuda.get_device_name(best), f"{free[best][0] / 2**30:.0f} GiB free"
     return f"cuda:{best}", f"on cuda:{best} ({name}, {room})"
+
+
+def check_processes(device: str) -> None:
+    """Refuse, before anything is loaded, to split a model where torchrun has not started several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            "--tensor-parallel splits the model over processes, and there is one; run torchrun --nproc-per-node 2 -m "
+            "prefixkit sample, with the number of GPUs, and the same options"
+        )
+    if device != "auto":
+        raise ValueError(f"--device {device}: under --tensor-parallel each process takes its own GPU; leave it out")
 
 
 def check_device(device: str, gpus: int | None = None) -> None:

@@ -34,6 +34,7 @@ class Settings:
         in_flight: Samples at once at most; None: by the device.
         round: Sample indices after which candidates are judged, and solved problems left alone; None: never.
         kv_budget, page_size, compiled: Of the session.
+        tensor_parallel: Whether the model is split over the processes that torchrun has started.
         logprobs: Whether samples carry log-probabilities.
         quiet: No progress and no report.
     """
@@ -52,6 +53,7 @@ class Settings:
     kv_budget: str | None = None
     page_size: int = 16
     compiled: bool = False
+    tensor_parallel: bool = False
     logprobs: bool = False
     quiet: bool = False
 

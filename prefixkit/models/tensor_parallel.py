@@ -8,6 +8,7 @@ plan, sampled tokens.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,8 @@ from prefixkit.models.model_errors import UnsupportedModel
 # What plans call projections to keys, fused or not, and those to queries of which each process may take its heads.
 _TO_KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _TO_QUERIES = ("q_proj", "q_b_proj", *_TO_KEYS)
+# Process 0 may be at work alone, as while candidates are judged; torchrun ends the others where it fails.
+_LONGEST_WAIT = timedelta(days=7)
 _known: WeakKeyDictionary[nn.Module, Agreement] = WeakKeyDictionary()
 
 
@@ -36,10 +39,8 @@ def agreement_of(model: PreTrainedModel) -> Agreement:
     if (known := _known.get(model)) is None:
         mesh: Any = model._device_mesh
         group = (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
-        host = group
-        if torch.distributed.get_backend(group) != "gloo":
-            ranks = torch.distributed.get_process_group_ranks(group)
-            host = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        ranks = torch.distributed.get_process_group_ranks(group)
+        host = torch.distributed.new_group(ranks, _LONGEST_WAIT, "gloo", use_local_synchronization=True)
         known = _known[model] = Together(group, host)
     return known
 

@@ -274,7 +274,8 @@ class Session(SessionMemory):
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
 
         What the session has no KV of is computed first.  The file is written beside its place and renamed: an
-        interrupted write leaves an earlier file as it was.
+        interrupted write leaves an earlier file as it was.  Under tensor parallelism each process has a file of the KV
+        of its heads: that of process 1 of 2 is ``NAME-1of2.safetensors``.
 
         Args:
             path: The file; its name should end in ``.safetensors``.
@@ -293,7 +294,7 @@ class Session(SessionMemory):
         with self._called() as facts:
             _check_causal(facts)
             facts.check_lm_head()
-            check_place(path)
+            check_place(path := self._own(path))
             own, _ = with_tokens(self, "prefixes", prefixes)
             if isinstance(own, list) and not own:
                 raise ValueError("prefixes is empty; pass at least one prompt or search node")
@@ -328,8 +329,16 @@ class Session(SessionMemory):
         """
         with self._called() as facts:
             _check_causal(facts)
+            path = self._own(path)
             with self._engine(facts, elsewhere=False) as engine:
                 return load_prefixes(engine.store, path, kv_origin(facts), facts.vocab_size)
+
+    def _own(self, path: str | Path) -> Path:
+        """The file of this process."""
+        agreement, whole = self._stores.agreement, Path(path)
+        if agreement.processes == 1:
+            return whole
+        return whole.with_stem(f"{whole.stem}-{agreement.rank}of{agreement.processes}")
 
 
 def _check_causal(facts: ModelFacts) -> None:

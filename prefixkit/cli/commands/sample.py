@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from prefixkit.cli.commands.devices import run_on_devices
 from prefixkit.cli.commands.env import versions
 from prefixkit.cli.commands.evaluate import open_judge, solved_of
 from prefixkit.cli.errors import Interrupted, at_work
-from prefixkit.cli.loading import DEMO, check_device, check_dtype, choose_device, load_model, load_tokenizer, resolve
+from prefixkit.cli.loading import (
+    DEMO,
+    check_device,
+    check_dtype,
+    check_processes,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
 from prefixkit.cli.options import parse_devices
 from prefixkit.cli.output import standard_output, write_line
 from prefixkit.cli.progress import Meter
@@ -36,6 +45,7 @@ from prefixkit.kv.kv_pool import free_memory
 from prefixkit.kv.limits import parse_size, session_pages
 from prefixkit.models import patched_facts
 from prefixkit.models.families import text_config
+from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.weights.model_fingerprint import model_fingerprint
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.requests import requests_for
@@ -51,6 +61,8 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
     """Sample and write; every check that needs no model comes before one is loaded, and what is written after all."""
     _check(settings)
     problems = load(source, settings.prompting)
+    if settings.tensor_parallel:
+        check_processes(settings.device)
     device, why = choose_device(settings.device)
     if settings.compiled and device == "cpu":
         raise ValueError("--compiled is for GPUs, and the device is the CPU; leave it out, or give --device cuda")
@@ -68,7 +80,8 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
         known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
         manifest = manifest_of(asked, params, settings, tokenizer, chat)
         known.check_same(manifest, str(settings.run), ("tokenizer", "chat", "params", "logprobs", "prompts"))
-    model = load_model(location, settings.dtype, device, settings.revision)
+    model = load_model(location, settings.dtype, device, settings.revision, split=settings.tensor_parallel)
+    why = f"split over {agreement_of(model).processes} processes" if settings.tensor_parallel else why
     sample_prompted(model, tokenizer, asked, params, settings, chat, console, why)
 
 
@@ -84,6 +97,8 @@ def sample_prompted(
 ) -> RunFolder | None:
     """Sample what is missing from a model that is there; returns the run folder, if there is one.
 
+    Of processes that share the model the first does, and the others run the steps that it runs.
+
     Args:
         why: A line about the device, to be said once nothing can be refused any more.
     """
@@ -91,14 +106,17 @@ def sample_prompted(
     _check_stops(model, params)
     prompts, each = [one.tokens for one in asked], [one.params for one in asked]
     requests = requests_for(SamplingParams, patched_facts(model), tokenizer, prompts, each, {})
-    with _open_session(model, tokenizer, requests, settings) as session:
+    with _open_session(model, tokenizer, requests, settings) as session, _helped(session) as first:
+        stops = requests[0].params.stop_token_ids or ()
+        fingerprint = "" if settings.run is None else model_fingerprint(model, stops)
+        if not first:
+            _help(session)
+            return None
         if settings.run is None:
             _say(why, settings, console)
             _to_standard_output(session, requests, asked, settings, console)
             return None
-        stops = requests[0].params.stop_token_ids or ()
-        dtype = str(model.dtype).removeprefix("torch.")
-        manifest = replace(manifest, fingerprint=model_fingerprint(model, stops), dtype=dtype)
+        manifest = replace(manifest, fingerprint=fingerprint, dtype=str(model.dtype).removeprefix("torch."))
         with at_work(OSError):
             folder = create(settings.run, manifest, [one.asked for one in asked])
         tree, _ = plant([one.tokens for one in asked], [str(one.asked.problem.id) for one in asked])
@@ -109,6 +127,27 @@ def sample_prompted(
             judge = None if goal.round is None else stack.enter_context(open_judge(settings.quiet))
             sample_into(folder, session, requests, goal, settings, console, judge)
     return folder
+
+
+@contextmanager
+def _helped(session: Session) -> Iterator[bool]:
+    """Whether this is the first of the processes that share the model, whose end ends the others."""
+    agreement = agreement_of(session.model)
+    yield not agreement.rank
+    if not agreement.rank:
+        agreement.first(None)
+
+
+def _help(session: Session) -> None:
+    """Run what the first process runs, until it ends."""
+    while (wanted := agreement_of(session.model).first(None)) is not None:
+        session.run(wanted, return_samples=False, on_sample=lambda sample: None)
+
+
+def _run(session: Session, wanted: list[Request], give: Callable[[Sample], None], meter: Meter) -> Report:
+    """Run requests here and in the processes that share the model, of which each gets every token."""
+    own = agreement_of(session.model).first(wanted)
+    return session.run(own, return_samples=False, on_sample=give, on_step=meter.count_tokens).report
 
 
 def _say(text: str, settings: Settings, console: Console) -> None:
@@ -123,6 +162,7 @@ def sample_on_devices(devices: str, source: Source, settings: Settings, console:
         (settings.run is None, "processes share a run folder; give --run FOLDER"),
         (settings.compiled and "cpu" in devices, "--compiled is for GPUs; leave it out"),
         (settings.part.of > 1, "--shard divides the samples already; give one of the two"),
+        (settings.tensor_parallel, "--tensor-parallel has processes of its own; give one of the two"),
         (settings.device != "auto", f"--device {settings.device} names another; give one of the two"),
         (str(source.input) == "-", "processes cannot share standard input; give --input a file"),
     ):
@@ -150,7 +190,7 @@ def sample_into(
         meter.expect(progress.there, progress.wanted, max(one.params.max_new_tokens for one in requests))
 
     def sampler(wanted: list[Request], give: Callable[[Sample], None]) -> Report:
-        return session.run(wanted, return_samples=False, on_sample=give, on_step=meter.count_tokens).report
+        return _run(session, wanted, give, meter)
 
     params = [one.params for one in requests if isinstance(one.params, SamplingParams)]
     solved = None if judge is None else solved_of(folder, goal.part, judge, settings.quiet, console)
@@ -204,7 +244,7 @@ def _to_standard_output(
             0, sum(len(one.sample_indices) for one in wanted), max(one.params.max_new_tokens for one in wanted)
         )
         try:
-            report = session.run(wanted, return_samples=False, on_sample=finished, on_step=meter.count_tokens).report
+            report = _run(session, wanted, finished, meter)
         except KeyboardInterrupt:
             raise Interrupted(f"{meter.done:,} of {meter.wanted:,} samples had finished, every line whole") from None
     if not settings.quiet:
@@ -266,9 +306,8 @@ def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], setti
     running = settings.in_flight or IN_FLIGHT[spec.device.type]
     budget = None if settings.kv_budget is None else parse_size(settings.kv_budget, "--kv-budget")
     size = settings.page_size
-    pages = min(
-        session_pages(spec, budget, size, free_memory(spec.device)), max(1, pages_needed(requests, size, running))
-    )
+    free = agreement_of(model).least(free_memory(spec.device))
+    pages = min(session_pages(spec, budget, size, free), max(1, pages_needed(requests, size, running)))
     check_fits(requests, Budget(PrefixTree(pages, size), spec.bytes_per_token, [], bool(spec.states)))
     return Session(
         model,

@@ -10,7 +10,8 @@ import torch
 
 from prefixkit.kv.prefixes.write import Origin
 from prefixkit.models.facts import ModelFacts
-from prefixkit.models.families import text_config
+from prefixkit.models.families import pretrained_model, text_config
+from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.variants.layer_variants import variants_text
 from prefixkit.models.weights.state import adapter_states
 
@@ -23,7 +24,7 @@ def model_fingerprint(model: Any, stop_token_ids: tuple[int, ...]) -> str:
     """SHA-256 of a model's parameters and buffers by name, shape and type, of some elements of each, and of its stops.
 
     256 elements, evenly spaced, stand for a tensor: training changes some of them, a single weight written by hand may
-    not be among them.
+    not be among them.  A model that is split over processes has the fingerprint that it has in one; all of them ask.
 
     Args:
         model: A loaded model.
@@ -34,7 +35,8 @@ def model_fingerprint(model: Any, stop_token_ids: tuple[int, ...]) -> str:
         if not isinstance(tensor, torch.Tensor):
             continue
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().flatten()
+        whole: Any = getattr(tensor, "full_tensor", tensor.detach)()
+        flat = whole.detach().flatten()
         if flat.numel() and flat.device.type != "meta":
             count = min(ELEMENTS, flat.numel())
             places = torch.arange(count) * (flat.numel() - 1) // max(1, count - 1)
@@ -55,7 +57,9 @@ def kv_fingerprint(model: Any) -> str:
         for name, value in text_config(model).to_diff_dict().items()
         if name not in _NO_PART_OF_KV and not name.endswith(("_token_id", "_token_ids"))
     }
-    facts = [model_fingerprint(model, ()), config, adapter_states(model)]
+    facts: list[Any] = [model_fingerprint(model, ()), config, adapter_states(model)]
+    if (agreement := agreement_of(pretrained_model(model))).processes > 1:
+        facts.append((agreement.rank, agreement.processes))  # each has the KV of its own heads
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
