@@ -1,0 +1,153 @@
+"""What two processes do with the models in a folder, each with a half of the heads; and the same in one process.
+
+``python -m tests.models.split_over_two FOLDER SEED`` is one of the two, as torchrun starts them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import prefixkit
+from prefixkit.agreement import ProcessesDiffer
+from prefixkit.models.attention_class import is_patched
+from prefixkit.models.tensor_parallel import agreement_of
+from prefixkit.testing.command_line import run, save_model, write_prompts
+from prefixkit.testing.tiny import VOCAB, tiny_llama
+
+FAMILIES = ("llama", "qwen2")
+PAGES = 12  # which eighteen samples outgrow
+CAMPAIGN = ("-n", "3", "--max-new-tokens", "5", "--quiet", "--logprobs")
+
+
+def save_models(folder):
+    """A Llama and a Qwen2, with biases of q, k and v, which two processes can halve; and one that they cannot."""
+    save_model(folder / "llama", chat=False)
+    torch.manual_seed(1)
+    of_heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "initializer_range": 0.3}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    qwen = Qwen2ForCausalLM(Qwen2Config(**sizes, **of_heads, bos_token_id=None, tie_word_embeddings=True))
+    for layer in qwen.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            torch.nn.init.normal_(part.bias)
+    qwen.save_pretrained(folder / "qwen2")
+    tiny_llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=96).save_pretrained(folder / "three")
+    write_prompts(folder / "prompts.jsonl")
+
+
+def load(folder, split):
+    config = DistributedConfig(tp_plan="auto") if split else None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).eval()
+
+
+class Forbidding:
+    """A logits processor that forbids half of the tokens: each process that is not the first forbids the other half."""
+
+    def __init__(self, rank):
+        self.half = slice(rank, None, 2)
+
+    def __call__(self, tokens, scores):
+        scores = scores.clone()
+        scores[:, self.half] = -torch.inf
+        return scores
+
+
+def results(model, seed, rank=0):
+    """What calls of a patched model give, by their names; equal in one process and in each of two."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(3, 250, 40).tolist()
+    prompts = [head + rng.integers(3, 250, count).tolist() for count in (3, 9, 1)]
+    continuations = [[rng.integers(3, 250, 4).tolist() for _ in range(2)] for _ in prompts]
+    made = {}
+    with prefixkit.Session(model, kv_budget="1MiB") as session:
+        made["bytes per token"] = session.store.pool.spec.bytes_per_token
+        sampled = session.generate(prompts, n=3, max_new_tokens=8, seed=seed, top_p=0.9, logprobs="sampled")
+        made["samples"] = [sample.tokens for sample in sampled]
+        made["log-probabilities"] = np.concatenate([sample.logprobs for sample in sampled])
+        processed = session.generate(prompts, max_new_tokens=6, logits_processors=lambda: Forbidding(rank))
+        made["processed"] = [sample.tokens for sample in processed]
+        beams = session.beam_search(prompts, num_beams=3, num_return_sequences=2, max_new_tokens=6)
+        made["beams"] = [beam.tokens for beam in beams]
+        made["beam scores"] = np.array([beam.score for beam in beams])
+        scores = session.score(prompts, continuations)
+        made["scores"] = np.concatenate([score.logprobs for each in scores for score in each])
+        made["values"] = torch.stack(session.values(prompts, lambda hidden: hidden[:, :8])).numpy()
+    few = PAGES * 16 * made["bytes per token"]
+    with prefixkit.Session(model, kv_budget=few, memory=prefixkit.MemoryPolicy(headroom=4)) as session:
+        result = session.generate(prompts, n=6, max_new_tokens=30, seed=seed, stop_token_ids=[])
+        made["preempted"] = [sample.tokens for sample in result]
+        made["preemptions"] = result.report.preempted_swapped + result.report.preempted_recomputed
+    batch = torch.tensor([prompts[2]])
+    torch.manual_seed(seed)
+    for name, options in {
+        "generate()": {"do_sample": True, "num_return_sequences": 4},
+        "generate() with beams": {"do_sample": False, "num_beams": 3},
+    }.items():
+        out = model.generate(
+            batch, max_new_tokens=8, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, **options
+        )
+        made[name] = out.sequences.tolist()
+        assert isinstance(out.past_key_values, prefixkit.TreeCache) and not out.past_key_values.fell_back
+    return made
+
+
+def refusals(folder, model, rank):
+    """What the processes say to calls that are not the same in both, and to what cannot be halved."""
+    said = {}
+    with prefixkit.Session(model, kv_budget="1MiB") as session:
+        for name, options in {"length": {"max_new_tokens": 4 + rank}, "prompts": {}}.items():
+            prompt = [5, 6, 7 + rank * (name == "prompts")]
+            try:
+                session.generate([prompt], **{"max_new_tokens": 4, **options})
+            except ProcessesDiffer as error:
+                said[name] = str(error)
+        said["after"] = [sample.tokens for sample in session.generate([[5, 6, 7]], max_new_tokens=4)]
+        with torch.no_grad():
+            if rank == 1:  # of these weights the other process knows nothing
+                model.model.layers[0].mlp.up_proj.weight.to_local().mul_(1.5)
+        said["changed"] = [sample.tokens for sample in session.generate([[5, 6, 7]], max_new_tokens=4)]
+        said["KV found after a change"] = session.report.prompt_tokens_found
+    torch.manual_seed(rank)
+    try:
+        model.generate(torch.tensor([[*range(40)]]), do_sample=True, num_return_sequences=3, max_new_tokens=2)
+    except ProcessesDiffer as error:
+        said["seeds"] = str(error)
+    three = load(folder / "three", split=True)
+    try:
+        prefixkit.patch(three)
+    except prefixkit.UnsupportedModel as error:
+        said["three"] = str(error), is_patched(three)
+    return said
+
+
+def files(folder, model, rank):
+    """Prefixes that are saved, a file for each process, and read again."""
+    with prefixkit.Session(model, kv_budget="1MiB") as session:
+        session.save(folder / "prefixes.safetensors", [[*range(30, 70)]])
+    with prefixkit.Session(model, kv_budget="1MiB") as session:
+        return session.load(folder / "prefixes.safetensors"), session.generate([[*range(30, 71)]], n=2).report
+
+
+def main(folder, seed):
+    rank, found = None, {}
+    for family in FAMILIES:
+        model = prefixkit.patch(load(folder / family, split=True))
+        rank = agreement_of(model).rank
+        found[family] = results(model, seed, rank)
+    loaded, report = files(folder, model, rank)
+    found["files"] = loaded, report.prompt_tokens_found
+    found["refusals"] = refusals(folder, model, rank)
+    arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)
+    run(*arguments, "--tensor-parallel", "--run", folder / "two")
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,116 @@
+"""Models that transformers splits over two processes: what both give is what one process gives."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import prefixkit
+from prefixkit.evaluation.campaign.folder import RunFolder
+from prefixkit.testing.command_line import run
+from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, results, save_models
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """What each of two processes found, what one finds, and the folder."""
+    folder, seed = tmp_path_factory.mktemp("split"), int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    save_models(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.models.split_over_two", str(folder), str(seed)]
+    both = [
+        subprocess.Popen(
+            command, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        one = {family: results(prefixkit.patch(load(folder / family, split=False)), seed) for family in FAMILIES}
+        arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)
+        run(*arguments, "--run", folder / "one")
+        said = [process.communicate(timeout=120)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)], one, folder
+
+
+def equal(one, other):
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_processes_give_the_same_bit_by_bit(split, family):
+    (first, second), _, _ = split
+    assert [name for name in first[family] if not equal(first[family][name], second[family][name])] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_one_process(split, family):
+    """Float32 sums over heads are taken in another order; a token differs where two are as likely but for that."""
+    (first, _), one, _ = split
+    tokens = ("samples", "processed", "beams", "preempted", "generate()", "generate() with beams")
+    assert [name for name in tokens if first[family][name] != one[family][name]] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_are_those_of_one_process_within_rounding(split, family):
+    (first, _), one, _ = split
+    for name in ("log-probabilities", "beam scores", "scores", "values"):
+        np.testing.assert_allclose(first[family][name], one[family][name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_process_holds_half_of_the_kv_and_preempts(split, family):
+    for found in split[0]:
+        assert 2 * found[family]["bytes per token"] == split[1][family]["bytes per token"]
+        assert found[family]["preemptions"] > 0
+
+
+def test_calls_that_differ_are_refused_in_both_and_later_ones_run(split):
+    first, second = (found["refusals"] for found in split[0])
+    for found in (first, second):
+        for name in ("length", "prompts"):
+            assert found[name].startswith("the 2 processes that share the model have different requests; make the same")
+        assert "different states of torch's generator; call torch.manual_seed with one number" in found["seeds"]
+    assert first["after"] == second["after"]
+
+
+def test_weights_that_change_in_one_process_change_in_both(split):
+    first, second = (found["refusals"] for found in split[0])
+    assert first["changed"] == second["changed"]
+    assert first["KV found after a change"] == second["KV found after a change"] == 0
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused_and_nothing_is_patched(split):
+    for found in split[0]:
+        said, patched = found["refusals"]["three"]
+        assert said == "the 3 KV heads of LlamaForCausalLM cannot be dealt out to 2 processes; start as many as divide 3"
+        assert not patched
+
+
+def test_each_process_has_files_of_its_own_kv(split):
+    found, _, folder = split
+    assert [each["files"] for each in found] == [(40, 40)] * 2
+    assert {path.name for path in folder.glob("*.safetensors")} == {f"prefixes-{rank}of2.safetensors" for rank in (0, 1)}
+
+
+def test_a_campaign_is_that_of_one_process_and_one_writes_it(split):
+    folder = split[2]
+    one, two = (RunFolder(folder / name) for name in ("one", "two"))
+    assert one.manifest == two.manifest
+    samples = [{(sample["id"], sample["index"]): sample["tokens"] for sample in of.samples()} for of in (one, two)]
+    assert samples[0] == samples[1] and len(samples[0]) == 9
+    assert len([event for event in two.history() if event["event"] == "began"]) == 1
+    assert len([*two.shards.glob("*.jsonl")]) == 1
