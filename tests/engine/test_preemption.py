@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from prefixkit.agreement import Alone
 from prefixkit.engine.memory import check_fits, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
@@ -297,3 +298,14 @@ def test_rates_come_from_what_was_measured():
         taken[seconds] = engine.report.preempted_swapped, engine.report.preempted_recomputed
     assert taken[1e-12][0] == 0 < taken[1e-12][1]
     assert taken[3600.0][1] == 0 < taken[3600.0][0]
+
+
+def test_kv_is_swapped_where_copies_are_cheaper_in_every_process_of_the_model():
+    class Beside(Alone):
+        def least(self, number):
+            return 0  # the other's clock says that they are not
+
+    engine, _ = make_engine(num_pages=60, page_size=4, policy=MemoryPolicy(headroom=4))
+    engine.store.notes["rate of computing"], engine.store.agreement = Rate(1e15, 3600e15), Beside()
+    engine.run(requests_of(10))
+    assert engine.report.preempted_swapped == 0 < engine.report.preempted_recomputed

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from prefixkit.kv.kv_pool import spec_of_alike
+from prefixkit.agreement import Alone, ProcessesDiffer
+from prefixkit.kv.kv_pool import KVPoolTooLarge, spec_of_alike
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.stores import ModelStores, StoreKind
 
@@ -158,3 +160,52 @@ def test_a_copy_of_a_model_has_none(stores: ModelStores) -> None:
     stores.return_(stores.borrow(KIND, Borrower(), 20))
     for other in (copy.deepcopy(stores), pickle.loads(pickle.dumps(stores))):
         assert len(other) == 0 and len(stores) == 1
+
+
+class Beside(Alone):
+    """One of two processes that share a model: the other has less memory, and says so where it differs."""
+
+    processes = 2
+
+    def __init__(self, least=None, differs=0):
+        self.of_other, self.differs, self.checked = least, differs, []
+
+    def least(self, number):
+        return number if self.of_other is None else min(number, self.of_other)
+
+    def check(self, what, value, remedy=""):
+        self.checked.append(value())
+        if self.differs:
+            self.differs -= 1
+            raise ProcessesDiffer(what)
+
+
+def test_the_memory_that_is_free_is_the_least_of_all_processes(stores: ModelStores) -> None:
+    stores.agreement = Beside(least=FREE // 4)
+    assert stores.free(SPEC.device) == FREE // 4
+    store = stores.hold(KIND, Borrower(), lambda free: free // 512)
+    assert store.pool.num_pages == FREE // 4 // 512
+    assert store.agreement is stores.agreement
+
+
+def test_a_store_that_another_process_has_no_memory_for_is_made_by_none(stores: ModelStores) -> None:
+    stores.agreement = Beside(least=0)
+    with pytest.raises(KVPoolTooLarge, match="another process of the model has no memory"):
+        stores.make(KIND, 1)
+    assert stores.bytes == 0
+
+
+def test_what_rests_goes_where_another_process_has_lost_it(stores: ModelStores) -> None:
+    borrower, stores.agreement = Borrower(), Beside()
+    store = stores.borrow(KIND, borrower, 20)
+    stores.return_(store)
+    first = weakref.ref(store)
+    del store
+    assert len(stores) == 1, "it rests"
+    stores.agreement.differs = 1
+    second = stores.borrow(KIND, borrower, 20)
+    assert first() is None and second.pool.num_pages == 20
+    assert stores.agreement.checked[-1] == [], "both have none by then"
+    stores.agreement.differs = 2
+    with pytest.raises(ProcessesDiffer):
+        stores.borrow(KIND, borrower, 20)

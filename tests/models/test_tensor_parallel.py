@@ -29,9 +29,7 @@ def split(tmp_path_factory):
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "tests.models.split_over_two", str(folder), str(seed)]
     both = [
-        subprocess.Popen(
-            command, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"
     ]
     try:
@@ -96,14 +94,18 @@ def test_weights_that_change_in_one_process_change_in_both(split):
 def test_heads_that_cannot_be_dealt_out_are_refused_and_nothing_is_patched(split):
     for found in split[0]:
         said, patched = found["refusals"]["three"]
-        assert said == "the 3 KV heads of LlamaForCausalLM cannot be dealt out to 2 processes; start as many as divide 3"
+        assert (
+            said == "the 3 KV heads of LlamaForCausalLM cannot be dealt out to 2 processes; start as many as divide 3"
+        )
         assert not patched
 
 
 def test_each_process_has_files_of_its_own_kv(split):
     found, _, folder = split
     assert [each["files"] for each in found] == [(40, 40)] * 2
-    assert {path.name for path in folder.glob("*.safetensors")} == {f"prefixes-{rank}of2.safetensors" for rank in (0, 1)}
+    assert {path.name for path in folder.glob("*.safetensors")} == {
+        f"prefixes-{rank}of2.safetensors" for rank in (0, 1)
+    }
 
 
 def test_a_campaign_is_that_of_one_process_and_one_writes_it(split):
