@@ -1,44 +1,57 @@
-"""A campaign on many machines: Ray Data runs a part of it on each GPU, and one folder holds the samples.
+"""A campaign on many machines: Ray actors, each with a model of its own, sample parts of it into one folder.
 
-The run folder lies on a file system that all machines see.  A part that fails, with its machine, is run again and
-samples what is missing.  Arguments are those of ``prefixkit sample``::
+The run folder lies on a file system that all machines see.  A part whose process is lost, with its machine, is sampled
+on by the actor that Ray starts in its place: what the folder has is not sampled again.  Arguments behind ``--`` are
+those of ``prefixkit sample``::
 
-    python examples/ray_campaign.py --parts 16 -- --model FOLDER --task humaneval -n 1000 --run /shared/runs/a
+    python examples/ray_campaign.py --replicas 16 -- --model FOLDER --task humaneval -n 1000 --run /shared/runs/a
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 
-def sample_part(row: dict[str, Any]) -> dict[str, Any]:
-    """Sample one part where Ray has put this process; the process sees the GPUs that Ray gave it."""
-    part = f"{row['index']}/{row['of']}"
-    command = [sys.executable, "-m", "prefixkit", "sample", *row["arguments"], "--shard", part, "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"part {part} ended with status {done.returncode}: {done.stderr[-2000:]}")
-    return {"part": part}
+class Replica:
+    """A process that Ray has put somewhere; it sees the GPUs that Ray gave it."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.arguments = arguments
+
+    def sample(self, part: str) -> str:
+        """Sample what the run folder lacks of a part, written ``I/N``."""
+        from prefixkit.__main__ import main as prefixkit
+
+        print(f"samples part {part}", flush=True)
+        sys.argv = ["prefixkit", "sample", *self.arguments, "--shard", part, "--quiet"]
+        try:
+            prefixkit()
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"part {part} ended with status {end.code}") from None
+        return part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=int, required=True, help="parts of the campaign, one or more for each GPU")
-    parser.add_argument("--gpus", type=float, default=1, help="GPUs of a part; 0 for the CPU")
+    parser.add_argument("--replicas", type=int, required=True, help="processes with a model, one for each GPU")
+    parser.add_argument("--parts", type=int, help="parts of the campaign; as many as replicas by default")
+    parser.add_argument("--gpus", type=float, default=1, help="GPUs of a replica; 0 for the CPU")
     parser.add_argument("sample", nargs=argparse.REMAINDER, help="-- and the arguments of prefixkit sample")
     given = parser.parse_args(arguments)
     import ray
+    from ray.util import ActorPool
 
-    own = [one for one in given.sample if one != "--"]
-    rows = [{"index": index, "of": given.parts, "arguments": own} for index in range(given.parts)]
-    ray.data.DataContext.get_current().max_errored_blocks = 0
-    parts = ray.data.from_items(rows, override_num_blocks=given.parts).map(sample_part, num_gpus=given.gpus)
-    for row in parts.iter_rows():
-        print(f"part {row['part']} is done")
+    own, count = [one for one in given.sample if one != "--"], given.parts or given.replicas
+    ray.init()
+    # A replica that is lost is started again, and what it was at is tried again.
+    actor = ray.remote(num_gpus=given.gpus, max_restarts=-1, max_task_retries=-1)(Replica)
+    replicas = ActorPool([actor.remote(own) for _ in range(given.replicas)])
+    parts = [f"{index}/{count}" for index in range(count)]
+    for part in replicas.map_unordered(lambda replica, part: replica.sample.remote(part), parts):
+        print(f"part {part} is done", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import importlib
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,12 +48,30 @@ def test_every_example_is_run_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"models", "ray_campaign", *SAYS}
 
 
-def test_parts_of_a_campaign_on_ray(folders, prompts, tmp_path, monkeypatch):
-    pytest.importorskip("ray", reason="Ray is not installed")
+@pytest.mark.slow
+def test_a_campaign_on_two_ray_actors_one_of_which_is_killed(folders, prompts, tmp_path, monkeypatch):
+    """Ray starts another in its place, which samples what the first has not."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES.parent), os.environ.get("PYTHONPATH", ""))))
-    own = ["--model", str(folders["plain"]), "--input", str(prompts), "-n", "20", "--max-new-tokens", "2"]
-    arguments = ["--parts", "2", "--gpus", "0", "--", *own, "--run", str(tmp_path / "run")]
-    command = [sys.executable, str(EXAMPLES / "ray_campaign.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "part 1/2 is done" in done.stdout, done.stderr
-    assert len(list(RunFolder(tmp_path / "run").samples())) == 60
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    own = ["--model", str(folders["plain"]), "--input", str(prompts), "-n", "24", "--max-new-tokens", "24"]
+    own += ["--in-flight", "2", "--run", str(tmp_path / "run")]
+    command = [sys.executable, str(EXAMPLES / "ray_campaign.py"), "--replicas", "2", "--gpus", "0", "--", *own]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        said, begun, shard = [], None, tmp_path / "run/samples/0of2-00000.jsonl"
+        for line in driver.stdout:
+            said.append(line)
+            if begun is None and (begun := re.search(r"pid=(\d+).*samples part 0/2", line)):
+                wait_until(lambda: shard.exists() and shard.stat().st_size, driver)
+                os.kill(int(begun[1]), signal.SIGKILL)
+    assert driver.returncode == 0, "".join(said)
+    assert {line for line in said if line.startswith("part")} == {"part 0/2 is done\n", "part 1/2 is done\n"}
+    folder = RunFolder(tmp_path / "run")
+    samples = [(sample["id"], sample["index"]) for sample in folder.samples()]
+    assert len(samples) == len({*samples}) == 3 * 24
+    assert [event["part"] for event in folder.history() if event["event"] == "began"].count("0of2") == 2
+
+
+def wait_until(true, process):
+    while not true() and process.poll() is None:
+        time.sleep(0.02)

@@ -10,7 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "prefixkit"
-LEAVES = {"paths", "checking", "extras", "threads", "torch_private"}  # modules that import nothing of prefixkit
+LEAVES = {
+    "agreement",
+    "paths",
+    "checking",
+    "extras",
+    "threads",
+    "torch_private",
+}  # modules that import nothing of prefixkit
 
 # What each package may import of prefixkit, besides itself and the leaves.
 MAY_IMPORT = {
