@@ -37,12 +37,17 @@ def agreement_of(model: PreTrainedModel) -> Agreement:
     if tp_size(model) == 1:
         return ALONE
     if (known := _known.get(model)) is None:
-        mesh: Any = model._device_mesh
-        group = (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+        group = process_group(model)
         ranks = torch.distributed.get_process_group_ranks(group)
         host = torch.distributed.new_group(ranks, _LONGEST_WAIT, "gloo", use_local_synchronization=True)
         known = _known[model] = Together(group, host)
     return known
+
+
+def process_group(model: nn.Module) -> Any:
+    """The processes that a model is split over, as torch's collectives take them."""
+    mesh: Any = model._device_mesh
+    return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Container, Sequence
 from hashlib import sha256
 from itertools import chain
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models.attention_class import cache_among, original_class, shallow_copy, subclass
+from prefixkit.models.compile.local_parts import LocalParts, copy_of_module
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.rotary import with_rotary_append
@@ -123,7 +125,8 @@ class CompiledLayers:
         self._rows, self._experts = 0, experts
         self._key: _Key = (0, False, False, self._spec, ())
         try:
-            layers = decoder_layers(model)
+            parts = LocalParts(pretrained_model(model))
+            layers = decoder_layers(model, parts)
             if any(own.kind.plain or own.kind.reads is not None for own in cache.layer_pages):
                 raise NotCompilable("layers attend over latents, selected tokens, or what another layer caches")
         except NotCompilable as error:
@@ -135,7 +138,7 @@ class CompiledLayers:
         self.made = made_of(layers[0][0], compiler)
         for index, (layer, child) in enumerate(layers):
             traced = TracedLayer(cache.layer_pages[index], self._step)
-            self._copies[layer] = _LayerCopy(layer, child, traced)
+            self._copies[layer] = _LayerCopy(layer, child, traced, parts)
             layer.__class__ = classes[index]
         cache.compiled = self
 
@@ -257,24 +260,25 @@ def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 class _LayerCopy:
     """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
 
-    def __init__(self, layer: nn.Module, child: str, traced: TracedLayer) -> None:
+    def __init__(self, layer: nn.Module, child: str, traced: TracedLayer, parts: LocalParts) -> None:
         self.layer, self.child, self.traced, self.index = layer, child, traced, traced.own.index
-        self._parts: tuple[object, ...] = ()
+        self._local, self._parts = parts, tuple[object, ...]()
+        self._weights: list[Tensor | None] = []  # of this process, where others share the model
         self._current = layer
 
     def current(self) -> nn.Module:
-        """The copy, made anew if parts of the layer were exchanged, or numbers of it or of its attention."""
+        """The copy, made anew if parts or split weights of the layer were exchanged, or its own numbers."""
         layer = self.layer
         attention = layer._modules[self.child]
         assert attention is not None
         parts = (*layer._modules.values(), *plain_numbers(layer), *plain_numbers(attention))
-        if parts != self._parts:
+        weights = self._local.weights_of(layer)
+        if parts != self._parts or not all(map(is_, weights, self._weights)):
             inner = shallow_copy(attention, original_class(attention), self.traced)
             inner.__dict__["layer_idx"] = 0  # or each layer would be compiled for its number
-            made: nn.Module = object.__new__(original_class(layer))
-            made.__dict__.update(layer.__dict__)
-            made.__dict__["_modules"] = {**layer._modules, self.child: inner}
-            self._current, self._parts = made, parts
+            made = copy_of_module(layer, original_class(layer), _modules={**layer._modules, self.child: inner})
+            self._current, self._parts = self._local.in_place_of(made), parts
+            self._weights = self._local.weights_of(layer)
         return self._current
 
     def check(self, cache: StepCache, kwargs: dict[str, Any]) -> None:
@@ -305,8 +309,8 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     )  # copies are of the original class: they belong to no cache
 
 
-def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The layer around each attention module, in their order, and the attention module's name in it."""
+def decoder_layers(model: nn.Module, parts: LocalParts) -> list[tuple[nn.Module, str]]:
+    """The layer around each attention module, in order, and that module's name in it; ``parts`` has stand-ins."""
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
     for name in attention_layers(model):
@@ -317,7 +321,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
         if own_code(original_class(layer._modules[child])) is not None:  # type: ignore[arg-type]
             raise NotCompilable(f"the attention of {above} has code of its own")
         for module in layer.modules():
-            if "forward" in module.__dict__:
+            if "forward" in module.__dict__ and module not in parts:
                 raise NotCompilable(
                     f"a {type(module).__name__} of {above} has a forward of its own, {module.forward!r}"
                 )

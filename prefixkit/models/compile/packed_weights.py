@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.weights.borrowed import borrowed
+from prefixkit.models.weights.borrowed import borrowed, parts_of
 from prefixkit.threads import EventCount
 from prefixkit.torch_private import tensors_over
 
@@ -86,7 +86,7 @@ def unpack(weights: Iterable[Tensor]) -> None:
         weights: Any tensors; those that are not packed stay as they are.
     """
     packs: dict[int, list[Tensor]] = defaultdict(list)
-    for weight in weights:
+    for weight in [part for given in weights for part in parts_of(given)]:
         # Weights of other types or layouts were never packed, and may have no storage.
         strided = type(weight) is nn.Parameter and weight.layout == torch.strided
         if strided and (number := getattr(weight.untyped_storage(), _PACK, 0)):

@@ -1,0 +1,100 @@
+"""What compiled layers run in place of modules that tensor parallelism splits: products of this process's part alone.
+
+transformers gives such a module a ``forward`` of its own, which lends it local tensors for the length of a call, and
+the compiler does not follow that.  A stand-in holds the local weights as parameters, so that q, k and v can be packed
+(``packing.py``); the split weight keeps them as its local part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prefixkit.models.tensor_parallel import process_group, tp_size
+
+# Styles of a plan: a process computes some of the outputs, or part of every sum; or what it computes is whole.
+_PART_OF_OUTPUTS, _PART_OF_SUMS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer of which each process has some columns of the weight: their products are summed."""
+
+    group: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = F.linear(input, self.weight)
+        torch.distributed.all_reduce(out, group=self.group)
+        return out if self.bias is None else out + self.bias
+
+
+class LocalParts:
+    """The modules of a model that stand-ins are made for; none where no other process shares it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._styles: dict[nn.Module, str] = {}
+        if tp_size(model) == 1:
+            return
+        self._group = process_group(model)
+        plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+        for name, module in model.named_modules():
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+            if style == _WHOLE or (style in (_PART_OF_OUTPUTS, _PART_OF_SUMS) and type(module) is nn.Linear):
+                self._styles[module] = style
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._styles
+
+    def weights_of(self, module: nn.Module) -> list[Tensor | None]:
+        """What stand-ins for a module, or for parts of it, would hold."""
+        parts = [part for part in module.modules() if part in self] if self._styles else []
+        return [None if one is None else _local(one) for part in parts for one in part._parameters.values()]
+
+    def in_place_of(self, module: nn.Module) -> nn.Module:
+        """A module, or a shallow copy of it in which stand-ins are in the place of modules that are split."""
+        if not self._styles:
+            return module
+        if (style := self._styles.get(module)) is not None:
+            held = {name: None if one is None else _parameter(one) for name, one in module._parameters.items()}
+            if style == _PART_OF_SUMS:
+                return copy_of_module(module, SummedLinear, _parameters=held, group=self._group)
+            return copy_of_module(module, type(module), _parameters=held)
+        inner = {name: part and self.in_place_of(part) for name, part in module._modules.items()}
+        if all(part is module._modules[name] for name, part in inner.items()):
+            return module
+        return copy_of_module(module, type(module), _modules=inner)
+
+
+def copy_of_module(module: nn.Module, cls: type[nn.Module], **changes: Any) -> nn.Module:
+    """A shallow copy of a module, of another class and with other attributes, without a ``forward`` of its own."""
+    copy: nn.Module = object.__new__(cls)
+    copy.__dict__.update({name: value for name, value in module.__dict__.items() if name != "forward"})
+    copy.__dict__.update(changes)
+    return copy
+
+
+def _local(weight: Tensor) -> Tensor:
+    name = _name_of_local(weight)
+    part: Tensor = weight if name is None else getattr(weight, name)
+    return part
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    """The local part of a weight as a parameter, which the weight holds from now on."""
+    name, part = _name_of_local(weight), _local(weight)
+    if type(part) is nn.Parameter:
+        return part
+    made = nn.Parameter(part, requires_grad=False)
+    if name is not None:
+        setattr(weight, name, made)
+    return made
+
+
+def _name_of_local(weight: Tensor) -> str | None:
+    """The attribute of a DTensor that has its local part; None for other weights."""
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    return None if flatten is None else str(flatten()[0][0])
