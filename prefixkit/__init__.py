@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefixkit import variants as variants
+    from prefixkit.agreement import ProcessesDiffer as ProcessesDiffer
     from prefixkit.api import beam_search as beam_search
     from prefixkit.api import generate as generate
     from prefixkit.api import score as score
@@ -66,6 +67,7 @@ __version__ = "0.2.0"
 # Where public names live.  They load on first use, so that `prefixkit.tree` alone needs no torch, and the command line
 # answers before transformers is imported.
 _NAMES = {
+    "prefixkit.agreement": ("ProcessesDiffer",),
     "prefixkit.api": ("beam_search", "generate", "score"),
     "prefixkit.attention.variants": ("CAUSAL", "Variant", "compose", "variant"),
     "prefixkit.engine.policy": ("MemoryPolicy",),

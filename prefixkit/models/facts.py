@@ -264,7 +264,8 @@ def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
     if len(found := dict.fromkeys(f"{layer.dtype} on {layer.device}" for layer in layers)) > 1:
         raise UnsupportedModel(
             f"the layers of {name} cache {', '.join(found)}, and a pool holds one dtype on one device; convert the "
-            "model, with model.float() for instance, or load it on one device"
+            "model, with model.float() for instance, load it on one device, or split it over processes: "
+            'distributed_config=DistributedConfig(tp_plan="auto") under torchrun'
         )
     caches = [bool(layer.cached) for layer in layers]
     if True in caches[sum(caches) :]:
