@@ -20,7 +20,7 @@ TABLES = {
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
     ("models/facts.py", "_rotations"): "weak, likewise",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
-    ("models/tensor_parallel.py", "_known"): "weak: how the processes of a model agree is not copied or pickled with it",
+    ("models/tensor_parallel.py", "_known"): "weak: how a model's processes agree is not copied with it",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
     ("models/compile/made.py", "_made"): "weak, likewise",
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
