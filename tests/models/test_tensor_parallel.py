@@ -10,10 +10,13 @@ import sys
 
 import numpy as np
 import pytest
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import prefixkit
 from prefixkit.evaluation.campaign.folder import RunFolder
+from prefixkit.models.attention_class import is_patched
 from prefixkit.testing.command_line import run
+from prefixkit.testing.tiny import tiny_llama
 from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, results, save_models
 
 
@@ -118,3 +121,22 @@ def test_a_campaign_is_that_of_one_process_and_one_writes_it(split):
     assert samples[0] == samples[1] and len(samples[0]) == 9
     assert len([event for event in two.history() if event["event"] == "began"]) == 1
     assert len([*two.shards.glob("*.jsonl")]) == 1
+
+
+@pytest.mark.parametrize(("size", "said"), [("pp_size", "pipeline parallelism"), ("ep_size", "expert parallelism")])
+def test_other_splits_are_refused_by_name(size, said):
+    model = tiny_llama()
+    model.config.distributed_config = DistributedConfig(**{size: 2, "tp_size": 2})
+    with pytest.raises(prefixkit.UnsupportedModel, match=rf"LlamaForCausalLM is split by {said} \({size}=2\)"):
+        prefixkit.patch(model)
+    assert not is_patched(model)
+
+
+def test_a_session_over_a_model_that_fsdp2_shards_is_refused():
+    model = prefixkit.patch(tiny_llama())
+    made_by = {"__module__": "torch.distributed.fsdp._fully_shard"}
+    model.__class__ = type("FSDPLlama", (type(model),), made_by)
+    with pytest.raises(prefixkit.UnsupportedModel, match="FSDP2 shards FSDPLlama over processes"):
+        prefixkit.Session(model)
+    with pytest.raises(prefixkit.UnsupportedModel, match="FSDP2 shards"):
+        prefixkit.generate(model, None, [[5, 6]], max_new_tokens=1)
