@@ -91,8 +91,7 @@ def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [
         module
         for module in modules
-        if all(hasattr(module, name) for name in _DECORATED)
-        and all(type(weight) is nn.Parameter and weight.ndim == 3 for weight in _matrices(module))
+        if all(hasattr(module, name) for name in _DECORATED) and all(_is_matrix(weight) for weight in _matrices(module))
     ]
 
 
@@ -118,6 +117,12 @@ def _matrices(module: Any) -> tuple[Any, Any]:
     """The first product's weights and the second's."""
     first = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
     return first, getattr(module, "down_proj", None)
+
+
+def _is_matrix(weight: object) -> bool:
+    """Whether it is a parameter of one matrix for each expert, or what a process holds a part of."""
+    split = type(weight).__module__.startswith("torch.distributed.")
+    return isinstance(weight, nn.Parameter) and (split or type(weight) is nn.Parameter) and weight.ndim == 3
 
 
 def _fits(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:

@@ -143,9 +143,7 @@ def _check_layer(name: str, module: nn.Module) -> None:
     if isinstance(forward, functools.partial) and "_hf_hook" in module.__dict__:
         forward = module.__dict__.get("_old_forward")  # accelerate's wrapper, which calls this one
     if forward is not None and not is_own_forward(module, forward):
-        remedy = "remove that wrapper, or patch first and wrap afterwards"
-        if str(getattr(forward, "__module__", "")).startswith("transformers."):  # as for sinks that are split
-            remedy = "tensor parallelism has given it that for weights that it holds itself: load the model without"
         raise UnsupportedModel(
-            f"{name} ({kind}) has a forward of its own, {forward!r}, behind which a patch is not seen; {remedy}"
+            f"{name} ({kind}) has a forward of its own, {forward!r}, behind which a patch is not seen; remove that "
+            "wrapper, or patch first and wrap afterwards"
         )

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from prefixkit import Session
 from prefixkit.backends.cuda import probe
@@ -62,6 +63,23 @@ def test_steps_run_experts_by_the_op_and_plain_forwards_do_not(family, by_ops, t
     assert products_of(run.run) == 2 * len(expert_modules(model.modules())) == 4
     assert products_of(lambda: dense_logits(run.model, tokens)) == 0
     assert torch.equal(dense_logits(run.model, tokens), dense_logits(model, tokens))
+
+
+def test_experts_and_attention_that_tensor_parallelism_wraps_are_patched_below_that(by_ops, tiny, drive, rng):
+    """transformers gives a module that holds parameters itself, as experts and sinks, a forward of its own."""
+    model = tiny("qwen3_moe")
+    want = dict(model.named_modules())
+    layers = [part for layer in model.model.layers for part in (layer.mlp.experts, layer.self_attn)]
+    for module in layers:
+        TensorParallelLayer().install_forward(module, None)
+    forwards, plain = [module.forward for module in layers], model(torch.arange(9)[None]).logits
+    run = drive(model, copied=False)
+    run.tree.insert(range(9))
+    assert products_of(run.run) == 4
+    torch.testing.assert_close(run.logits_of([*range(9)]), plain[0], rtol=1e-4, atol=1e-4)
+    unpatch(model)
+    assert [module.forward for module in layers] == forwards and dict(model.named_modules()) == want
+    assert torch.equal(model(torch.arange(9)[None]).logits, plain)
 
 
 def test_on_a_cpu_experts_stay_as_they_are(tiny, drive, rng):
