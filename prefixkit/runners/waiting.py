@@ -43,8 +43,18 @@ def waits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if devices <= {"cpu"}:
         return False
     if func in _INDEXED:  # by a mask, whose tokens have to be counted first, or by numbers
-        return any(one.dtype in (torch.bool, torch.uint8) for one in _tensors(args[1]))
+        indices = [*_tensors(args[1])]
+        masked = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+        return masked and not (len(indices) == 1 and _fills(args))
     return any(tag in _SEEN for tag in getattr(func, "tags", ()))
+
+
+def _fills(args: tuple[Any, ...]) -> bool:
+    """Whether one number is written where a mask says so, which torch does without counting: ``x[mask] = 0.0``, as in
+    the embedding of a vocabulary that is split over processes.
+    """
+    value, adds = args[2] if len(args) > 2 else None, args[3] if len(args) > 3 else False
+    return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not adds
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
