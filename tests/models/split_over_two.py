@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import prefixkit
+from prefixkit import SamplingParams
 from prefixkit.agreement import ProcessesDiffer
 from prefixkit.models.attention_class import is_patched
 from prefixkit.models.tensor_parallel import agreement_of
@@ -67,8 +70,9 @@ def results(family, model, seed, rank=0):
     made = {}
     with prefixkit.Session(model, kv_budget="1MiB") as session:
         made["bytes per token"] = session.store.pool.spec.bytes_per_token
-        sampled = session.generate(prompts, n=3, max_new_tokens=8, seed=seed, top_p=0.9, logprobs="sampled")
-        made["samples"] = [sample.tokens for sample in sampled]
+        params = made["params"] = SamplingParams(n=3, max_new_tokens=8, seed=seed, top_p=0.9, logprobs="sampled")
+        sampled = session.generate(prompts, params)
+        made["samples"] = [(prompts[sample.prompt_index], sample.index, sample.tokens) for sample in sampled]
         made["log-probabilities"] = np.concatenate([sample.logprobs for sample in sampled])
         scores = session.score(prompts, continuations)
         made["scores"] = np.concatenate([score.logprobs for each in scores for score in each])
@@ -82,8 +86,8 @@ def results(family, model, seed, rank=0):
         made["values"] = torch.stack(session.values(prompts, lambda hidden: hidden[:, :8])).numpy()
     few = PAGES * 16 * made["bytes per token"]
     with prefixkit.Session(model, kv_budget=few, memory=prefixkit.MemoryPolicy(headroom=4)) as session:
-        result = session.generate(prompts, n=6, max_new_tokens=24, seed=seed, stop_token_ids=[])
-        made["preempted"] = [sample.tokens for sample in result]
+        result = session.generate(prompts, replace(params, n=6, max_new_tokens=24, stop_token_ids=()))
+        made["preempted"] = [(prompts[sample.prompt_index], sample.index, sample.tokens) for sample in result]
         made["preemptions"] = result.report.preempted_swapped + result.report.preempted_recomputed
     batch = torch.tensor([prompts[2]])
     torch.manual_seed(seed)
@@ -137,10 +141,11 @@ def files(folder, model):
 
 
 def main(folder, seed):
-    rank, found = None, {}
+    rank, found = int(os.environ["RANK"]), {}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     for family in FAMILIES:
         model = prefixkit.patch(load(folder / family, split=True))
-        rank = agreement_of(model).rank
+        assert agreement_of(model).rank == rank
         found[family] = results(family, model, seed, rank)
     loaded, report = files(folder, model)
     found["files"] = loaded, report.prompt_tokens_found

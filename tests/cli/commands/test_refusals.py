@@ -55,6 +55,8 @@ OPTIONS = {
     "--devices cpu --run R --shard 0/2": "--shard divides the samples already",
     "--devices cpu --run R --device cpu": "--device cpu names another; give one of the two",
     "--devices cpu --run R --input -": "processes cannot share standard input",
+    "--devices cpu,cpu --run R --tensor-parallel": "--tensor-parallel has processes of its own; give one of the two",
+    "--tensor-parallel": "--tensor-parallel splits the model over processes, and there is one; run torchrun",
     "--in-flight 0": "--in-flight must be at least 1",
     "--first-index -1": "--first-index must be at least 0",
     "--first-index 4 -n 4": "--first-index 4 leaves no sample of -n 4",
