@@ -218,7 +218,7 @@ class GraphRunner:
         if batch.steps < self.fewest_steps and (self._bucket_for(rows), output, self._variant) not in self._graphs:
             return False
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
-        self._masked = masked_steps(output, sampling)
+        self._masked = masked_steps(output, sampling, self.eager.agreement)
         try:
             with self._on_device():
                 if self._weights.stale(self.eager.agreement):
@@ -274,10 +274,11 @@ class GraphRunner:
             captured.graph.replay()
             if self._steps == 1:
                 arrays.continue_states()
-            if self._sampling is None and captured.logits is not None:
+            if self._sampling is None:
+                assert captured.logits is not None, "nothing is sampled"
                 return self.eager.agreement.broadcast(captured.logits[: self._rows])
             if captured.logits is not None and self._masked is not None:
-                self._unread.append(self._masked.sample(arrays, captured.logits[: self._rows], self._output.drawn, self.eager.agreement))
+                self._unread.append(self._masked.sample(arrays, captured.logits[: self._rows], self._output.drawn))
                 self.eager.grammar_waits += 1
                 return
             if captured.logits is not None:

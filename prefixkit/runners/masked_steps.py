@@ -20,17 +20,17 @@ class MaskedSteps:
     waits only where masks take longer than that part.
     """
 
-    def __init__(self, masks: TokenMasks) -> None:
-        self._masks = masks
+    def __init__(self, masks: TokenMasks, agreement: Agreement) -> None:
+        self._masks, self._agreement = masks, agreement
         self._last: tuple[Ring, int, int] | None = None  # where the tokens are that the masks have not seen
 
-    def sample(self, arrays: GraphArrays, logits: Tensor, drawn: bool, agreement: Agreement) -> tuple[int, int]:
+    def sample(self, arrays: GraphArrays, logits: Tensor, drawn: bool) -> tuple[int, int]:
         """Sample from what a replay under way writes, on the current stream; returns the ring's index, and rows."""
         self._accept()
         (allowed,) = upload([self._masks.fill(logits.shape[1])], logits.device)
         arrays.sampler.sample(logits, drawn, allowed)
         sampled = arrays.sampler.sampled(len(logits), drawn)
-        agreement.broadcast(*[one for one in sampled if one is not None])
+        self._agreement.broadcast(*[one for one in sampled if one is not None])
         arrays.ring.copy(*sampled)
         index = arrays.ring.record(first=False)
         self._last = arrays.ring, index, len(logits)
@@ -48,8 +48,8 @@ class MaskedSteps:
             self._last = None
 
 
-def masked_steps(output: GraphOutput, sampling: Sampling | None) -> MaskedSteps | None:
+def masked_steps(output: GraphOutput, sampling: Sampling | None, agreement: Agreement) -> MaskedSteps | None:
     """Those of a batch; None where there are no grammars, or all is sampled from logits on the host."""
     if sampling is None or sampling.masks is None or output.uploads_batch:
         return None
-    return MaskedSteps(sampling.masks)
+    return MaskedSteps(sampling.masks, agreement)
