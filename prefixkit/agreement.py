@@ -43,7 +43,8 @@ class Agreement(Protocol):
     def check(self, what: str, value: Callable[[], object], remedy: str = SAME_CALLS) -> None:
         """Raise ProcessesDiffer, in all processes, unless all have an equal value.  The host waits.
 
-        Arrays, tensors and the fields of dataclasses are compared, and functions by their names.
+        Arrays, tensors and the fields of dataclasses are compared, functions by their names, and objects that do not
+        say what they hold by their classes.
         """
 
     def broadcast(self, *tensors: Tensor) -> None:
@@ -157,5 +158,7 @@ def _say(value: object, update: Callable[[bytes], None]) -> None:
         _say([*value.items()], update)
     elif callable(value):
         update(getattr(value, "__qualname__", type(value).__qualname__).encode())
+    elif type(value).__repr__ is object.__repr__:  # which has an address
+        update(type(value).__qualname__.encode())
     else:
         update(f"{value!r};".encode())

@@ -63,6 +63,7 @@ def test_equal_content_has_equal_digests(together, monkeypatch):
         lambda: {"a": torch.arange(3).int()},
         lambda: [[1], 2],
         lambda: [1, [2]],
+        lambda: [range(3), object()],
     ]
     for value in values:
         together.check("things", value)
