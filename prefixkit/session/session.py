@@ -14,6 +14,7 @@ from prefixkit.kv.prefixes.transfer import load_prefixes, save_prefixes
 from prefixkit.kv.prefixes.write import check_place
 from prefixkit.models import ModelFacts, UnsupportedVariant, patched_facts
 from prefixkit.models.weights.model_fingerprint import kv_origin
+from prefixkit.paths import as_path
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_seed
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream
 from prefixkit.session.prompts import Prompt
@@ -335,7 +336,7 @@ class Session(SessionMemory):
 
     def _own(self, path: str | Path) -> Path:
         """The file of this process."""
-        agreement, whole = self._stores.agreement, Path(path)
+        agreement, whole = self._stores.agreement, as_path(path)
         if agreement.processes == 1:
             return whole
         return whole.with_stem(f"{whole.stem}-{agreement.rank}of{agreement.processes}")

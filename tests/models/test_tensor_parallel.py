@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import prefixkit
@@ -26,17 +27,28 @@ from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, results, save_
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
-    """What each of two processes found, what one finds, and the folder."""
-    folder, seed = tmp_path_factory.mktemp("split"), int(np.random.SeedSequence().generate_state(1)[0])
+    """What each of two processes found, what one finds, and the folder: one run, which workers share."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder = shared / "split"
+    with FileLock(shared / "split.lock"):
+        if not (folder / "one.pickle").exists():
+            folder.mkdir()
+            run_both(folder, int(np.random.SeedSequence().generate_state(1)[0]))
+    first, second, one = (pickle.loads((folder / f"{name}.pickle").read_bytes()) for name in (0, 1, "one"))
+    return (first, second), one, folder
+
+
+def run_both(folder, seed):
+    """Run two processes, and meanwhile the same in this one; what they come to is in the folder."""
     print("seed", seed)
     save_models(folder)
-    shared = {**os.environ, "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "tests.models.split_over_two", str(folder), str(seed)]
     said = [folder / f"{rank}.txt" for rank in range(2)]
     with ExitStack() as stack:
         both = []
         for rank, path in enumerate(said):
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
             both.append(subprocess.Popen(command, env=own, stderr=stack.enter_context(path.open("w"))))
             stack.callback(both[rank].kill)
         one = {
@@ -49,7 +61,7 @@ def split(tmp_path_factory):
             assert time.monotonic() < until, "the processes wait for each other"
             time.sleep(0.02)
     assert codes == [0, 0], "\n".join(path.read_text() for path in said)
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)], one, folder
+    (folder / "one.pickle").write_bytes(pickle.dumps(one))
 
 
 def equal(one, other):
