@@ -336,10 +336,8 @@ class Session(SessionMemory):
 
     def _own(self, path: str | Path) -> Path:
         """The file of this process."""
-        agreement, whole = self._stores.agreement, as_path(path)
-        if agreement.processes == 1:
-            return whole
-        return whole.with_stem(f"{whole.stem}-{agreement.rank}of{agreement.processes}")
+        whole, rank, of = as_path(path), self._stores.agreement.rank, self._stores.agreement.processes
+        return whole if of == 1 else whole.with_stem(f"{whole.stem}-{rank}of{of}")
 
 
 def _check_causal(facts: ModelFacts) -> None:
