@@ -26,6 +26,7 @@ NOTES = {
     "needs a GPU": torch.cuda.is_available(),
     "needs xgrammar": find_spec("xgrammar") is not None,
     "not run: needs a download": False,
+    "not run: needs several processes": False,
 }
 TUTORIALS = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "tutorials").glob("*.md"))
 PAGES = [*TUTORIALS, "howto/constrain.md", "howto/resume.md"]
