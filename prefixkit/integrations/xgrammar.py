@@ -2,13 +2,15 @@
 
     session.generate(prompts, grammar=json_schema(schema), n=64)
 
-Two things are wider in xgrammar than they should be: strings of a JSON schema with ``maxLength`` may hold control
-characters, which JSON forbids (``pattern`` has them not), and negated classes such as ``[^0]`` let encoded surrogates
-pass, which are no UTF-8.
+What xgrammar would leave out of a JSON schema is refused.  Three things stay wider in it than they should be: strings
+of a JSON schema with ``minLength`` or ``maxLength`` may hold control characters, which JSON forbids (``pattern`` has
+them not), ``oneOf`` is ``anyOf`` where alternatives may overlap, and negated classes such as ``[^0]`` let encoded
+surrogates pass, which are no UTF-8.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.extras import require
+from prefixkit.integrations.xgrammar_schemas import refuse_left_out
 from prefixkit.sampling.grammar import as_rules, as_schema, shortened
 
 require("xgrammar", "xgrammar")
@@ -108,9 +111,11 @@ def json_schema(schema: Any, *, whitespace: bool = True) -> XGrammar:
         whitespace: Whether there may be whitespace between JSON's tokens; False: there is none.
 
     Raises:
-        TypeError, ValueError: it is no schema.
+        TypeError, ValueError: it is no schema, or one of which xgrammar leaves out something.
     """
-    return XGrammar("json_schema", as_schema(schema), bool(whitespace))
+    text = as_schema(schema)
+    refuse_left_out(json.loads(text))
+    return XGrammar("json_schema", text, bool(whitespace))
 
 
 def regex(pattern: str) -> XGrammar:

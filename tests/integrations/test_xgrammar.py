@@ -222,6 +222,8 @@ def test_what_is_wrong_is_said_before_anything_runs(model, tokenizer, session):
         grammars.json_schema("{")
     with pytest.raises(TypeError, match="must be a dict"):
         grammars.json_schema("[]")
+    with pytest.raises(ValueError, match="xgrammar leaves out 'not' at #"):
+        grammars.json_schema('{"not": {}}')
 
 
 @pytest.mark.parametrize("module", [grammars, other], ids=["xgrammar", "llguidance"])

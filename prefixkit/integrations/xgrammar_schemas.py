@@ -1,0 +1,114 @@
+"""What of a JSON schema xgrammar (0.2.8) leaves out, with a line in its own log or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_NEVER = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
+_NEVER |= {"dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"}
+# The first of these that a schema has is all that is followed of it.
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_LENGTH = {"minLength", "maxLength"}
+_OBJECT = {"required", "minProperties", "maxProperties", "patternProperties", "propertyNames"}
+_ARRAY = {"minItems", "maxItems"}
+_OF_TYPE = {
+    "object": _OBJECT | {"properties", "additionalProperties", "unevaluatedProperties"},
+    "array": _ARRAY | {"items", "prefixItems", "additionalItems", "unevaluatedItems"},
+    "string": _LENGTH | {"pattern"},
+    "number": _RANGE | {"multipleOf"},
+}
+_FOLLOWED = set(_WHOLE).union(*_OF_TYPE.values())
+# Which of a schema's values are schemas, are lists of schemas, and have schemas as their values.
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "additionalItems", "unevaluatedItems")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def refuse_left_out(schema: dict[str, Any]) -> None:
+    """Raise ValueError where xgrammar would leave out what a schema asks for, so that samples might not match it.
+
+    ``oneOf`` is none of this, though xgrammar takes it as ``anyOf`` where alternatives may overlap.
+    """
+    left = [("#", schema)]
+    while left:
+        path, one = left.pop()
+        if (name := next(_left_out(one), None)) is not None:
+            raise ValueError(
+                f"json_schema: xgrammar leaves out {name!r} at {path}, so samples might not match the schema; take it "
+                "out and check samples, or use prefixkit.integrations.llguidance, which refuses what it cannot follow"
+            )
+        left += [(f"{path}/{name}", below) for name, below in _below(one) if isinstance(below, dict)]
+
+
+def _left_out(schema: dict[str, Any]) -> Iterator[str]:
+    """Keywords that are left out of one schema, apart from those in it."""
+    given = {name for name, value in schema.items() if (name, value) != ("uniqueItems", False)}
+    yield from sorted(given & _NEVER)
+    whole = next((name for name in _WHOLE if name in given), None)
+    if whole is not None:
+        values = [schema["const"]] if whole == "const" else schema[whole] if whole == "enum" else []
+        if "type" in given and not (values and all(map(_fits(schema["type"]), values))):
+            yield "type"
+        yield from sorted(given & _FOLLOWED - {whole})
+        if whole == "allOf" and len(schema["allOf"]) > 1:
+            yield whole
+        return
+    types = _types(schema)
+    for kind, names in _OF_TYPE.items():
+        if kind not in types:
+            # Where there is no type, some keywords stand for theirs.
+            inferred = "type" not in given and kind in ("object", "array") and given & (names - _OBJECT - _ARRAY)
+            yield from () if inferred or "type" in given else sorted(given & names)
+    yield from _left_out_of_type(schema, given, types)
+
+
+def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) -> Iterator[str]:
+    """Keywords that are left out beside others of the same type."""
+    if "propertyNames" in given and given & {"properties", "patternProperties"}:
+        yield "propertyNames"
+    names = schema.get("required", [])
+    if isinstance(names, list) and not all(name in schema.get("properties", {}) for name in names):
+        yield "required"
+    if "string" in types:
+        if given & {"pattern", "format"}:
+            yield from sorted(given & _LENGTH)
+        if given >= {"pattern", "format"}:
+            yield "pattern"
+    if "multipleOf" in given and ("float" in types or given & _RANGE):
+        yield "multipleOf"
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """A schema's types; numbers that may be fractions are a "float" too, and all are a "number"."""
+    given = schema.get("type", [])
+    found = set(given if isinstance(given, list) else [given])
+    if "number" in found:
+        found.add("float")
+    return found | {"number"} if "integer" in found else found
+
+
+def _fits(given: Any) -> Callable[[Any], bool]:
+    """Whether a value is of one of the types that a schema gives."""
+    types = given if isinstance(given, list) else [given]
+    return lambda value: _type_of(value) in types or (_type_of(value) == "integer" and "number" in types)
+
+
+def _type_of(value: Any) -> str:
+    """JSON schema's name of a value's type."""
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas in a schema, by their places in it; those of ``propertyNames`` are followed without a type."""
+    yield from ((name, schema[name]) for name in _SCHEMAS if name in schema)
+    for name in _LISTS:
+        if isinstance(own := schema.get(name), list):
+            yield from ((f"{name}/{number}", one) for number, one in enumerate(own))
+    for name in _BY_NAME:
+        if isinstance(own := schema.get(name), dict):
+            yield from ((f"{name}/{key}", one) for key, one in own.items())
