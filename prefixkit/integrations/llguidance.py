@@ -138,7 +138,10 @@ def json_schema(schema: Any, *, whitespace: bool = True) -> LLGrammar:
 
 def regex(pattern: str) -> LLGrammar:
     """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError where it is no text."""
-    return LLGrammar("regex", as_rules("a regular expression", pattern))
+    text = as_rules("a regular expression", pattern)
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # llguidance would leave it out
+        raise ValueError(f"regex ends with a backslash that escapes nothing: {shortened(text)!r}")
+    return LLGrammar("regex", text)
 
 
 def ebnf(rules: str) -> LLGrammar:

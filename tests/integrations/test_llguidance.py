@@ -84,3 +84,7 @@ def test_what_is_malformed_is_said_before_anything_runs(session):
     ):
         with pytest.raises(ValueError, match=re.compile(said, re.DOTALL)):
             session.generate([PROMPT], grammar=bad)
+    for bad in ("\\", "a\\"):  # it would be left out
+        with pytest.raises(ValueError, match="ends with a backslash"):
+            grammars.regex(bad)
+    assert grammars.regex(r"a\\").text == r"a\\"
