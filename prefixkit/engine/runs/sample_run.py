@@ -230,7 +230,7 @@ class SampleRun:
             logprobs=self.logprobs,
             text=self.stop.text(),
             finish_reason=reason,
-            masses=self.masses or None,
+            masses=self.masses if self.params.logprobs == "sampled" else None,
         )
         self.tokens, self.logprobs, self.masses = [], [], []
         del self.stop

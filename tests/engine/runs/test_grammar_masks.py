@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,15 @@ def test_the_text_of_samples_that_run_out_is_streamed_to_its_end():
         no_token = sample.finish_reason == "dead_end"
         assert ((own[-1].token, own[-1].logprob) == (-1, -np.inf)) == no_token
     assert {sample.finish_reason for sample in samples} >= {"stop", "dead_end"}
+
+
+def test_samples_without_a_token_have_masses_where_they_are_asked_for():
+    made, _ = make_engine()
+    params = SamplingParams(grammar=Residues(2, end=0, most=0), stop_token_ids=(), logprobs="sampled")
+    requests = [asked(0, [7, 8], params), asked(1, [7, 8], replace(params, logprobs="model"))]
+    samples = sorted(made.run(requests), key=lambda sample: sample.prompt_index)
+    assert [sample.masses for sample in samples] == [[], None]
+    assert [(sample.tokens, sample.finish_reason) for sample in samples] == [([], "stop")] * 2
 
 
 def bits_of(masks, vocab):
