@@ -127,6 +127,8 @@ def test_what_is_refused(model: Any, head: Any) -> None:
             session.values([[5, 6], [7, 8]], head, at=[[0]])
         with pytest.raises(KVBudgetTooSmall, match="prompt 0 of 300 tokens needs KV for 300 tokens"):
             session.values([5] * 300, head)
+        with pytest.raises(TypeError, match="head must be a function of hidden states, got str 'score'"):
+            session.values([5, 6], "score")
         with pytest.raises(TypeError, match="a head must return a tensor, got list"):
             session.values([5, 6, 7], lambda hidden: [0.5])
         with pytest.raises(ValueError, match="a row for each of the 3 hidden states"):

@@ -121,8 +121,11 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
 
     Raises:
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
-        TypeError, ValueError: the head gave no tensor, or none with a row for each token.
+        TypeError, ValueError: the head is no function, said before anything runs too; or it gave no tensor, or none
+            with a row for each token.
     """
+    if not callable(head):
+        raise TypeError(f"head must be a function of hidden states, got {type(head).__name__} {head!r}")
     budget = run.store.budget()
     run.store.check_spans([(f"prompt {index}", len(text.tokens)) for index, text in enumerate(texts)], run.chunk)
     texts = [text._replace(tokens=run.store.tree.keys_of(text.tokens)) for text in texts]
