@@ -114,11 +114,7 @@ class SamplingParams:
             )
         if self.logprobs not in ("model", "sampled"):
             raise ValueError(f"logprobs must be 'model' or 'sampled', got {self.logprobs!r}")
-        if not isinstance(self.grammar, Grammar | None):
-            raise TypeError(
-                f"grammar must be a grammar, got {type(self.grammar).__name__}; make one: "
-                "prefixkit.integrations.xgrammar.json_schema(schema), or regex(...), or ebnf(...)"
-            )
+        _check_grammar(self.grammar)
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults."""
@@ -168,6 +164,22 @@ class SamplingFields(TypedDict, total=False):
     logits_processors: Callable[[], LogitsProcessor] | None
     logprobs: Logprobs
     grammar: Grammar | None
+
+
+def _check_grammar(given: object) -> None:
+    if not isinstance(given, Grammar | None) or isinstance(given, type):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise TypeError(
+            f"grammar must be a grammar, got {what}; make one: "
+            "prefixkit.integrations.xgrammar.json_schema(schema), or regex(...), or ebnf(...)"
+        )
+    try:
+        hash(given)
+    except TypeError as error:
+        raise TypeError(
+            f"grammar must be hashable, for it is compiled once for each tokenizer, got {type(given).__name__}: "
+            f"{error}; make it a frozen dataclass"
+        ) from error
 
 
 def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ _compiled: WeakKeyDictionary[Any, dict[tuple[int, int], CompiledGrammars]] = Wea
 
 
 class CompiledGrammars:
-    """Those of one tokenizer for a model's vocabulary.
+    """Those of one tokenizer for a model's vocabulary; threads may share it.
 
     Args:
         tokenizer: One of transformers.
@@ -40,18 +41,24 @@ class CompiledGrammars:
         self._end = next((token for token, text in enumerate(self._tokens) if not text), vocab)
         self._compilers: dict[type[Grammar], Any] = {}
         self._matchers: dict[Grammar, Matcher] = {}
+        self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """That of a grammar before the first token: to be forked."""
-        kind, found = type(grammar), self._matchers.pop(grammar, None)
-        if found is None:
-            if kind not in self._compilers:
-                self._compilers[kind] = grammar.compiler(self._tokens, self._end)
-            found = grammar.compile(self._compilers[kind])
-        self._matchers[grammar] = found  # the last one again
-        while len(self._matchers) > MOST_COMPILED:
-            self._matchers.pop(next(iter(self._matchers)))
-        return found
+        with self._lock:
+            found = self._matchers.pop(grammar, None)
+            if found is None:
+                found = self._compile(grammar)
+            self._matchers[grammar] = found  # the last one again
+            while len(self._matchers) > MOST_COMPILED:
+                self._matchers.pop(next(iter(self._matchers)))
+            return found
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        kind = type(grammar)
+        if kind not in self._compilers:
+            self._compilers[kind] = grammar.compiler(self._tokens, self._end)
+        return grammar.compile(self._compilers[kind])
 
 
 def matchers_of(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> list[Matcher | None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from prefixkit.sampling.params import SamplingParams
 from prefixkit.session import grammars
 from prefixkit.session.grammars import CompiledGrammars
 from prefixkit.testing.tiny import ByteTokenizer, byte_tokenizer
@@ -57,3 +60,28 @@ def test_what_was_compiled_goes_with_its_tokenizer():
 def test_tokenizers_whose_bytes_are_not_known_are_refused():
     with pytest.raises(ValueError, match="not known of ByteTokenizer"):
         CompiledGrammars(ByteTokenizer(), 260)
+
+
+def test_threads_that_ask_together_compile_a_grammar_once():
+    compiled, asked = CompiledGrammars(byte_tokenizer(), 260), []
+
+    class Slow(Residues):
+        def compile(self, compiler):
+            asked.append(self)
+            time.sleep(0.05)
+            return super().compile(compiler)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: compiled.matcher(Slow(2)), range(4)))
+    assert len(asked) == 1
+    assert all(one is found[0] for one in found)
+
+
+def test_a_grammar_is_an_object_with_a_hash():
+    class Changing(Residues):
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="grammar must be a grammar, got the class Residues; make one"):
+        SamplingParams(grammar=Residues)
+    with pytest.raises(TypeError, match=r"grammar must be hashable, .*unhashable.*frozen dataclass"):
+        SamplingParams(grammar=Changing(2))
