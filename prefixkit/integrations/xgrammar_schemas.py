@@ -29,6 +29,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 def refuse_left_out(schema: dict[str, Any]) -> None:
     """Raise ValueError where xgrammar would leave out what a schema asks for, so that samples might not match it.
 
+    What is malformed is left for xgrammar to say.
     ``oneOf`` is none of this, though xgrammar takes it as ``anyOf`` where alternatives may overlap.
     """
     left = [("#", schema)]
@@ -52,7 +53,7 @@ def _left_out(schema: dict[str, Any]) -> Iterator[str]:
         if "type" in given and not (values and all(map(_fits(schema["type"]), values))):
             yield "type"
         yield from sorted(given & _FOLLOWED - {whole})
-        if whole == "allOf" and len(schema["allOf"]) > 1:
+        if whole == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
             yield whole
         return
     types = _types(schema)
@@ -68,8 +69,8 @@ def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) 
     """Keywords that are left out beside others of the same type."""
     if "propertyNames" in given and given & {"properties", "patternProperties"}:
         yield "propertyNames"
-    names = schema.get("required", [])
-    if isinstance(names, list) and not all(name in schema.get("properties", {}) for name in names):
+    names, properties = schema.get("required"), schema.get("properties", {})
+    if isinstance(names, list) and isinstance(properties, dict) and any(name not in properties for name in names):
         yield "required"
     if "string" in types:
         if given & {"pattern", "format"}:
@@ -83,7 +84,7 @@ def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) 
 def _types(schema: dict[str, Any]) -> set[str]:
     """A schema's types; numbers that may be fractions are a "float" too, and all are a "number"."""
     given = schema.get("type", [])
-    found = set(given if isinstance(given, list) else [given])
+    found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     if "number" in found:
         found.add("float")
     return found | {"number"} if "integer" in found else found

@@ -86,7 +86,7 @@ def as_schema(schema: Any) -> str:
     try:
         given = json.loads(given) if isinstance(given, str) else given
         text = json.dumps(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a JSON schema must be JSON: {error}") from error
     if not isinstance(given, dict):
         raise TypeError(f"a JSON schema must be a dict or the text of one, got {type(given).__name__} {given!r}")

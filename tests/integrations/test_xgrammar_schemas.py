@@ -40,6 +40,8 @@ TAKEN = [
         "additionalProperties": {"type": "string", "format": "date"},
     },
     {"type": "number", "minimum": 1.5, "exclusiveMaximum": 2},
+    {"items": {"type": [{}], "properties": [1]}, "prefixItems": 5},  # xgrammar says what is wrong
+    {"properties": {"a": {"allOf": None}, "b": {"type": 5, "properties": 5, "required": ["a"]}}},
 ]
 
 
