@@ -37,9 +37,9 @@ _NEUTRAL: dict[str, float | None] = {
     **{"max_time": None, "length_penalty": None},
 }
 
-# What fields of transformers' are here, for those who know these.
+# For those who know transformers' names: the field that stands for each.
 _OF_TRANSFORMERS = {
-    **{"num_return_sequences": "n", "do_sample": "temperature=0 for the likeliest tokens", "max_length": "max_new_tokens"},
+    **{"num_return_sequences": "n", "max_length": "max_new_tokens", "do_sample": "temperature=0 for likeliest tokens"},
     **{"stop_strings": "stop", "eos_token_id": "stop_token_ids", "logits_processor": "logits_processors"},
 }
 
