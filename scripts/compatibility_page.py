@@ -28,9 +28,9 @@ SHOWN = {
 INTRODUCTION = """\
 # Compatibility
 
-What works with each model family, and where that was measured. `scripts/compatibility.py` wrote this page. A model of
-your own tells by `prefixkit.patch(model)`, which raises `UnsupportedModel` with what is in the way, and by the log of
-its first call.
+What works with each model family, and where that was measured. `scripts/compatibility.py` wrote this page. For a
+model of your own, call `prefixkit.patch(model)`: it raises `UnsupportedModel` with what is in the way. The log of the
+model's first call tells the rest.
 
 ## On a CPU
 

@@ -143,10 +143,10 @@ class Report:
         """The run in one line."""
         if self.scored:
             computed = f"{self.tokens_computed:,} tokens computed in {self.seconds:.1f} s"
-            return f"{self.scored:,} continuations of {self.prompts:,} prompts scored, {computed}"
+            return f"{_count(self.scored, 'continuation')} of {_count(self.prompts, 'prompt')} scored, {computed}"
         return (
-            f"{self.samples:,} samples of {self.prompts:,} prompt{'s' * (self.prompts != 1)}, {self.new_tokens:,} new "
-            f"tokens in {self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
+            f"{_count(self.samples, 'sample')} of {_count(self.prompts, 'prompt')}, {self.new_tokens:,} new tokens in "
+            f"{self.seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 
     def __repr__(self) -> str:
@@ -180,3 +180,7 @@ class Report:
 def _row(what: str, ours: float, plain: float, form: str) -> tuple[str, str, str, str]:
     ratio = f"{plain / ours:.1f}x" if ours else "-"
     return what, form.format(ours), form.format(plain), ratio
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"

@@ -37,6 +37,12 @@ _NEUTRAL: dict[str, float | None] = {
     **{"max_time": None, "length_penalty": None},
 }
 
+# For those who know transformers' names: the field that stands for each.
+_OF_TRANSFORMERS = {
+    **{"num_return_sequences": "n", "max_length": "max_new_tokens", "do_sample": "temperature=0 for likeliest tokens"},
+    **{"stop_strings": "stop", "eos_token_id": "stop_token_ids", "logits_processor": "logits_processors"},
+}
+
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
 
 
@@ -276,7 +282,11 @@ def _check_names(kind: type[Any], fields: Iterable[str]) -> None:
     """Raise TypeError where parameters of a kind have no field of one of these names."""
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:
-        raise TypeError(f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}")
+        of_ours = _OF_TRANSFORMERS.get(unknown[0], "")
+        raise TypeError(
+            f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}"
+            + (f"; in place of transformers' {unknown[0]} give {of_ours}" if of_ours.partition("=")[0] in names else "")
+        )
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:

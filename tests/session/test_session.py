@@ -319,6 +319,7 @@ def test_parameters_come_as_one_value_as_fields_or_one_for_each_prompt(session: 
         ({"params": [BeamParams(2)] * 4}, ValueError, r"params must be SamplingParams.*got 4 \(BeamParams\)"),
         ({"n": [1, 2]}, ValueError, "n must be one integer or one per prompt, got 2 for 4 prompts"),
         ({"temprature": 1.0}, TypeError, "no parameter is named 'temprature'; the fields of SamplingParams are n, "),
+        ({"num_return_sequences": 2}, TypeError, "in place of transformers' num_return_sequences give n$"),
         ({"return_samples": False}, ValueError, "return_samples=False drops every sample"),
     ],
 )

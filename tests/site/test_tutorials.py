@@ -49,20 +49,25 @@ def run_page(page: str) -> None:
     for note, language, text in blocks(page):
         if not NOTES.get(note, True):
             continue
-        if language == "python":
+        if " &\n" in text:
+            run_shell(text)
+        elif language == "python":
             exec(compile(text, str(DOCS / page), "exec"), names)
         else:
             for line in text.replace("\\\n", " ").splitlines():
                 run_line(shlex.split(line, comments=True))
 
 
+def run_shell(text: str) -> None:
+    """Commands of which one runs beside the others, to be killed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-e", "-c", text], env=environment, check=True, timeout=120)
+
+
 def run_line(words: list[str]) -> None:
-    """A command: `prefixkit` in this process, for a new one imports torch for seconds; what is killed, in its own."""
-    if words[0] == "timeout":
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(words, env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}, check=False)
-        assert done.returncode in (0, -9, 137)
-    elif words[:2] != ["prefixkit", "evaluate"] or shutil.which("bwrap"):
+    """A command: `prefixkit` in this process, for a new one imports torch for seconds."""
+    if words[:2] != ["prefixkit", "evaluate"] or shutil.which("bwrap"):
         assert words[0] == "prefixkit", words
         run(*words[1:])
 

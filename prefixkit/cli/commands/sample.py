@@ -216,7 +216,8 @@ def sample_into(
             ) from None
     if not settings.quiet:
         total = progress.there + progress.samples
-        show_report(progress.report, progress.report.headline, console)
+        if progress.samples:
+            show_report(progress.report, progress.report.headline, console)
         console.print(
             line(f"{total:,} samples in {folder.path}, {progress.there:,} of them from before"), soft_wrap=True
         )

@@ -75,7 +75,13 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         if made is None and before is None and generation_config.use_cache and generation_mode is not None:
             made = empty_cache(self)  # of a model that makes its own later
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
-        if wanted and plain and made is not None and not isinstance(made, TreeCache):
+        if wanted and not plain and not isinstance(before, TreeCache):
+            given = f"a {type(before).__name__} is given" if before is not None else None
+            asked = given or f"cache_implementation={generation_config.cache_implementation!r} is asked for"
+            log.info("generate() keeps transformers' own cache: %s", asked)
+        elif wanted and not generation_config.use_cache:
+            log.info("generate() keeps transformers' own cache: use_cache=False is asked for")
+        elif wanted and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache and type(made) is not type(empty_cache(self)):
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
             elif _takes_caches(self):

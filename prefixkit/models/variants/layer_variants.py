@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from inspect import signature
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -57,6 +58,19 @@ def refuse_without_tree(module: nn.Module) -> None:
         )
 
 
+def _check_asks_one(function: Callable[..., object]) -> None:
+    """Raise TypeError for what cannot be called with a layer's number alone, as a ``score_mod`` cannot."""
+    try:
+        signature(function).bind(0)
+    except TypeError:
+        raise TypeError(
+            f"variant is a function of {', '.join(signature(function).parameters)}, not of a layer's number; a "
+            "score_mod or mask_mod becomes a variant by prefixkit.variant(score_mod=..., mask_mod=...)"
+        ) from None
+    except ValueError:  # a function of C, which has no signature
+        return
+
+
 def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict[int, Variant]:
     """The variant of each layer that is to have one, by layer number.
 
@@ -74,6 +88,7 @@ def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict
     elif isinstance(given, Mapping):
         found = dict(given)
     elif callable(given):
+        _check_asks_one(given)
         found = {number: given(number) for number in numbers}
     else:
         raise TypeError(

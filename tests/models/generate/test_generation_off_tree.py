@@ -59,12 +59,19 @@ class TestWhatCannotBeOnATree:
         assert "given as embeddings" in said()[0]
 
     @pytest.mark.parametrize("implementation", ["static", "offloaded"])
-    def test_caches_that_were_asked_for(self, implementation, padded):
+    def test_caches_that_were_asked_for(self, implementation, padded, said):
         if implementation == "offloaded" and not torch.cuda.is_available():
             pytest.skip("transformers offloads from GPUs")
         want, got, cache = compared(make_model(), padded, cache_implementation=implementation, do_sample=False)
         assert torch.equal(got, want)
         assert not isinstance(cache, TreeCache)
+        assert f"cache_implementation='{implementation}' is asked for" in said()[0]
+
+    def test_no_cache(self, padded, said):
+        want, got, cache = compared(make_model(), padded, use_cache=False, do_sample=False)
+        assert torch.equal(got, want)
+        assert cache is None
+        assert "use_cache=False is asked for" in said()[0]
 
     def test_a_model_that_drops_at_random(self, padded, said):
         model = make_model(attention_dropout=0.5).train()

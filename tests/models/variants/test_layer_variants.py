@@ -220,6 +220,7 @@ def refused(model, variant, message, error=UnsupportedVariant):
 
 def test_what_is_no_variant_is_refused(tiny):
     refused(tiny(), 3, "variant must be a prefixkit variant, a mapping or a function .* got int 3", TypeError)
+    refused(tiny(), lambda score, b, h, q_idx, kv_idx: score, "function of score, b, .*becomes a variant by", TypeError)
     refused(tiny(), {0: len}, "variant gives layer 0 a builtin_function_or_method .*becomes a variant by", TypeError)
     refused(tiny(), {2: CAP}, "names layer 2, and the model's attention layers are 0 to 1")
     held = object()
