@@ -141,6 +141,13 @@ def test_heads_that_cannot_be_dealt_out_are_refused_and_nothing_is_patched(split
         assert not patched
 
 
+def test_variants_that_look_at_heads_are_refused_and_others_run(split):
+    first, second = (found["refusals"] for found in split[0])
+    says = "split over 2 processes, each of which numbers its own heads from 0, and the variant reads h"
+    assert says in first["heads"] and says in second["heads"]
+    assert first["capped"] == second["capped"] and np.isfinite(first["capped"]).all()
+
+
 def test_each_process_has_files_of_its_own_kv(split):
     found, _, folder = split
     assert [each["files"] for each in found] == [(40, 40)] * 2

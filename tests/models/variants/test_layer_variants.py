@@ -245,13 +245,6 @@ def test_a_step_that_does_not_say_how_far_tokens_see_is_refused(tiny, drive, rng
         run_on_tree(drive, tiny(), texts_of(rng), ahead)
 
 
-def test_a_model_that_is_split_is_refused(tiny):
-    model = tiny()
-    model._tp_size = 2
-    refused(model, ALIBI, "split over 2 processes, each of which numbers its own heads from 0, and the variant reads h")
-    patch(model, variant=CAP)
-
-
 def test_a_call_that_would_leave_the_variant_out_is_refused(tiny):
     model = patch(tiny(), variant={1: CAP})
     ids = torch.arange(3, 12)[None]
