@@ -84,7 +84,7 @@ def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
     sinks: int, window: int, page_size: int, dtype: torch.dtype
 ) -> None:
     errors = Errors()
-    for seed in range(2):
+    for seed in range(2 if dtype == torch.float32 else 1):
         print("seed", seed)
         rng = np.random.default_rng(seed)
         grow(rng, Texts(rng, sinks, window, dtype), page_size, errors)

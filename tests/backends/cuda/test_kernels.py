@@ -81,12 +81,13 @@ def test_sources_differ_by_all_that_the_source_asks_of_the_preprocessor():
 
 
 def instantiations() -> Iterator[tuple[Unit, str]]:
-    """Every kernel for every target; of a source's cases (head sizes, dtypes, ways to keep rows) each for some target.
+    """Every kernel for some target, and some for every target; of a source's cases (head sizes, dtypes, ways to keep
+    rows) each for some target.
 
     ``scripts/compile_all.py`` compiles all of them, and ``scripts/gpu_check.sh`` runs it.
     """
     portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
-    sampling = []
+    sampling, others = [], list[tuple[str, Unit]]()
     for arch in ARCHS:
         for unit in compiled_ahead(arch):
             defines = dict(unit.defines)
@@ -96,7 +97,9 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
                 kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
                 portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
             else:
-                yield unit, arch
+                others.append((arch, unit))
+    for arch, unit in cover(others, 1):
+        yield unit, arch
     # Variants in heads of 128 spill the most.
     for case in cover(portable, 1, always=[case for case in portable if case[1:] == ("128", ("0", True))]):
         yield portable[case], case[0]
