@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
+log = logging.getLogger("prefixkit")
 _SPARE = 8  # slots for states where prompts part
 _RUNNER, _ZEROS, _PADDING = "runner of rows", "ignores zeros", "ignores padding"
 
@@ -197,7 +199,12 @@ class RowSteps:
         self._return()
 
     def _return(self) -> None:
-        if not self.is_current:
+        try:
+            current = self.is_current
+        except RuntimeError as error:  # a cache may be collected while its model is taken apart
+            log.info("a KV store is given back, and its KV dropped: the model's weights cannot be read (%s)", error)
+            current = False
+        if not current:
             self.store.version = None
         self._stores.return_(self.store, self._rests)
 

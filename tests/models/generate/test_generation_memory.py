@@ -69,6 +69,23 @@ def test_a_cache_that_is_collected_within_a_mode_of_torch_is_known_later(model, 
     assert ran[0] == 1
 
 
+class Unreadable(torch.Tensor):
+    def __tensor_flatten__(self):
+        raise RuntimeError("the memory of this weight is gone")
+
+
+def test_a_cache_of_a_model_that_cannot_be_read_gives_its_memory_back(model):
+    held = greedy(model, prompt(1, 2, 3), return_dict_in_generate=True)
+    assert stores_of(model).bytes > 0
+    head, weight = model.lm_head._parameters, model.lm_head.weight
+    head["weight"] = torch.nn.Parameter(weight.detach().as_subclass(Unreadable), requires_grad=False)
+    del held
+    gc.collect()
+    head["weight"] = weight
+    assert stores_of(model).bytes == 0
+    assert torch.equal(greedy(model, prompt(1, 2, 3)), greedy(unpatch(copy.deepcopy(model)), prompt(1, 2, 3)))
+
+
 def test_logits_of_all_tokens_are_computed_again(model, ran):
     greedy(model, prompt(1))
     ran.clear()
