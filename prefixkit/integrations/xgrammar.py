@@ -53,7 +53,7 @@ class XGrammar:
         """See ``Grammar``."""
         given = [*tokens, b""] if end == len(tokens) else list(tokens)
         info = xgrammar.TokenizerInfo(given, xgrammar.VocabType.RAW, vocab_size=len(given), stop_token_ids=[end])
-        # What it has compiled is kept by whoever asked, and not twice.
+        # The session keeps compiled grammars, so that the package need not keep them too.
         threads = min(8, os.cpu_count() or 1)
         return _Compiler(xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False), len(tokens), end)
 

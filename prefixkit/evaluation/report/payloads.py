@@ -90,7 +90,7 @@ def _payload(problem: Problem, beginning: str, most: int, longest: int) -> Paylo
 
 
 def _chosen(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
-    """At most so many, in their order: the first of each outcome, then the second of each, and so on."""
+    """The ``most`` that a page keeps, in their order: the first of each outcome, then the second, and so on."""
     seen: Counter[str] = Counter()
     ranks = []
     for place, one in enumerate(candidates):
