@@ -166,9 +166,14 @@ def check_states(
     second: Tensor,
     second_lse: Tensor,
     second_place: Tensor,
+    dtype: torch.dtype | None,
 ) -> None:
     """Arguments of ``merge_states``."""
     op, rows = "merge_states", first_place.shape[0]
+    if dtype not in (None, first.dtype) and (first.dtype != torch.float32 or dtype not in FLOATS):
+        raise BadDtype(
+            f"{op}: dtype must be that of the states, or any for states of float32; got {dtype} for {first.dtype}"
+        )
     states = ("first", first, first_lse, first_place), ("second", second, second_lse, second_place)
     for name, out, lse, place in states:
         fits = out.ndim == 3 and out.shape[1:] == first.shape[1:] and out.is_contiguous()

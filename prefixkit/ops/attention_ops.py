@@ -41,14 +41,16 @@ def tree_attention(
             ``head_dim`` of k_pages is then that of q less ``rotary``.
 
     Returns:
-        ``out [T, heads, v_dim]`` in q's dtype and ``lse [T, heads]`` float32, natural logarithm.  Rows that see
-        nothing are 0, and -inf or their sink.
+        ``out [T, heads, v_dim]`` in q's dtype, float32 where the variant is a part of one (``Variant.is_part``), and
+        ``lse [T, heads]`` float32, natural logarithm.  Rows that see nothing are 0, and -inf or their sink.
 
     Raises:
         UnknownVariant: no variant is registered under this key.
     """
-    arguments.check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
-    return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
+    of = lookup(variant)
+    arguments.check_attention(q, k_pages, v_pages, q_positions, of, sinks, rotary_pages)
+    dtype = torch.float32 if of.is_part else q.dtype
+    return q.new_empty((*q.shape[:2], v_pages.shape[3]), dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 # A plan's tensors where kernels run it: the work, whose second and third are items, then start, length, page_indptr,

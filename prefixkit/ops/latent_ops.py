@@ -40,16 +40,18 @@ def merge_states(
     second: Tensor,
     second_lse: Tensor,
     second_place: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Merge two partial states of attention, of some rows of a step each, by their log-sum-exps.
 
     Args:
-        first, second: ``[their rows, heads, v_dim]`` in one dtype.
+        first, second: ``[their rows, heads, v_dim]`` in one dtype, float32 or the result's.
         first_lse, second_lse: ``[their rows, heads]`` float32, natural logarithm.
         first_place, second_place: ``[T]`` int32 of each row of the step its row in the state, -1 for none.
+        dtype: Of the result; None: theirs.
 
     Returns:
-        ``[T, heads, v_dim]`` in their dtype; 0 for a row that neither has, or that sees nothing.
+        ``[T, heads, v_dim]``; 0 for a row that neither has, or that sees nothing.
     """
-    arguments.check_states(first, first_lse, first_place, second, second_lse, second_place)
-    return first.new_empty((first_place.shape[0], *first.shape[1:]))
+    arguments.check_states(first, first_lse, first_place, second, second_lse, second_place, dtype)
+    return first.new_empty((first_place.shape[0], *first.shape[1:]), dtype=dtype or first.dtype)

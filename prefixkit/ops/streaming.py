@@ -47,4 +47,4 @@ def streaming_attention(
         ops.tree_attention(part.q, *pages, part.positions, part.plan, scale, part.variant, own)
         for part, own in ((window, logits), (sinks, None))
     )
-    return ops.merge_states(*near, place, *far, place), torch.logaddexp(near[1], far[1])
+    return ops.merge_states(*near, place, *far, place, window.q.dtype), torch.logaddexp(near[1], far[1])

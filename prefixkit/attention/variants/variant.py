@@ -117,6 +117,13 @@ class Variant:
         """
         return self._parts if self.transforms or self.streaming is not None else (self,)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is attention to some of the keys: ops then return float32, and round once that is merged with the
+        attention to the others.
+        """
+        return self.cut != ALL
+
     @cached_property
     def _parts(self) -> tuple[Variant, ...]:
         if self.streaming is None:

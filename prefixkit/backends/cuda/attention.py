@@ -144,7 +144,7 @@ class TreeAttention:
         device = function.device
         stream, capturing = raw_stream(device), stream_captures()
         counter = barriers.address(("graph", _capture_id(stream)) if capturing else stream, capturing)
-        out = q.new_empty((rows, heads, v_dim))
+        out = q.new_empty((rows, heads, v_dim), dtype=prepared.out_dtype)
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
         partials = work[5].shape[0] * heads  # every partial row merges once
         workspace = partials_workspace(partials * (v_dim + 1), q.device)  # freed on return

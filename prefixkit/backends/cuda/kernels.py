@@ -205,9 +205,9 @@ def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel 
     return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 
 
-def merge_unit(half: bool) -> Unit:
-    """The merge of two states in float16 or bfloat16."""
-    defines = (("PREFIXKIT_HALF", str(int(half))),)
+def merge_unit(half: bool, of_float32: bool) -> Unit:
+    """The merge of two states to float16 or bfloat16, of states of float32 or of that dtype."""
+    defines = ("PREFIXKIT_HALF", str(int(half))), ("PREFIXKIT_PART", str(int(of_float32)))
     return Unit("attention/merge_states.cu", (MERGE_STATES,), defines, (layouts.MERGE_STATES.header,))
 
 
@@ -231,6 +231,8 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
         defines += (("PREFIXKIT_LATENT", "1"),)
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
+    if variant.is_part:
+        defines += (("PREFIXKIT_PART", "1"),)
     layout = layouts.ATTENTION[kernel.maps].header
     text = variant_header.header(variant)
     if text is None:
@@ -268,6 +270,6 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied = [attention_unit(kernels[head_dim], head_dim, False, every) for head_dim in (128, 256)]
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
-    merges = map(merge_unit, (False, True))
+    merges = (merge_unit(*of) for of in product((False, True), repeat=2))
     states = CONV_STEP, *map(mamba2_unit, STATE_SIZES)
     return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, *plain, *varied

@@ -22,7 +22,7 @@ _ATTENTION = define(
         "pages: head h of slot s of page p begins at p * page_stride + h * head_stride + s * slot_stride",
     ),
     ("const long long*", "q_positions", "[rows]"),
-    ("unsigned short*", "out", "[rows, heads, D]"),
+    ("void*", "out", "[rows, heads, D]; see Out"),
     ("float*", "lse", "[rows, heads], natural logarithm"),
     ("float*", "partial_out", "[partial rows, heads, D]"),
     ("float*", "partial_lse", "[partial rows, heads]"),
@@ -91,7 +91,7 @@ ATTENTION = {maps: replace(_ATTENTION, fields=maps.value + _ATTENTION.fields) fo
 
 MERGE_STATES = define(
     "MergeStates",
-    ("const unsigned short*", "first second", "[their rows, heads, V]"),
+    ("const void*", "first second", "[their rows, heads, V]; see Part"),
     ("const float*", "first_lse second_lse", "[their rows, heads], natural logarithm"),
     ("const int*", "first_place second_place", "[rows] of each row of out its row in a state, or -1"),
     ("unsigned short*", "out", "[rows, heads, V]"),

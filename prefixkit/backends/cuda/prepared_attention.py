@@ -40,6 +40,7 @@ class Prepared:
 
     function: jit.Function | None
     v_dim: int = 0
+    out_dtype: torch.dtype = torch.float32
     blocks: int = 0
     threads: int = 0
     shared: int = 0
@@ -163,6 +164,7 @@ def _prepared(
     return Prepared(
         ATTENTION_LAYOUT[kernel.maps].check(function),
         v_dim,
+        torch.float32 if variant.is_part else q.dtype,
         blocks,
         kernel.threads,
         shared,

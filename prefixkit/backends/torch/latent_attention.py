@@ -110,10 +110,11 @@ def merge_states(
     second: Tensor,
     second_lse: Tensor,
     second_place: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``merge_states``."""
     parts = []
     for out, lse, place in ((first, first_lse, first_place), (second, second_lse, second_place)):
         there = place >= 0
         parts.append((State(out[place[there].long()].float(), lse[place[there].long()]), there.nonzero()[:, 0]))
-    return merge_rows(parts, len(first_place)).out.to(first.dtype)
+    return merge_rows(parts, len(first_place)).out.to(dtype or first.dtype)

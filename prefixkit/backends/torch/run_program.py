@@ -174,9 +174,9 @@ def _finish(
     sinks: Tensor | None,
     own: Own = NOTHING,
 ) -> tuple[Tensor, Tensor]:
-    """The program's result in q's dtype."""
+    """The program's result in the op's dtype."""
     state = run_reading(program, q, read, scale, variant, sinks, own)
-    return state.out.to(q.dtype), state.lse
+    return state.out if variant.is_part else state.out.to(q.dtype), state.lse
 
 
 def run_reading(

@@ -255,6 +255,13 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
+// Two elements that lie 8 apart.
+DEVICE void store_apart(float* to, float x, float y) { to[0] = x, to[8] = y; }
+DEVICE void store_apart(u16* to, float x, float y) {
+    const u32 both = pack(x, y);
+    to[0] = u16(both), to[8] = u16(both >> 16);
+}
+
 DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew();
 #pragma unroll
@@ -268,17 +275,12 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
             finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + lane / 4;
         if (c.partial >= 0) {
 #pragma unroll
-            for (int k = 0; k < D / 16; ++k) {
-                float* to = a.partial_out + at + 16 * k;
-                to[0] = s.o[k][i] * factor, to[8] = s.o[k][i + 2] * factor;
-            }
+            for (int k = 0; k < D / 16; ++k)
+                store_apart(a.partial_out + at + 16 * k, s.o[k][i] * factor, s.o[k][i + 2] * factor);
         } else {
 #pragma unroll
-            for (int k = 0; k < D / 16; ++k) {
-                const u32 both = pack(s.o[k][i] * factor, s.o[k][i + 2] * factor);
-                u16* to = a.out + at + 16 * k;
-                to[0] = u16(both), to[8] = u16(both >> 16);
-            }
+            for (int k = 0; k < D / 16; ++k)
+                store_apart(outputs(a) + at + 16 * k, s.o[k][i] * factor, s.o[k][i + 2] * factor);
         }
     }
 }

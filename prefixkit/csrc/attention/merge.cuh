@@ -71,8 +71,9 @@ DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, i
     const long long at = (long long)row * a.heads + head;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
-        *(uint2*)(a.out + at * V_DIM + column(j)) =
-            make_uint2(pack(f.sum[j].x * factor, f.sum[j].y * factor), pack(f.sum[j].z * factor, f.sum[j].w * factor));
+        store_four(
+            outputs(a) + at * V_DIM + column(j),
+            make_float4(f.sum[j].x * factor, f.sum[j].y * factor, f.sum[j].z * factor, f.sum[j].w * factor));
     if (writes) a.lse[at] = lse;
 }
 

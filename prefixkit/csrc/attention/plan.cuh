@@ -40,6 +40,18 @@ static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
 // Here tile items and decode items go through the tile path.
 constexpr bool TILES_ONLY = D != V_DIM || APART;
 
+// Outputs have the storage type, or float32 where they are attention to some of the keys: whoever merges them with those
+// to other keys rounds once.
+#ifndef PREFIXKIT_PART
+#define PREFIXKIT_PART 0
+#endif
+#if PREFIXKIT_PART
+using Out = float;
+#else
+using Out = u16;
+#endif
+DEVICE Out* outputs(const Attention& a) { return (Out*)a.out; }
+
 // Brings the parameter into the constant cache, a line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {
     asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot));
@@ -50,9 +62,9 @@ DEVICE void hold_parameters(const Attention& a) {
 DEVICE void clear_padding(const Attention& a, int thread, int threads) {
 #pragma unroll 1
     for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
-        uint2* out = (uint2*)(a.out + (long long)row * a.heads * V_DIM);
+        uint2* out = (uint2*)(outputs(a) + (long long)row * a.heads * V_DIM);
 #pragma unroll 1
-        for (int i = thread; i < a.heads * (V_DIM / 4); i += threads) out[i] = make_uint2(0, 0);
+        for (int i = thread; i < a.heads * (V_DIM / 8) * int(sizeof(Out)); i += threads) out[i] = make_uint2(0, 0);
         for (int i = thread; i < a.heads; i += threads) a.lse[(long long)row * a.heads + i] = MINUS_INFINITY;
     }
 }

@@ -120,6 +120,11 @@ template <class T = Storage> DEVICE u32 pack(float low, float high);
     }
 PACK(Half, "f16")
 PACK(BFloat, "bf16")
+// Neighbours written to memory, as they are or rounded to the storage type.
+DEVICE void store_two(float* to, float x, float y) { *(float2*)to = make_float2(x, y); }
+DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
+DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
+DEVICE void store_four(u16* to, const float4& x) { *(uint2*)to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 // Both floats become what the storage type makes of them.
 DEVICE void round_pair(float& low, float& high) {
     const u32 x = pack(low, high);

@@ -92,24 +92,31 @@ def values(out: Tensor, maps: Maps) -> Tensor:
     return made if maps.value_bias is None else made.add_(maps.value_bias)
 
 
-def merge_states(*tensors: Tensor) -> Tensor:
-    """``merge_states``; float32, or heads of other sizes than multiples of 8, in plain torch."""
-    first, place = tensors[0], tensors[2]
-    if first.dtype == torch.float32 or first.shape[2] % 8 or any(tensor.data_ptr() & 15 for tensor in tensors[::3]):
-        return latent_attention.merge_states(*tensors)
-    rows, (heads, v_dim) = len(place), first.shape[1:]
-    out = first.new_empty((rows, heads, v_dim))
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    addresses = *pointers[::3], *pointers[1::3], *pointers[2::3], out.data_ptr()
-    vectors, function = heads * v_dim // 8, _merge(out.dtype == torch.float16, out.device.index)
-    grid = (max(1, -(-rows * vectors // 256)), 1, 1)
-    launch(function, MERGE_STATES, (*addresses, rows, heads, vectors), grid, 256, 0, describe("merge_states", out))
+def merge_states(
+    first: Tensor,
+    first_lse: Tensor,
+    first_place: Tensor,
+    second: Tensor,
+    second_lse: Tensor,
+    second_place: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``merge_states``; to float32, or of heads of other sizes than multiples of 8, in plain torch."""
+    dtype = dtype or first.dtype
+    if dtype == torch.float32 or first.shape[2] % 8 or (first.data_ptr() | second.data_ptr()) & 15:
+        return latent_attention.merge_states(first, first_lse, first_place, second, second_lse, second_place, dtype)
+    rows, (heads, v_dim) = len(first_place), first.shape[1:]
+    out = first.new_empty((rows, heads, v_dim), dtype=dtype)
+    tensors = first, second, first_lse, second_lse, first_place, second_place, out
+    vectors, function = heads * v_dim // 8, _merge(dtype == torch.float16, first.dtype != dtype, out.device.index)
+    grid, values = (max(1, -(-rows * vectors // 256)), 1, 1), (*map(Tensor.data_ptr, tensors), rows, heads, vectors)
+    launch(function, MERGE_STATES, values, grid, 256, 0, describe("merge_states", out))
     return out
 
 
 @cache
-def _merge(half: bool, device: int) -> jit.Function:
-    unit = merge_unit(half)
+def _merge(half: bool, of_float32: bool, device: int) -> jit.Function:
+    unit = merge_unit(half, of_float32)
     return MERGE_STATES.check(jit.load(unit, device)[unit.names[0]])
 
 

@@ -210,11 +210,11 @@ DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
             if (item.partial >= 0) {
 #pragma unroll
                 for (int i = 0; i < D / 8; ++i)
-                    *(float2*)(a.partial_out + at + 8 * i) = make_float2(w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
+                    store_two(a.partial_out + at + 8 * i, w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
             } else {
 #pragma unroll
                 for (int i = 0; i < D / 8; ++i)
-                    *(u32*)(a.out + at + 8 * i) = pack(w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
+                    store_two(outputs(a) + at + 8 * i, w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
             }
         }
 }

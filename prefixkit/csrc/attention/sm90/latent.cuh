@@ -236,8 +236,8 @@ DEVICE void value_role(const Attention& a, const LatentShared& s, int half) {
             const long long to = from.index(a, begin) * V_DIM + half * HALF_COLUMNS;
 #pragma unroll
             for (int j = 0; j < HALF_COLUMNS / 128; ++j) {
-                if (item.partial >= 0) store_floats(a.partial_out + to + 128 * j, o[j], i, factor[i], row < item.rows);
-                else store_halves(a.out + to + 128 * j, o[j], i, factor[i], row < item.rows);
+                if (item.partial >= 0) store_row(a.partial_out + to + 128 * j, o[j], i, factor[i], row < item.rows);
+                else store_row(outputs(a) + to + 128 * j, o[j], i, factor[i], row < item.rows);
             }
         }
     }

@@ -72,7 +72,7 @@ DEVICE void tile_begin(TileState& w) {
 }
 
 // A row of float32, by its quad; `there` is the same in all its lanes.
-template <int N> DEVICE void store_floats(float* to, const float (&o)[N], int i, float factor, bool there) {
+template <int N> DEVICE void store_row(float* to, const float (&o)[N], int i, float factor, bool there) {
     const bool odd = threadIdx.x & 1;
     to += 2 * (threadIdx.x & 2) + 8 * odd;
 #pragma unroll
@@ -85,7 +85,7 @@ template <int N> DEVICE void store_floats(float* to, const float (&o)[N], int i,
 }
 
 // A row of the storage type.
-template <int N> DEVICE void store_halves(u16* to, const float (&o)[N], int i, float factor, bool there) {
+template <int N> DEVICE void store_row(u16* to, const float (&o)[N], int i, float factor, bool there) {
     to += 8 * (threadIdx.x & 3);
 #pragma unroll
     for (int j = 0; j < N / 4; j += 4) {
@@ -114,8 +114,8 @@ DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const bool there = row0 + 8 * i < item.rows;
-        if (item.partial >= 0) store_floats(a.partial_out + at[i], w.o, i, factor[i], there);
-        else store_halves(a.out + at[i], w.o, i, factor[i], there);
+        if (item.partial >= 0) store_row(a.partial_out + at[i], w.o, i, factor[i], there);
+        else store_row(outputs(a) + at[i], w.o, i, factor[i], there);
     }
 }
 
