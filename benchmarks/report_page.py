@@ -34,7 +34,7 @@ from prefixkit.evaluation.report import OUTCOMES, Candidate, Draw, Facts, write_
 from prefixkit.evaluation.tasks.answers import begun
 from prefixkit.evaluation.tasks.formats.humaneval import installed, read
 from prefixkit.evaluation.tasks.problem import Problem
-from prefixkit.testing.browser import CHROMIUM, Browser
+from prefixkit.testing.application.browser import CHROMIUM, Browser
 
 # How often a sample is the canonical solution, and how often a line of another one is changed in each way.
 CANONICAL, OTHER_LINE, DROPPED, RENAMED = 0.05, 0.35, 0.1, 0.5

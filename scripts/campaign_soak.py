@@ -164,7 +164,7 @@ def kills(runs: int, times: int, seed: int, work: Path) -> None:
 
 def devices(times: int, seed: int, work: Path) -> None:
     """Kills of a command that has started two processes: they end with it, and the same command goes on."""
-    from prefixkit.testing.command_line import save_model, write_prompts
+    from prefixkit.testing.application.command_line import save_model, write_prompts
 
     (work / "model").mkdir()
     save_model(work / "model", chat=False)

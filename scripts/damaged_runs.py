@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from prefixkit.testing.damage import Whole
+from prefixkit.testing.application.damage import Whole
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Read-only folders of one tiny model: with a chat template ("chat"), without ("plain"), and without weights."""
-    from prefixkit.testing.command_line import save_model
+    from prefixkit.testing.application.command_line import save_model
 
     found = {name: tmp_path_factory.mktemp(name) for name in ("chat", "plain")}
     for name, folder in found.items():
@@ -75,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Three prompts as JSONL; two of them share four tokens."""
-    from prefixkit.testing.command_line import write_prompts
+    from prefixkit.testing.application.command_line import write_prompts
 
     return write_prompts(tmp_path / "prompts.jsonl")
 

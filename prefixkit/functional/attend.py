@@ -28,7 +28,7 @@ from prefixkit.ops.arguments import FLOATS, check_append, expect
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.partial_states import State, merge_parts
 from prefixkit.ops.streaming import Rotated, streaming_attention
-from prefixkit.tree.gaps import drop_between
+from prefixkit.tree.changes.gaps import drop_between
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkit.kv.layer_kinds import LayerKind
-from prefixkit.tree.gaps import drop_between
+from prefixkit.tree.changes.gaps import drop_between
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence

@@ -14,8 +14,8 @@ from prefixkit.models.families import pretrained_model, text_config
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_errors import IncompleteStep, NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.patch import patch, patched, unpatch
-from prefixkit.models.runner import ModelRunner
-from prefixkit.models.step_cache import StepCache
+from prefixkit.models.steps.runner import ModelRunner
+from prefixkit.models.steps.step_cache import StepCache
 
 __all__ = [
     "IncompleteStep",

@@ -12,8 +12,8 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.rotation import Angles, angles, rotate
 from prefixkit.attention.step import Step
 from prefixkit.attention.variants import Variant
-from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.layered_cache import Bias
+from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.variants.layer_scores import register_variant
 from prefixkit.ops.streaming import Rotated, streaming_attention
 from prefixkit.torch_private import mark_dynamic

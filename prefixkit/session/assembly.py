@@ -14,7 +14,7 @@ from prefixkit.kv.limits import left_for_states
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.step_runner import runner_of
+from prefixkit.models.steps.step_runner import runner_of
 from prefixkit.models.tensor_parallel import refuse_sharded
 
 

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape
 from prefixkit.attention.variants import CAUSAL, Variant, lookup
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.host_planner import bind
-from prefixkit.backends.torch.layer_program import Program, compile_program
+from prefixkit.backends.torch.program.layer_program import Program, compile_program
 from prefixkit.backends.torch.run_program import run_program
 from prefixkit.backends.torch.tuning import Heads, Tuning
 from prefixkit.ops import library as ops  # noqa: F401

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence

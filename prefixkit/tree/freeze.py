@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.tree.arrays import Ints, Longs, indptr_of
-from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.snapshot import TreeSnapshot

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 from prefixkit.tree.tokens import common_prefix
 

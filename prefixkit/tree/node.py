@@ -30,7 +30,7 @@ class Node:
     after the page of its last token.
 
     A node may begin at a later position than its parent ends: then tokens between the two are gone, with their pages
-    (:mod:`prefixkit.tree.gaps`), and no matching leads into the node.
+    (:mod:`prefixkit.tree.changes.gaps`), and no matching leads into the node.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from prefixkit.tree import freeze
 from prefixkit.tree.arrays import Ints, Longs
-from prefixkit.tree.chains import compact
-from prefixkit.tree.edits import TreeEdits
-from prefixkit.tree.gaps import above_gaps
+from prefixkit.tree.changes.chains import compact
+from prefixkit.tree.changes.edits import TreeEdits
+from prefixkit.tree.changes.gaps import above_gaps
 from prefixkit.tree.match import Match, follow, join
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
@@ -336,7 +336,7 @@ class PrefixTree(TreeEdits):
                 self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
-        """Make one node of each long chain of short ones, in ``most_pages``: see `prefixkit.tree.chains.compact`."""
+        """Make one node of each long chain of short nodes, in ``most_pages``: see `tree.changes.chains.compact`."""
         return compact(self, most_pages)
 
     def _node_of(self, sequence: Sequence) -> Node:

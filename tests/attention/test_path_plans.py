@@ -33,7 +33,7 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import run_program
-from prefixkit.backends.torch.layer_program import compile_program
+from prefixkit.backends.torch.program.layer_program import compile_program
 from prefixkit.backends.torch.tuning import CPU, Heads
 from prefixkit.testing.forests import SHARE_ALL, Case, attend, fill, gpu_program_of, program_of, run_on
 from prefixkit.testing.named_trees import leaf_queries, tree_of

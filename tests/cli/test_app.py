@@ -16,7 +16,7 @@ import prefixkit
 from prefixkit.evaluation.campaign.folder import RunFolder
 from prefixkit.evaluation.demo.model import FOLDER
 from prefixkit.evaluation.judge.sandbox import bubblewrap
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 

@@ -19,7 +19,7 @@ from prefixkit.engine.request import Request
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec
 from prefixkit.models.compile.packed_weights import packed_view
-from prefixkit.models.step_runner import planners_of
+from prefixkit.models.steps.step_runner import planners_of
 from prefixkit.models.weights.state import weights_places
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine

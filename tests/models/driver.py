@@ -14,7 +14,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.step import Step, build_step
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import ModelRunner, facts_of, kv_spec, patch
-from prefixkit.models.step_runner import planners_of
+from prefixkit.models.steps.step_runner import planners_of
 from prefixkit.tree import Node, PrefixTree
 from tests.models.tiny_families import VOCAB
 from tests.tree.model import uncomputed

@@ -21,7 +21,7 @@ from prefixkit import SamplingParams, variants
 from prefixkit.agreement import ProcessesDiffer
 from prefixkit.models.attention_class import is_patched
 from prefixkit.models.tensor_parallel import agreement_of
-from prefixkit.testing.command_line import run, save_model, write_prompts
+from prefixkit.testing.application.command_line import run, save_model, write_prompts
 from prefixkit.testing.tiny import VOCAB, tiny_llama
 
 FAMILIES = ("llama", "qwen2")

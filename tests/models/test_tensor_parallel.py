@@ -20,7 +20,7 @@ from prefixkit.evaluation.campaign.folder import RunFolder
 from prefixkit.models.attention_class import is_patched
 from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, results, save_models
 

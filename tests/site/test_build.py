@@ -16,7 +16,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import prefixkit
-from prefixkit.testing.browser import CHROMIUM, Browser
+from prefixkit.testing.application.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from prefixkit import variants
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 from scripts import draw_masks
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.attention.variants import lookup
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.layer_program import Program, compile_program
+from prefixkit.backends.torch.program.layer_program import Program, compile_program
 from prefixkit.backends.torch.tuning import Heads
 
 

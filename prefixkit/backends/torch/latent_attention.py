@@ -17,8 +17,8 @@ from prefixkit.attention.planner import Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel
 from prefixkit.attention.variants import CAUSAL, lookup
-from prefixkit.backends.torch.attention_calls import Call
 from prefixkit.backends.torch.host_planner import BoundPlan, bind
+from prefixkit.backends.torch.program.attention_calls import Call
 from prefixkit.backends.torch.read_keys import Keys, check_layouts, read_latents
 from prefixkit.backends.torch.run_program import bound_plan, run_reading
 from prefixkit.ops.arguments import BadShape, check_absorbed, check_latents

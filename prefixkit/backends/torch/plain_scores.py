@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.attention_calls import Call, Places
-from prefixkit.backends.torch.merge import pick
+from prefixkit.backends.torch.program.attention_calls import Call, Places
+from prefixkit.backends.torch.program.merge import pick
 from prefixkit.backends.torch.read_keys import Keys
 from prefixkit.backends.torch.tuning import Heads
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.attention_calls import Call
+from prefixkit.backends.torch.program.attention_calls import Call
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.ops.arguments import BadShape
 

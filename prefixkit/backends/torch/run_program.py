@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant, lookup
-from prefixkit.backends.torch.attention_calls import Call, bias_of, flash_mask, hidden_rows
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
-from prefixkit.backends.torch.layer_program import Program
-from prefixkit.backends.torch.merge import pick, run_merge
 from prefixkit.backends.torch.plain_scores import NOTHING, Own, scored_attention
+from prefixkit.backends.torch.program.attention_calls import Call, bias_of, flash_mask, hidden_rows
+from prefixkit.backends.torch.program.layer_program import Program
+from prefixkit.backends.torch.program.merge import pick, run_merge
 from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, check_layouts, expand_keys, read_kv
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_bias, check_expanded, check_selected

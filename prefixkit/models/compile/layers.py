@@ -39,7 +39,7 @@ from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.layer import TracedStep
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.step_cache import CacheLayer, StepCache
+from prefixkit.models.steps.step_cache import CacheLayer, StepCache
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
 from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic

@@ -25,7 +25,7 @@ from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.states.taken_cache import cache_keyword
-from prefixkit.models.step_runner import planners_of
+from prefixkit.models.steps.step_runner import planners_of
 from prefixkit.models.weights.state import adapters_by_row
 from prefixkit.ops.backend import graph_plannings
 from prefixkit.tree.rows import distinct_tokens

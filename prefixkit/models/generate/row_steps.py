@@ -23,7 +23,7 @@ from prefixkit.models.generate.unplaced import example_of, ignores_padding, keep
 from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
-from prefixkit.models.step_runner import runner_of
+from prefixkit.models.steps.step_runner import runner_of
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_changed, variants_text
 from prefixkit.models.weights.content import kv_version
 from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step

@@ -6,9 +6,8 @@ import copy
 import functools
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import cached_by, takes_trees
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import attention_layers, pretrained_model
+from prefixkit.models.generate.fallback_method import or_of_fallback
 from prefixkit.models.generate.in_use import InUse
 from prefixkit.models.generate.layer_view import LayerView
 from prefixkit.models.generate.row_steps import RowSteps
@@ -32,21 +32,6 @@ from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
 
 log = logging.getLogger("prefixkit")
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _or_of_fallback(method: Method) -> Method:
-    """A method of a tree cache; of the cache that it has become, once it fell back."""
-
-    @functools.wraps(method)
-    def of_present(self: TreeCache, *args: Any, **kwargs: Any) -> Any:
-        if self.fell_back:
-            return getattr(self.fallback, method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return cast(Method, of_present)
 
 
 class TreeCache(DynamicCache):
@@ -91,7 +76,7 @@ class TreeCache(DynamicCache):
 
     # -- what generate() asks ------------------------------------------------------------------------------------------
 
-    @_or_of_fallback
+    @or_of_fallback
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of each row, padding included."""
         return 0 if self._steps is None else self._steps.length
@@ -129,7 +114,7 @@ class TreeCache(DynamicCache):
         assert self._steps is not None
         return self._steps
 
-    @_or_of_fallback
+    @or_of_fallback
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was; nothing is copied."""
         order = [int(row) for row in beam_idx.tolist()]
@@ -137,17 +122,17 @@ class TreeCache(DynamicCache):
             if self._steps is not None and order != list(range(len(self.padding))):
                 self._steps.flushed().select(order)
 
-    @_or_of_fallback
+    @or_of_fallback
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
         self.reorder_cache(torch.arange(len(self.padding))[indices.cpu()])
 
-    @_or_of_fallback
+    @or_of_fallback
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row; nothing is copied."""
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
-    @_or_of_fallback
+    @or_of_fallback
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of each row, or all; ValueError for a positive number."""
         if tokens_to_remove > 0:
@@ -319,7 +304,7 @@ class TreeCache(DynamicCache):
         """As :meth:`update`: a model that is not patched asks for it first."""
         self.update(torch.empty(0), torch.empty(0), 0)
 
-    @_or_of_fallback
+    @or_of_fallback
     def __len__(self) -> int:
         return 0 if self._steps is None else len(self._steps.store.pool.spec.layers)
 

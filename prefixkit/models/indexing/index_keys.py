@@ -10,8 +10,8 @@ from torch import Tensor
 from prefixkit.attention.step import Step
 from prefixkit.models.indexing.compressors import Entries, compress, sizes_of
 from prefixkit.models.indexing.indexers import Block, IndexerCall, IndexKeys, blocks_of, in_texts, joined
-from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.model_errors import IncompleteStep
+from prefixkit.models.steps.layer_pages import LayerPages
 
 
 class _Appended(Exception):

@@ -17,6 +17,7 @@ from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.latents.latent_maps import EXPAND, is_affine
 from prefixkit.models.layered_cache import Bias, LayeredCache
 from prefixkit.models.model_errors import UnsupportedModel
+from prefixkit.models.probe.bias import bias_fault, bias_of_rows
 from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
@@ -235,7 +236,9 @@ class ProbedLayer:
         (k, v), told = self._kv, self._visible(window)
         if self._indexed is not None and self._attended is None:
             self._refuse("has an indexer, but attends to all tokens")
-        self._check_bias(cap, sinks)
+        fault = bias_fault(self._bias, self._measures, self._cache.length, cap, sinks)
+        if fault is not None:
+            self._refuse(fault)
         own = self._module.__dict__
         dtype = smaller(*(self._cached or self._kv))
         scales = own.get(SCALES) and not own.get("use_rope")
@@ -265,7 +268,7 @@ class ProbedLayer:
         if self._cache.length is None and not self._cache.shapes_only:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
-            added = None if self._bias is None else self._bias_of_rows()
+            added = None if self._bias is None else bias_of_rows(self._bias, self._cache.length)
             if (error := eager_error(self._module, (query, k, v), scale, window, cap, sinks, added)) is not None:
                 self._refuse(
                     "attends in a way of its own: its eager function and softmax(scale q k) v, with the window, cap, "
@@ -277,7 +280,7 @@ class ProbedLayer:
         if self._compressed is not None:
             rows.append(self._compressed.rows)
         if self._bias is not None:
-            rows.append(self._bias_of_rows()[0].transpose(0, 1)[..., :-1].flatten(1).float())
+            rows.append(bias_of_rows(self._bias, self._cache.length)[0].transpose(0, 1)[..., :-1].flatten(1).float())
         if sinks is not None and sinks.ndim == 2:
             rows.append(sinks.float())
         self._cache.rows.append(torch.cat(rows, 1))
@@ -310,24 +313,6 @@ class ProbedLayer:
             return known[mask, window]
         except UnknownMask as error:
             self._refuse(str(error))
-
-    def _check_bias(self, cap: float | None, sinks: Tensor | None) -> None:
-        """Refuse a bias that is not of each row and position, or one without which the layer asks for these."""
-        if self._measures != (self._bias is not None):
-            self._refuse("asks how long texts are, or adds to its scores, but not one for the other")
-        if sinks is not None and sinks.ndim == 2 and self._bias is None:
-            self._refuse("has sinks of each row, but no bias")
-        if self._bias is not None:
-            tokens, shape = self.get_mask_sizes(ROWS)[0], self._bias.shape
-            if cap is not None or len(shape) != 4 or (shape[0], *shape[2:]) != (1, ROWS, tokens):
-                self._refuse(f"adds {list(shape)} to its scores, which are not numbers of each position, or caps them")
-
-    def _bias_of_rows(self) -> Tensor:
-        """``[1, heads, ROWS, ROWS]`` the bias of each row with each row."""
-        assert self._bias is not None, "added"
-        if self._cache.length is None:
-            return self._bias[..., list(ORDER)]
-        return self._bias[..., self._cache.length :]
 
     def _beside(self, dtype: torch.dtype) -> list[CachedTensor]:
         """The keys of the layer's own indexer, as numbers of the pool's dtype, and what its compressors cache."""

@@ -32,7 +32,7 @@ from prefixkit.models.probe.cache import ProbeCache
 from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
-from prefixkit.models.step_cache import empty_mask
+from prefixkit.models.steps.step_cache import empty_mask
 from prefixkit.models.tensor_parallel import agreement_of, is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
 

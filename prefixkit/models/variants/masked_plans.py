@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from prefixkit.attention.step import Step
-from prefixkit.models.layer_pages import LayerPages
+from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.ops.attention_ops import plan_under_mask
 
 

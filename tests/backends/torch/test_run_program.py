@@ -33,11 +33,11 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
-from prefixkit.backends.torch.attention_calls import batches
 from prefixkit.backends.torch.host_planner import bind, find_plan
-from prefixkit.backends.torch.layer_program import Program
+from prefixkit.backends.torch.program.attention_calls import batches
+from prefixkit.backends.torch.program.layer_program import Program
+from prefixkit.backends.torch.program.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.read_keys import Scratch
-from prefixkit.backends.torch.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.testing.forests import (
     SHARE_ALL,

@@ -18,9 +18,9 @@ from prefixkit.evaluation.campaign.folder import Asked, RunFolder, create
 from prefixkit.evaluation.campaign.manifest import describe_prompts
 from prefixkit.evaluation.campaign.shards import ShardWriter
 from prefixkit.evaluation.tasks.problem import Calls, Problem, Streams
-from prefixkit.testing.command_line import run
-from prefixkit.testing.damage import Whole, outcomes
-from prefixkit.testing.run_folders import manifest_of, prompts_of
+from prefixkit.testing.application.command_line import run
+from prefixkit.testing.application.damage import Whole, outcomes
+from prefixkit.testing.application.run_folders import manifest_of, prompts_of
 from tests.evaluation.judge.judging import needs_sandbox
 
 pytestmark = needs_sandbox()

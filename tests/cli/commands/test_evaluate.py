@@ -24,8 +24,8 @@ from prefixkit.evaluation.judge import judge as judging
 from prefixkit.evaluation.judge.sandbox import bubblewrap
 from prefixkit.evaluation.tasks.problem import Checks, Problem
 from prefixkit.sampling.params import SamplingParams
-from prefixkit.testing.command_line import lines, run
-from prefixkit.testing.run_folders import manifest_of, prompts_of
+from prefixkit.testing.application.command_line import lines, run
+from prefixkit.testing.application.run_folders import manifest_of, prompts_of
 
 HEADS = {
     "double": 'def double(x):\n    """Twice x."""\n',

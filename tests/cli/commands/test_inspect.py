@@ -10,7 +10,7 @@ import pytest
 import prefixkit
 from prefixkit.cli.commands.inspect import estimate
 from prefixkit.cli.views import plant
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
 

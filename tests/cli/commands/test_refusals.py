@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 
 from prefixkit.evaluation.judge.sandbox import bubblewrap
-from prefixkit.testing.command_line import run
-from prefixkit.testing.run_folders import folder_of, sample
+from prefixkit.testing.application.command_line import run
+from prefixkit.testing.application.run_folders import folder_of, sample
 
 LINE = '{"id": "a", "prompt": "x"}\n'
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixkit.evaluation.campaign.folder import RunFolder
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 
 Folders = dict[str, Path]
 

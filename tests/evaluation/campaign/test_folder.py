@@ -15,7 +15,7 @@ from prefixkit.evaluation.campaign.folder import Asked, NotARun, RunFolder, crea
 from prefixkit.evaluation.campaign.manifest import FORMAT, Manifest, OtherCampaign
 from prefixkit.evaluation.campaign.shards import DamagedShard, ShardWriter, ranges_of
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Problem, Streams
-from prefixkit.testing.run_folders import folder_of, manifest_of, problems_of, sample, set_of
+from prefixkit.testing.application.run_folders import folder_of, manifest_of, problems_of, sample, set_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -145,7 +145,7 @@ def test_shards_are_closed_as_they_fill(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from prefixkit.testing.run_folders import folder_of, sample
+from prefixkit.testing.application.run_folders import folder_of, sample
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 try:
     sample(folder_of(Path(sys.argv[1])), 40)

@@ -14,7 +14,7 @@ import pytest
 
 from prefixkit.evaluation.campaign.folder import FolderBusy, Part, RunFolder
 from prefixkit.evaluation.campaign.run import Goal
-from prefixkit.testing.run_folders import folder_of, sample, sampler, set_of
+from prefixkit.testing.application.run_folders import folder_of, sample, sampler, set_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -145,7 +145,7 @@ def test_parts_of_one_division_work_side_by_side(tmp_path):
 PROCESS = """
 import signal, sys, time
 from pathlib import Path
-from prefixkit.testing.run_folders import *
+from prefixkit.testing.application.run_folders import *
 import prefixkit.evaluation.campaign.shards as shards
 import numpy as np
 path, seed, ready, most = Path(sys.argv[1]), *map(int, sys.argv[2:])

@@ -1,6 +1,6 @@
 import pytest
 
-from prefixkit.testing.browser import CHROMIUM, Browser
+from prefixkit.testing.application.browser import CHROMIUM, Browser
 
 
 @pytest.fixture(scope="package")

@@ -9,7 +9,7 @@ import pytest
 
 from prefixkit.evaluation.tasks.records import read_records
 from prefixkit.extras import MissingExtra
-from prefixkit.testing.command_line import run
+from prefixkit.testing.application.command_line import run
 
 RECORDS = [{"id": 1, "prompt": "one"}, {"id": 2, "prompt": "zwölf"}]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()

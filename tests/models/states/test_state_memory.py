@@ -21,7 +21,7 @@ from prefixkit.cli.views import plant
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.models import facts_of, kv_spec
-from prefixkit.testing.command_line import run, write_prompts
+from prefixkit.testing.application.command_line import run, write_prompts
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 from prefixkit.torch_private import without_memory
 from tests.models.states.hybrids import HYBRIDS, VOCAB, make_hybrid

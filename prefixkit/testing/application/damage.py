@@ -14,8 +14,8 @@ from prefixkit.evaluation.campaign.manifest import describe_prompts
 from prefixkit.evaluation.campaign.shards import ShardWriter
 from prefixkit.evaluation.campaign.verdicts import Verdicts
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Limits, Problem, Streams
-from prefixkit.testing.command_line import run
-from prefixkit.testing.run_folders import manifest_of, prompts_of
+from prefixkit.testing.application.command_line import run
+from prefixkit.testing.application.run_folders import manifest_of, prompts_of
 
 STRANGE = {"strange": [None, 1.5]}  # of no field's type
 MOST = 9  # damaged lines of one file at most: messages name no more

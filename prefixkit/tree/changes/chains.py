@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from prefixkit.tree.arrays import Longs
-from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 
 _NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes

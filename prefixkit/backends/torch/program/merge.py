@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.backends.torch.tiles import Array
+from prefixkit.backends.torch.program.tiles import Array
 from prefixkit.ops.partial_states import State, merge_parts
 
 # Rows of a tensor: the first of consecutive ones, or ``[rows]`` int64.

@@ -17,11 +17,11 @@ from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
 from prefixkit.models.indexing.plain_layer import PlainLayer
 from prefixkit.models.indexing.text_positions import text_positions
-from prefixkit.models.layer_pages import LayerPages
 from prefixkit.models.layered_cache import Bias, LayeredCache
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
+from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.variants.masked_plans import masked_plan
 
 

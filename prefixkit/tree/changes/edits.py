@@ -7,11 +7,11 @@ from itertools import count as count_up
 import numpy as np
 
 from prefixkit.tree.arrays import Ints
+from prefixkit.tree.changes.splits import absorb_parent, split
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import PageAllocator, check_page_size, pages_for
 from prefixkit.tree.sequence import Sequence
 from prefixkit.tree.spelling import Spelling
-from prefixkit.tree.splits import absorb_parent, split
 from prefixkit.tree.state_slots import StateSlots
 
 _NO_PAGES = np.empty(0, np.int32)
@@ -126,7 +126,7 @@ class TreeEdits:
             self._move(sequence, leaf)
 
     def split(self, node: Node, at: int) -> Node:
-        """Split before token ``at``, and return the new upper half; see :func:`prefixkit.tree.splits.split`."""
+        """Split before token ``at``, and return the new upper half; see :func:`prefixkit.tree.changes.splits.split`."""
         self.version += 1
         return split(node, at, next(self._node_ids), self.allocator)
 

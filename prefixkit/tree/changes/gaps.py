@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixkit.tree.edits import TreeEdits
+from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 from prefixkit.tree.sequence import Sequence, check_live
 

@@ -7,7 +7,7 @@ import pytest
 
 from prefixkit.testing.integrity import check_tree
 from prefixkit.tree import PrefixTree
-from prefixkit.tree.gaps import drop_between
+from prefixkit.tree.changes.gaps import drop_between
 from tests.tree.model import assert_snapshot_is_fresh, fingerprint
 
 

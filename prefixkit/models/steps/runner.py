@@ -15,10 +15,10 @@ from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.experts import experts_by_ops, most_rows
 from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rotary
 from prefixkit.models.families import pretrained_model
-from prefixkit.models.layer_pages import layer_pages
 from prefixkit.models.model_calls import logits_of, no_lm_head, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
-from prefixkit.models.step_cache import StepCache
+from prefixkit.models.steps.layer_pages import layer_pages
+from prefixkit.models.steps.step_cache import StepCache
 
 if TYPE_CHECKING:
     from prefixkit.models.compile.layers import CompiledLayers

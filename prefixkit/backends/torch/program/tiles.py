@@ -23,7 +23,7 @@ from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import Visible
-from prefixkit.backends.torch.row_blocks import LIMITED_ROWS, RowBlocks, split_rows
+from prefixkit.backends.torch.program.row_blocks import LIMITED_ROWS, RowBlocks, split_rows
 from prefixkit.tree.arrays import Ints, ranges
 
 Array = NDArray[np.int64]

@@ -17,8 +17,8 @@ from torch import Tensor
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.variants.evaluate import evaluate
-from prefixkit.backends.torch.merge import Index, index_of
-from prefixkit.backends.torch.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
+from prefixkit.backends.torch.program.merge import Index, index_of
+from prefixkit.backends.torch.program.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
 from prefixkit.backends.torch.tuning import Heads
 from prefixkit.tree.arrays import Ints, ranges
 

@@ -8,7 +8,7 @@ import torch
 from prefixkit.kv.kv_pool import KVPool, spec_of_alike
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models import IncompleteStep, NotPatched, StepCache, patch
-from prefixkit.models.layer_pages import layer_pages
+from prefixkit.models.steps.layer_pages import layer_pages
 
 
 def layers_of(pool):

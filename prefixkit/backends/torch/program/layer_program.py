@@ -12,10 +12,10 @@ from torch import Tensor
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import UNNUMBERED, StepTree, UnnumberedSequences
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.attention_calls import Call, batches, make_call
-from prefixkit.backends.torch.merge import Merge, plan_merge
-from prefixkit.backends.torch.row_blocks import LIMITED_ROWS
-from prefixkit.backends.torch.tiles import LIMITED, Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.program.attention_calls import Call, batches, make_call
+from prefixkit.backends.torch.program.merge import Merge, plan_merge
+from prefixkit.backends.torch.program.row_blocks import LIMITED_ROWS
+from prefixkit.backends.torch.program.tiles import LIMITED, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
 
 

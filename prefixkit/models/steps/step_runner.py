@@ -14,8 +14,8 @@ from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
-from prefixkit.models.runner import ModelRunner
 from prefixkit.models.states.fused_step import log_fused
+from prefixkit.models.steps.runner import ModelRunner
 from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import backend_for, graph_plannings, part_backend, plain_torch

@@ -1,0 +1,1 @@
+"""A patched model as the function that the loop calls: the cache of a step, and what runs it."""

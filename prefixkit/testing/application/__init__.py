@@ -1,0 +1,1 @@
+"""The command line, run folders and their pages, as tests use them."""
