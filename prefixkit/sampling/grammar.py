@@ -46,8 +46,8 @@ class Matcher(Protocol):
         Args:
             matchers: Of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end, or more: what is behind
-                these may become anything.
+            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end; bits behind these may
+                become anything.
         """
 
 
