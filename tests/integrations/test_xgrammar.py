@@ -230,6 +230,8 @@ def test_what_is_wrong_is_said_before_anything_runs(model, tokenizer, session):
     ):
         with pytest.raises(ValueError, match=said):
             session.stream(PROMPTS, grammar=bad)
+    with pytest.raises(ValueError, match=r"a regular expression must be text that UTF-8 can encode, .* 'a.ud800'"):
+        grammars.regex("a\ud800")
     with pytest.raises(ValueError, match="must be JSON"):
         grammars.json_schema("{")
     with pytest.raises(TypeError, match="must be a dict"):
