@@ -61,6 +61,7 @@ class ResidueMatcher:
     @classmethod
     def fill(cls, matchers: Sequence[ResidueMatcher], rows: Sequence[int], bits: np.ndarray) -> None:
         for one, row in zip(matchers, rows, strict=True):
+            assert bits.shape[1] == one.vocab // 32 + 1, "words for all tokens and the end, as packages insist on"
             held = np.ones(32 * bits.shape[1], bool)  # bits behind those that are defined are set
             held[: one.vocab + 1] = False
             held[one.grammar.allowed(one.tokens, one.vocab)] = True

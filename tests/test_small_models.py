@@ -148,16 +148,16 @@ def test_in_bfloat16_it_errs_no_more_than_the_unpatched_model(loaded: Any) -> No
 
 
 def test_at_positions_in_the_cache_a_text_goes_on_far_behind_what_was_learnt() -> None:
-    """The hybrid has learnt texts of 384 bytes.  Its attention sees 4 sinks and 252 bytes here, 3,500 bytes on."""
+    """The hybrid has learnt texts of 384 bytes.  Its attention sees 4 sinks and 252 bytes here, 2,000 bytes on."""
     model = small_model("hybrid")
-    tokens = tokens_of("".join(path.read_text() for path in sorted(SOURCES.glob("*.py"))))[:4000]
+    tokens = tokens_of("".join(path.read_text() for path in sorted(SOURCES.glob("*.py"))))[:2400]
     whole = losses(model, tokens)
     prefixkit.patch(model, variant=variants.streaming_llm(4, 252))
     (score,) = prefixkit.score(model, None, tokens[:1], [tokens[1:]])
     streamed = -torch.tensor(score.logprobs)
-    assert streamed[1500:].mean() < whole[1500:].mean() - 0.05
-    assert streamed[1500:].mean() < streamed[:500].mean()
+    assert streamed[1200:].mean() < whole[1200:].mean() - 0.05
+    assert streamed[1200:].mean() < streamed[:500].mean()
     (sample,) = prefixkit.generate(
-        model, TOKENIZER, PROMPTS[:1], max_new_tokens=330, temperature=0.5, seed=1, stop_token_ids=()
+        model, TOKENIZER, PROMPTS[:1], max_new_tokens=290, temperature=0.5, seed=1, stop_token_ids=()
     )
     assert -np.mean(sample.logprobs[256:]) < 1.3, "it goes on with what it finds likely"

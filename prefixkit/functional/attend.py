@@ -11,8 +11,10 @@ The rows of a step are the tokens that run, in depth-first order of the tree; se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from prefixkit.attention.step import Step
 from prefixkit.attention.variants import CAUSAL, Variant, register
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
-from prefixkit.ops.arguments import FLOATS, check_append, expect
+from prefixkit.ops.arguments import FLOATS, check_append, check_tensors, expect
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.partial_states import State, merge_parts
 from prefixkit.ops.streaming import Rotated, streaming_attention
@@ -51,8 +53,9 @@ class TreeAttention:
         keys: What ops call the variant, or its two parts.
 
     Raises:
-        ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V.
-        TypeError: the variant is none.
+        ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V; or the scale
+            is no finite number.
+        TypeError: the pool or the variant is none.
         BackendError: nothing runs on the pool's device.
     """
 
@@ -64,6 +67,10 @@ class TreeAttention:
     keys: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pool, KVPool | GivenPages):
+            raise TypeError(
+                f"TreeAttention: pool must be what kv_pool or kv_pool_from_tensors made, got {type(self.pool).__name__}"
+            )
         spec = self.pool.spec
         (cached, *others), heads = spec.tensors, self.num_qo_heads
         if others or len(cached) != 2 or cached[0].heads != cached[1].heads:
@@ -78,6 +85,10 @@ class TreeAttention:
             )
         if not isinstance(self.variant, Variant):
             raise TypeError(f"TreeAttention: variant must be a Variant, got {type(self.variant).__name__}")
+        if self.scale is not None and not (isinstance(self.scale, Real) and math.isfinite(self.scale)):
+            raise ValueError(
+                f"TreeAttention: scale must be a finite number, got {self.scale!r}; None is head_dim ** -0.5"
+            )
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
         planner_for, parts = backend_for(spec.device).planner_for, self.variant.parts
         planners = tuple(planner_for(shape, spec.device, spec.dtype, part.visible) for part in parts)
@@ -155,9 +166,11 @@ def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
 
     Raises:
         BadShape, BadDtype, BadDevice: they do not fit the step or the pool.
+        TypeError: one is no tensor.
         BadTransform: a transform makes something else.
         IndexError: the pool has no such layer.
     """
+    check_tensors("append", key=key, value=value)
     transforms, (k_pages, v_pages) = step.attention.variant.transforms, step.attention.pool.pages(layer)
     if transforms.key or transforms.value:
         check_append(key, value, k_pages, v_pages, step.slots, "append")
@@ -181,10 +194,12 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
 
     Raises:
         BadShape, BadDtype, BadDevice: q does not fit the step or the pool.
+        TypeError: it is no tensor.
         BadTransform: a transform of the variant makes something else.
         IndexError: the pool has no such layer.
     """
     attention = step.attention
+    check_tensors("attend", q=q, **({} if sinks is None else {"sinks": sinks}))
     k_pages, v_pages = attention.pool.pages(layer)
     expected = (step.num_rows, attention.num_qo_heads, k_pages.shape[3])
     if q.shape != expected:
@@ -272,7 +287,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     Raises:
         BadShape, BadDtype, BadDevice: they do not fit each other.
+        TypeError: one is no tensor.
     """
+    check_tensors("merge", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     expect("merge", "out_a", out_a, "[T, heads, v_dim]", out_a.ndim == 3, FLOATS)
     for name, tensor, like in (("out_b", out_b, out_a), ("lse_a", lse_a, out_a[..., 0]), ("lse_b", lse_b, lse_a)):
         dtype = out_a.dtype if name == "out_b" else torch.float32

@@ -35,11 +35,28 @@ def kv_pool(
         v_dim: Size of V's heads; None: ``head_dim``.
 
     Raises:
-        ValueError: one of them is none of these.
+        ValueError, TypeError: one of them is none of these, or this machine has no such device.
         KVPoolTooLarge: the device has not that much memory.
     """
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_pages": num_pages}
+    for name, value in (sizes | {"v_dim": head_dim if v_dim is None else v_dim}).items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"kv_pool: {name} must be an integer, got {type(value).__name__} {value!r}")
+    where = _device(device)
     k, v = CachedTensor(num_kv_heads, head_dim), CachedTensor(num_kv_heads, head_dim if v_dim is None else v_dim)
-    return KVPool(KVSpec(((k, v),) * num_layers, dtype, torch.device(device)), num_pages, page_size)
+    return KVPool(KVSpec(((k, v),) * num_layers, dtype, where), num_pages, page_size)
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"kv_pool: device must be a CPU or a GPU, got {given!r}; pass 'cpu' or 'cuda'") from error
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"kv_pool: device must be a CPU or a GPU, got {given!r}; pass 'cpu' or 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"kv_pool: torch finds {count} GPUs, and device is {given!r}; pass one of these, or 'cpu'")
+    return device
 
 
 def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> tuple[PrefixTree, list[TreeSequence]]:

@@ -45,10 +45,15 @@ def plan(
     Raises:
         ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
             its queries, or some of these were given back; nothing is to run.
+        TypeError: one of them is none of these.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
+    if not isinstance(attention, TreeAttention):
+        raise TypeError(f"plan: attention must be a TreeAttention, got {type(attention).__name__}")
     _check_pages(attention.pool, tree)
     if isinstance(tree, PrefixTree):
+        if isinstance(sequences, TreeSequence):
+            raise TypeError("plan: sequences must be a list, got one sequence; pass [sequence]")
         if not sequences:
             raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
         return _plan_sequences(attention, tree, sequences, num_queries)
@@ -82,6 +87,10 @@ def _plan_sequences(
     attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], num_queries: int | Sequence[int]
 ) -> TreeStep:
     for sequence in sequences:
+        if not isinstance(sequence, TreeSequence):
+            raise TypeError(
+                f"plan: sequences must be what insert and fork returned, got {type(sequence).__name__} {sequence!r}"
+            )
         if sequence.tree is not tree:
             check_live(tree, sequence)
     length = np.array([sequence.length for sequence in sequences], np.int64)

@@ -77,13 +77,17 @@ class SessionRollouts:
     Raises:
         ValueError: the trainer shards its model (DeepSpeed, FSDP), has a backend of its own (vLLM, continuous
             batching), trains an image-text model, or sets generation options that sessions do not have.
+        TypeError: ``rollouts`` is no ``Rollouts``.
         UnsupportedModel: see :func:`prefixkit.patch`.
     """
 
     def __init__(self, *given: Any, rollouts: Rollouts | None = None, **options: Any) -> None:
+        sampler = _Sampler(_as_rollouts(rollouts))
+        # TRL connects to vLLM as it is made; of its trainers the third argument is the config.
+        _check_backend(type(self).__name__, options.get("args", given[2] if len(given) > 2 else None))
         super().__init__(*given, **options)
         _check(self)
-        self._sampler = _Sampler(Rollouts() if rollouts is None else rollouts)
+        self._sampler = sampler
         _params(self, self._sampler.rollouts)  # or raise
         if not is_patched(model := self.model):  # type: ignore[attr-defined]  # the trainer's
             patch(model)
@@ -135,9 +139,10 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
         rollouts: How completions are sampled; None: as ``Rollouts()`` says.
 
     Raises:
+        TypeError: ``rollouts`` is no ``Rollouts``.
         ValueError: as for :class:`SessionRollouts`, at the first call.
     """
-    sampler = _Sampler(Rollouts() if rollouts is None else rollouts)
+    sampler = _Sampler(_as_rollouts(rollouts))
 
     def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         _check(trainer)
@@ -158,11 +163,22 @@ def _check(trainer: Any) -> None:
                 f"{name}: {what} shards the model over processes, and a session needs it whole; train with data "
                 "parallelism (DDP), or with TRL's own generation"
             )
-    for field in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(trainer.args, field, False):
-            raise ValueError(f"{name}: {field}=True asks for another backend; leave it out")
+    _check_backend(name, trainer.args)
     if getattr(trainer, "_is_vlm", False):
         raise ValueError(f"{name}: sessions sample text, and the model takes images; train with TRL's own generation")
+
+
+def _check_backend(name: str, args: Any) -> None:
+    """Raise ValueError where a config asks that completions come from elsewhere; ``name`` says for which trainer."""
+    for field in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, field, False):
+            raise ValueError(f"{name}: {field}=True asks for another backend; leave it out")
+
+
+def _as_rollouts(given: Rollouts | None) -> Rollouts:
+    if not isinstance(given, Rollouts | None):
+        raise TypeError(f"rollouts must be Rollouts, got {type(given).__name__} {given!r}; pass Rollouts(...), or none")
+    return Rollouts() if given is None else given
 
 
 def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:

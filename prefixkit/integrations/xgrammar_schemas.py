@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,9 @@ def _left_out(schema: dict[str, Any]) -> Iterator[str]:
         if "type" in given and not (values and all(map(_fits(schema["type"]), values))):
             yield "type"
         yield from sorted(given & _FOLLOWED - {whole})
+        reference = schema[whole] if whole == "$ref" else "#"
+        if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+            yield "$ref"  # it takes any JSON for it
         if whole == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
             yield whole
         return
@@ -77,8 +81,20 @@ def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) 
             yield from sorted(given & _LENGTH)
         if given >= {"pattern", "format"}:
             yield "pattern"
-    if "multipleOf" in given and ("float" in types or given & _RANGE):
-        yield "multipleOf"
+    if isinstance(properties, dict) and _named_twice(properties, schema.get("patternProperties")):
+        yield "patternProperties"
+    multiple = schema.get("multipleOf", 1)
+    if "float" in types or given & _RANGE or (isinstance(multiple, float) and not multiple.is_integer()):
+        yield from given & {"multipleOf"}
+
+
+def _named_twice(properties: dict[str, Any], patterns: Any) -> bool:
+    """Whether a pattern is one of a property's own name; each is followed without the other then."""
+    try:
+        found = [re.compile(pattern) for pattern in patterns or ()]
+    except (TypeError, re.error):
+        return False  # xgrammar says what is wrong
+    return any(one.search(name) for one in found for name in properties)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:

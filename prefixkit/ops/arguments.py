@@ -47,6 +47,13 @@ def expect(
         raise BadDevice(f"{op}: {name} is on {tensor.device}, but the first tensor is on {device}; move it with .to()")
 
 
+def check_tensors(op: str, **given: object) -> None:
+    """Raise TypeError where an argument, by its name, is no tensor."""
+    for name, one in given.items():
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(one).__name__}; torch.as_tensor() makes one")
+
+
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
     """K and V of one layer: alike but for ``head_dim``, with a head's elements adjacent."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):

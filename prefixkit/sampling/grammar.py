@@ -46,8 +46,8 @@ class Matcher(Protocol):
         Args:
             matchers: Of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end, or more: what is behind
-                these may become anything.
+            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end; bits behind these may
+                become anything.
         """
 
 
@@ -99,9 +99,11 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 def as_rules(name: str, text: object) -> str:
-    """The text of a grammar that is none of JSON; TypeError or ValueError, for ``name``, where it is none or empty."""
+    """The text of a grammar that is none of JSON; TypeError or ValueError, for ``name``, where it is none, or empty."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a string, got {type(text).__name__} {text!r}")
     if not text:
         raise ValueError(f"{name} must not be empty: no text would match but the empty one")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name} must be text that UTF-8 can encode, got a lone surrogate in {shortened(text)!r}")
     return text

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 import prefixkit
 from prefixkit.evaluation.campaign.folder import RunFolder
+from prefixkit.evaluation.campaign.shards import ShardWriter
 from prefixkit.evaluation.demo.model import FOLDER
 from prefixkit.evaluation.judge.sandbox import bubblewrap
 from prefixkit.testing.application.command_line import run
@@ -99,55 +99,25 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
     assert isinstance(result.exception, ValueError)
 
 
-# The command line, once for each run folder, in a process that says when three samples are there, waits for a signal
-# before the fourth, and then says the command's exit code.
-INTERRUPTED = """
-import runpy, signal, sys
-from prefixkit.evaluation.campaign.shards import ShardWriter
-signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit one that is ignored
-write, written = ShardWriter.write, []
-
-def write_three(self, *record):
-    if len(written) == 3:
-        print("three", flush=True)
-        signal.pause()
-    written.append(record)
-    write(self, *record)
-
-ShardWriter.write = write_three
-*command, first, second = sys.argv
-for folder in (first, second):
-    sys.argv = [*command, folder]
-    written.clear()
-    try:
-        runpy.run_module("prefixkit", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        print(end.code, flush=True)
-"""
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path):
-    numbers, arguments = [signal.SIGINT, signal.SIGTERM], ["--model", folders["plain"], "--input", prompts, "-n", "6"]
-    arguments += ["--max-new-tokens", "8", "--dtype", "float32", "--in-flight", "4", "--stop", "e", "--run"]
+def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, monkeypatch):
+    numbers, arguments = [signal.SIGINT, signal.SIGTERM], ["--model", folders["plain"], "--input", prompts, "-n", 6]
+    arguments += ["--max-new-tokens", 8, "--dtype", "float32", "--in-flight", 4, "--stop", "e", "--run"]
     interrupted = [tmp_path / number.name for number in numbers]
-    command = [sys.executable, "-c", INTERRUPTED, "sample", *map(str, (*arguments, *interrupted))]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],  # prefixkit is imported from there
-    ) as process:
-        try:
-            for number in numbers:
-                assert process.stdout.readline() == "three\n"
-                process.send_signal(number)
-                assert process.stdout.readline() == "130\n", number
-            _, said = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    assert said.count("interrupted 3 of 18 samples had finished; they are in") == 2
+    write = ShardWriter.write
+    for number, folder in zip(numbers, interrupted, strict=True):
+        written = []
+
+        def write_three(self, *record, number=number, written=written):
+            if len(written) == 3:
+                signal.raise_signal(number)
+            written.append(record)
+            write(self, *record)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardWriter, "write", write_three)
+            said = run("sample", *arguments, folder, code=130).stderr
+        assert "interrupted 3 of 18 samples had finished; they are in" in " ".join(said.split())
     run("sample", *arguments, tmp_path / "whole")
 
     def told(folder):

@@ -238,6 +238,7 @@ def test_errors_name_what_is_wrong_before_anything_changes() -> None:
     other, (stranger,) = prefixkit.tree_from_tokens(pool_of(torch.float32, 8), [[1]])
     for call, message in (
         (lambda: prefixkit.TreeAttention(pool, 3), "num_qo_heads must be a multiple of the pool's 2 KV heads, got 3"),
+        (lambda: prefixkit.TreeAttention(pool, HEADS, scale=math.nan), "scale must be a finite number, got nan; None"),
         (lambda: prefixkit.plan(attention, tree, []), "needs the sequences that run"),
         (lambda: prefixkit.plan(attention, tree, [stranger]), "belongs to another tree"),
         (lambda: prefixkit.plan(attention, other, [stranger]), "512 pages of 8 tokens, but the pool has 8 of 4"),
@@ -248,10 +249,20 @@ def test_errors_name_what_is_wrong_before_anything_changes() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="variant must be a Variant, got function"):
-        prefixkit.TreeAttention(pool, HEADS, set_up)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="tree must be a PrefixTree or come from tree_from_cascade, got list"):
-        prefixkit.plan(attention, [1], [one])  # type: ignore[arg-type]
+    given: Any = prefixkit  # as from code without types
+    for call, message in (
+        (lambda: given.TreeAttention(pool, HEADS, set_up), "variant must be a Variant, got function"),
+        (
+            lambda: given.TreeAttention(tree, HEADS),
+            "pool must be what kv_pool or kv_pool_from_tensors made, got Prefix",
+        ),
+        (lambda: given.plan(attention, [1], [one]), "tree must be a PrefixTree or come from tree_from_cascade, got l"),
+        (lambda: given.plan(pool, tree, [one]), "attention must be a TreeAttention, got KVPool"),
+        (lambda: given.plan(attention, tree, one), r"sequences must be a list, got one sequence; pass \[sequence\]"),
+        (lambda: given.plan(attention, tree, [one, 0]), "sequences must be what insert and fork returned, got int 0"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
     with pytest.raises(OutOfPages, match="release or trim sequences, or build the tree with more pages"):
         tree.extend(one, [5] * 99)
     released = tree.fork(one)[0]
@@ -278,6 +289,14 @@ def test_tensors_that_do_not_fit_a_step_are_refused_by_name() -> None:
         prefixkit.append(step, 1, key, key)
     with pytest.raises(BadShape, match="has no sinks, but some are given"):
         prefixkit.attend(step, 0, q, torch.zeros(HEADS))
+    given: Any = prefixkit  # as from code without types
+    for call, message in (
+        (lambda: given.append(step, 0, key, key.numpy()), "append: value must be a tensor, got ndarray"),
+        (lambda: given.attend(step, 0, q.tolist()), "attend: q must be a tensor, got list"),
+        (lambda: given.merge(q, None, q, q[..., 0]), "merge: lse_a must be a tensor, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
     elsewhere = key.to("meta")
     with pytest.raises(BadDevice, match="q is on meta, but the first tensor is on cpu; move it"):
         prefixkit.attend(step, 0, q.to("meta"))

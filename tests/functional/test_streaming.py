@@ -57,7 +57,7 @@ def grow(rng: np.random.Generator, texts: Texts, page_size: int, errors: Errors,
     prompts = [np.append(shared, 1), np.append(shared, rng.integers(0, VOCAB, 9)), [7], shared[:2]]
     tree, samples = prefixkit.tree_from_tokens(pool, prompts)
     kv: dict[int, dict[int, Tensor]] = {}
-    for turn in range(40):
+    for turn in range(30):
         step = prefixkit.plan(attention, tree, samples)
         q, *new = (texts.numbers(step.num_rows, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
         prefixkit.append(step, 0, *(of.to(device) for of in new))
@@ -71,7 +71,7 @@ def grow(rng: np.random.Generator, texts: Texts, page_size: int, errors: Errors,
             for fork in tree.fork(samples[1], 2):
                 kv[fork.id] = dict(kv[samples[1].id])
                 samples.append(fork)
-        if turn == 20:
+        if turn == 18:
             tree.release(samples.pop(0))
         tree.extend_each(samples, rng.integers(0, VOCAB, len(samples)))
         if turn % 5 == 0:
@@ -84,10 +84,8 @@ def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
     sinks: int, window: int, page_size: int, dtype: torch.dtype
 ) -> None:
     errors = Errors()
-    for seed in range(2 if dtype == torch.float32 else 1):
-        print("seed", seed)
-        rng = np.random.default_rng(seed)
-        grow(rng, Texts(rng, sinks, window, dtype), page_size, errors)
+    rng = np.random.default_rng(sinks)
+    grow(rng, Texts(rng, sinks, window, dtype), page_size, errors)
     errors.check(lse=1e-5 if dtype == torch.float32 else 0.05)
 
 

@@ -113,9 +113,14 @@ def test_a_pool_says_what_it_cannot_be() -> None:
         ({"dtype": torch.float64}, "dtype must be one of torch.float32"),
         ({"page_size": 200}, "page_size must be 1 to 128"),
         ({"num_pages": 0}, "num_pages must be at least 1"),
+        ({"device": "tape"}, "device must be a CPU or a GPU, got 'tape'; pass 'cpu' or 'cuda'"),
+        ({"device": "mps"}, "device must be a CPU or a GPU, got 'mps'"),
+        ({"device": "cuda:99"}, r"torch finds \d+ GPUs, and device is 'cuda:99'"),
     ):
         with pytest.raises(ValueError, match=message):
             prefixkit.kv_pool(**good | options)
+    with pytest.raises(TypeError, match=r"kv_pool: num_pages must be an integer, got float 4.5"):
+        prefixkit.kv_pool(**good | {"num_pages": 4.5})
 
 
 def test_caches_of_ones_own_are_read_and_written_where_they_are() -> None:

@@ -340,6 +340,10 @@ def test_what_a_session_cannot_do_is_refused_by_name(made, change, message):
 def test_so_are_other_backends_and_generation_options(made):
     with pytest.raises(ValueError, match="use_transformers_continuous_batching=True asks for another backend"):
         made(use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="SessionGRPOTrainer: use_vllm=True asks for another backend; leave it out"):
+        made(use_vllm=True)  # before TRL looks for vLLM
+    with pytest.raises(TypeError, match=r"rollouts must be Rollouts, got dict .*; pass Rollouts\(...\), or none"):
+        made(rollouts={"kv_budget": "20GiB"})
     with pytest.raises(ValueError, match="generation_kwargs set no_repeat_ngram_size=2, which sessions do not have"):
         made(generation_kwargs={"no_repeat_ngram_size": 2})
     with pytest.raises(ValueError, match="logprobs must be 'sampled' or 'model', got 'none'"):

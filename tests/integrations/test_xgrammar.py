@@ -115,6 +115,18 @@ def test_another_backend_draws_the_same_samples(session):
         assert [s.tokens for s in ours] == [s.tokens for s in theirs]
 
 
+def test_a_head_may_have_more_tokens_than_the_models_config_or_fewer(tokenizer):
+    vocab = len(tokenizer) + PADDING
+    for width in (vocab + 70, vocab - 32):
+        model = padded_model(tokenizer)
+        more = model.get_input_embeddings().weight[torch.arange(width) % vocab]
+        model.lm_head.weight = torch.nn.Parameter(more)
+        for module in (grammars, other):
+            options = {"n": 8, "max_new_tokens": 9, "temperature": 5.0, "seed": seed()}
+            result = prefixkit.generate(model, tokenizer, PROMPTS, grammar=module.regex("[ab]{2}[0-9]"), **options)
+            assert all(re.fullmatch("[ab]{2}[0-9]", sample.text) for sample in result)
+
+
 def test_rows_without_a_grammar_are_unaffected(session):
     free = prefixkit.SamplingParams(n=3, max_new_tokens=12, seed=1, stop_token_ids=())
     held = prefixkit.SamplingParams(n=3, max_new_tokens=12, seed=1, grammar=grammars.regex("[ab]*"))
@@ -218,6 +230,8 @@ def test_what_is_wrong_is_said_before_anything_runs(model, tokenizer, session):
     ):
         with pytest.raises(ValueError, match=said):
             session.stream(PROMPTS, grammar=bad)
+    with pytest.raises(ValueError, match=r"a regular expression must be text that UTF-8 can encode, .* 'a.ud800'"):
+        grammars.regex("a\ud800")
     with pytest.raises(ValueError, match="must be JSON"):
         grammars.json_schema("{")
     with pytest.raises(TypeError, match="must be a dict"):

@@ -1,15 +1,10 @@
-"""What two processes do with the models in a folder, each with a half of the heads; and the same in one process.
-
-``python -m tests.models.split_over_two FOLDER SEED`` is one of the two, as torchrun starts them.
-"""
+"""What two processes do with the models in a folder, each with a half of the heads; and the same in one process."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -149,8 +144,14 @@ def files(folder, model):
         return session.load(folder / "prefixes.safetensors"), session.generate([[*range(30, 71)]], n=2).report
 
 
-def main(folder, seed):
-    rank, found = int(os.environ["RANK"]), {}
+def one_of_two(folder, seed, rank, said):
+    """What one of two processes does, with the environment that torchrun gives it; what it says is in ``said``."""
+    with said.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)  # OpenMP's threads, if there are any, are the parent's
+    found = {}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     for family in FAMILIES:
         model = prefixkit.patch(load(folder / family, split=True))
@@ -163,7 +164,3 @@ def main(folder, seed):
     run(*arguments, "--tensor-parallel", "--run", folder / "two")
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

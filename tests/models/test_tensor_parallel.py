@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 
@@ -22,7 +21,7 @@ from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import tiny_llama
-from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, results, save_models
+from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, one_of_two, results, save_models
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +42,20 @@ def run_both(folder, seed):
     """Run two processes, and meanwhile the same in this one; what they come to is in the folder."""
     print("seed", seed)
     save_models(folder)
-    command = [sys.executable, "-m", "tests.models.split_over_two", str(folder), str(seed)]
     said = [folder / f"{rank}.txt" for rank in range(2)]
+    forked = multiprocessing.get_context("fork")  # they need not import torch again
+    both = [forked.Process(target=one_of_two, args=(folder, seed, rank, said[rank])) for rank in range(2)]
     with ExitStack() as stack:
-        both = []
-        for rank, path in enumerate(said):
-            own = {**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            both.append(subprocess.Popen(command, env=own, stderr=stack.enter_context(path.open("w"))))
-            stack.callback(both[rank].kill)
+        for process in both:
+            process.start()
+            stack.callback(process.kill)
         one = {
             family: results(family, prefixkit.patch(load(folder / family, split=False)), seed) for family in FAMILIES
         }
         arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)
         run(*arguments, "--run", folder / "one")
         until = time.monotonic() + 120
-        while None in (codes := [process.poll() for process in both]) and {*codes} <= {None, 0}:
+        while None in (codes := [process.exitcode for process in both]) and {*codes} <= {None, 0}:
             assert time.monotonic() < until, "the processes wait for each other"
             time.sleep(0.02)
     assert codes == [0, 0], "\n".join(path.read_text() for path in said)

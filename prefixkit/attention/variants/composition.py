@@ -21,7 +21,13 @@ def compose(*variants: Variant) -> Variant:
     Raises:
         BadVariant: sinks join a sum that outputs are divided by, and those of another part are not; or a part hides
             keys, or sums, beside a streaming one, or there are two of these.
+        TypeError: one is no variant.
     """
+    if others := [one for one in variants if not isinstance(one, Variant)]:
+        raise TypeError(
+            f"compose: variants must be Variants, one argument each, got {type(others[0]).__name__} {others[0]!r}; a "
+            "score_mod or mask_mod becomes one by prefixkit.variant(score_mod=..., mask_mod=...)"
+        )
     parts = sorted((part for part in variants if part is not CAUSAL), key=lambda part: part.sums)
     masks = [part for part in parts if part.mask_mods or part.looks_ahead]
     streaming = [part for part in parts if part.streaming is not None]

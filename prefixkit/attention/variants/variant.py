@@ -98,7 +98,7 @@ class Variant:
         """Its functions: those that change scores, then those that hide keys."""
         return self.score_mods + self.mask_mods
 
-    @property
+    @cached_property
     def visible(self) -> Visible:
         """The range of keys outside which nothing is read."""
         return Visible(self.window, self.chunk).within(self.cut)

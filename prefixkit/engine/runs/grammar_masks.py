@@ -82,15 +82,21 @@ class GrammarMasks:
 
     def fill(self, vocab: int) -> NDArray[np.int32]:
         held = {row: place for row, place in enumerate(self._rows) if place is not None and not place.ended}
-        needed = max([vocab, *(place.matcher.end + 1 for place in held.values())])
-        if self._bits.shape[1] * 32 < needed:  # pages of fresh memory take as long to come as to be filled
-            self._bits = np.empty((len(self._rows), -(-needed // 32)), np.int32)
+        own = max((max(place.matcher.vocab, place.matcher.end + 1) for place in held.values()), default=vocab)
+        words, own_words = -(-vocab // 32), -(-own // 32)
+        if self._bits.shape[1] != own_words:  # pages of fresh memory take as long to come as to be filled
+            self._bits = np.empty((len(self._rows), own_words), np.int32)
         bits = self._bits[: len(self._rows)]
         if len(held) < len(bits):
             bits[:] = -1
         if held:
             _write_allowed(bits, held)
-        return bits[:, : -(-vocab // 32)]
+        if words <= own_words:
+            return bits[:, :words]
+        wide = np.full((len(bits), words), -1, np.int32)  # the model's head has more tokens than its config says
+        wide[:, :own_words] = bits
+        wide[[*held], own_words:] = 0
+        return wide
 
 
 def _write_allowed(bits: NDArray[np.int32], held: dict[int, GrammarPlace]) -> None:

@@ -103,6 +103,8 @@ def test_sigmoid_weights_come_after_all_other_changes(where: tuple[Tensor, ...],
     torch.testing.assert_close(both.change(score, *where), expected)
     with pytest.raises(BadVariant, match="sinks join the sum"):
         compose(sigmoid(), attention_sinks())
+    with pytest.raises(TypeError, match=r"compose: variants must be Variants, one argument each, got list \[Variant"):
+        compose([sigmoid(), soft_cap(3.0)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bounded", [sliding_window, chunked])
