@@ -93,6 +93,7 @@ class Clock:
 
 def trainer_of(name: str, options: Any, folder: str) -> Any:
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
     from prefixkit.integrations.trl import Rollouts, SessionGRPOTrainer
@@ -134,7 +135,8 @@ def trainer_of(name: str, options: Any, folder: str) -> Any:
         model=model,
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in letters]),
+        # With a name of its own: the hash of a table's types, which names it otherwise, fails on some versions.
+        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": letters}), fingerprint="letters"),
         processing_class=byte_tokenizer(),
         **own,
     )

@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from tqdm import tqdm
 
 from prefixkit.engine.request import Sample
@@ -110,10 +116,41 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         if not is_patched(self.model):
             patch(self.model)
         self.session = Session(self.model, self.tokenizer, kv_budget=kv_budget, page_size=page_size, compiled=compiled)
+        # By text, while requests are tokenized.
+        self._encoded = dict[str, npt.NDArray[np.int32]]()
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """For ``batch_size="auto"``: how many rolling windows are scored at a time; nothing is tried out."""
         return int(self.max_batch_size)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As ``HFLM``'s; each distinct text is tokenized once, all by one call of the tokenizer, which has threads."""
+        self._encoded = self._encode([request.args for request in requests])
+        try:
+            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+            return found
+        finally:
+            self._encoded = {}
+
+    def _encode(self, given: Sequence[tuple[str, str]]) -> dict[str, npt.NDArray[np.int32]]:
+        """Token ids of what :meth:`loglikelihood` asks ``tok_encode`` for, by text."""
+        pairs = [(context, own) for context, own in given if context.strip()]
+        texts = [*{text: None for context, own in pairs for text in (context.rstrip(), context + own)}]
+        bos, found = self.tokenizer.decode(self.prefix_token_id), dict[str, npt.NDArray[np.int32]]()
+        for with_bos in (False, True):  # HFLM adds none to a text that has one
+            some = [text for text in texts if has_bos_prefix(text, bos) == with_bos]
+            special = False if with_bos else self.add_bos_token
+            options = {} if special is None else {"add_special_tokens": special}
+            if some:
+                ids = self.tokenizer(some, return_attention_mask=False, **options)["input_ids"]
+                found.update(zip(some, (np.array(each, np.int32) for each in ids), strict=True))
+        return found
+
+    def tok_encode(self, string: str, *given: Any, **options: Any) -> list[int]:
+        """As ``HFLM``'s; :meth:`loglikelihood` knows the result for its texts."""
+        known = None if given or options else self._encoded.get(string)
+        ids: list[int] = super().tok_encode(string, *given, **options) if known is None else known.tolist()
+        return ids
 
     def _loglikelihood_tokens(
         self,

@@ -12,6 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tokenizers.processors import TemplateProcessing
 from transformers import T5Config, T5ForConditionalGeneration
 
 import prefixkit
@@ -148,6 +149,28 @@ def test_common_examples_are_computed_once(models, manager):
     report = ours.session.report
     assert report.scored == 16
     assert report.tokens_computed < report.tokens_plain_batch / 8
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_texts_are_tokenized_as_hf_does(add_bos_token):
+    texts = [("Is it?", " yes"), ("Is it?", " no"), ("Is it?  ", "no"), ("", "yes"), ("<|end|>Is it?", " yes")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(texts)]
+    given = []
+    for kind in (HFLM, PrefixLM):
+
+        class Kept(kind):
+            def _loglikelihood_tokens(self, requests, *_, **__):
+                given.append(requests)
+                return [(0.0, True)] * len(requests)
+
+        tokenizer = byte_tokenizer()
+        tokenizer.add_special_tokens({"bos_token": "<|end|>"})
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<|end|> $A", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
+        )
+        model = Kept(tiny_llama(seed=3), tokenizer=tokenizer, add_bos_token=add_bos_token)
+        model.loglikelihood(requests, disable_tqdm=True)
+    assert given[0] == given[1]
 
 
 def test_a_call_ends_after_so_many_distinct_tokens(models, manager, monkeypatch):
