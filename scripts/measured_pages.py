@@ -243,12 +243,62 @@ def lm_eval(data: Any) -> Table:
     return rows + [
         (
             names[row["task"]],
-            row["hf_s"]["hf 1"],
+            min(row["hf_s"].values()),
             row["prefixkit_s"],
             f"{row['hf_over_prefixkit']}x",
-            f"{row['worst_difference']:.0e}",
+            f"{row['worst_difference']:.1g}",
         )
         for row in data["tasks"]
+    ]
+
+
+def deep(data: Any) -> Table:
+    rows: Table = [("heads", "tree", "floor, us", "ours, us", "time / floor", "its plan in a graph, us")]
+    return rows + [
+        (
+            "/".join(map(str, row["heads"])),
+            row["workload"],
+            f"{row['floor_us']:.1f}",
+            f"{row['us']:.1f}",
+            f"{row['us'] / row['floor_us']:.2f}",
+            f"{row['plan_us']:.0f}",
+        )
+        for row in data["workloads"]
+    ]
+
+
+def planning(data: Any) -> Table:
+    rows: Table = [("tree", "on the GPU, us", "by numpy, us")]
+    return rows + [
+        (row["case"] + (", heavy paths" if row["paths"] else ""), f"{row['gpu_us']:.0f}", f"{row['plan_us']:,.0f}")
+        for row in data["results"]
+        if row.get("gpu_us") and row["heads"] == [32, 8]
+    ]
+
+
+def grammar(data: Any) -> Table:
+    rows: Table = [("shape", "rows", "free, ms a step", "xgrammar", "over free", "llguidance", "over free")]
+    return rows + [
+        (
+            row["shape"],
+            row["rows"],
+            f"{row['free_ms']:.2f}",
+            *(
+                cell
+                for name in ("xgrammar", "llguidance")
+                for cell in (f"{row[f'{name}_ms']:.2f}", f"{row[f'{name}_over_free']:.2f}")
+            ),
+        )
+        for row in data["rows"]
+    ]
+
+
+def trl(data: Any) -> Table:
+    rows: Table = [("rollouts by", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
+    return rows + [
+        (row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
+        for row in data["systems"]
+        if "rollout_s" in row
     ]
 
 
@@ -286,6 +336,10 @@ SHOWS = {
         forests,
         systems,
         lm_eval,
+        deep,
+        planning,
+        grammar,
+        trl,
         rounding,
         cpu_variants,
     )
