@@ -81,7 +81,7 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
     heads = max(int(layer.num_attention_heads) for layer in _layer_configs(config)) * widest
-    size = spec.dtype.itemsize
+    size = spec.compute_dtype.itemsize
     # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
     # As computed, in float32, and those from which first tokens are sampled; a graph's are its own.

@@ -184,8 +184,9 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
     Args:
         step: The step.
         layer: Of the pool; K and V of the step's tokens are appended to it.
-        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype, rotated unless the variant's ``query`` transform does
-            so.  Under a variant at positions in the cache that transform runs at both positions of each query.
+        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype, in any where that is e4m3; rotated unless the variant's
+            ``query`` transform does so.  Under a variant at positions in the cache that transform runs at both
+            positions of each query.
         sinks: ``[num_qo_heads]`` in q's dtype, if the variant has sinks.
 
     Returns:

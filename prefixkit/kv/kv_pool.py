@@ -18,7 +18,7 @@ from prefixkit.attention.gpu.staging import upload
 from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.kv.state_pool import StatePool, States
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.ops.arguments import FLOATS
+from prefixkit.ops.arguments import FP8, STORED
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class KVSpec:
 
     Attributes:
         layers: Of each layer that caches something, its tensors: K and V, or a latent and rotary keys.
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16, float16 or float8_e4m3fn.
         device: Where the pages live.
         states: What modules keep of a sequence in place of KV, whatever its length.
+        computed: The dtype in which attention computes; None: that of the pages, or bfloat16 where these hold e4m3.
 
     Raises:
         ValueError: no layers, or another dtype.
@@ -39,12 +40,13 @@ class KVSpec:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     states: States = ()
+    computed: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or not all(sum(tensor.size for tensor in cached) for cached in self.layers):
             raise ValueError(f"KVSpec: layers must each cache a tensor, and be at least one, got {self.layers}")
-        if self.dtype not in FLOATS:
-            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, FLOATS))}, got {self.dtype}")
+        if self.dtype not in STORED:
+            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, STORED))}, got {self.dtype}")
         object.__setattr__(self, "device", torch.device(self.device))
 
     @cached_property
@@ -54,6 +56,16 @@ class KVSpec:
         for index, cached in enumerate(self.layers):
             found.setdefault(cached, []).append(index)
         return found
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That of queries, and of K and V before they are cached."""
+        return self.computed or (torch.bfloat16 if self.dtype == FP8 else self.dtype)
+
+    @property
+    def moved_dtype(self) -> torch.dtype:
+        """The same bytes as torch copies them: not all that it does to bytes it does to e4m3."""
+        return torch.uint8 if self.dtype == FP8 else self.dtype
 
     @property
     def size(self) -> int:
@@ -140,7 +152,8 @@ class KVPool:
         self._tensors = [tensor for of_kind in made for tensor in of_kind]
         self._layers = dict[int, tuple[Tensor, ...]]()
         for of_kind, at in zip(made, spec.tensors.values(), strict=True):
-            self._layers |= zip(at, zip(*of_kind, strict=True), strict=True)
+            views = (tensor.view(spec.dtype) for tensor in of_kind)
+            self._layers |= zip(at, zip(*views, strict=True), strict=True)
 
     def _pages(self, tensor: CachedTensor, layers: int) -> Tensor:
         """``[layers, num_pages, page_size, heads, head_dim]``."""
@@ -148,7 +161,7 @@ class KVPool:
         inner = (self.page_size, tensor.heads) if on_cpu else (tensor.heads, self.page_size)
         shape = (layers, self.num_pages, *inner, tensor.head_dim)
         with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
-            pages = torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
+            pages = torch.empty(shape, dtype=self.spec.moved_dtype, device=self.spec.device)
         return pages if on_cpu else pages.transpose(2, 3)
 
     def __repr__(self) -> str:
@@ -190,7 +203,8 @@ class KVPool:
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def host_parts(self, tokens: int) -> list[Tensor]:
-        """Host memory for what is cached of ``tokens`` tokens: tensors ``[tokens, spec.size]`` of 32 MiB.
+        """Host memory for what is cached of ``tokens`` tokens: tensors ``[tokens, spec.size]`` of 32 MiB,
+        in ``spec.moved_dtype``.
 
         That of a GPU's pool is pinned, which takes longer than copying to it; torch reuses freed memory for the next
         part of that size, so that it is pinned once.
@@ -199,13 +213,13 @@ class KVPool:
         counts = [min(self._at_once, tokens - begin) for begin in range(0, tokens, self._at_once)]
         with torch.inference_mode(False):
             return [
-                torch.empty((count, spec.size), dtype=spec.dtype, pin_memory=spec.device.type == "cuda")
+                torch.empty((count, spec.size), dtype=spec.moved_dtype, pin_memory=spec.device.type == "cuda")
                 for count in counts
             ]
 
     def split(self, part: Tensor) -> list[Tensor]:
-        """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in the pool's dtype: of each
-        tensor that layers share, in turn.
+        """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in ``spec.moved_dtype``: of
+        each tensor that layers share, in turn.
         """
         sizes = [tensor.shape[0] * tensor.shape[3] * tensor.shape[4] for tensor in self._tensors]
         views = zip(torch.split(part, sizes, 1), self._tensors, strict=True)
@@ -219,7 +233,7 @@ class KVPool:
             into: Where it goes, of :meth:`host_parts`; None: made here.
 
         Returns:
-            These parts, ``[tokens, spec.size]`` each in the pool's dtype.
+            These parts, ``[tokens, spec.size]`` each in ``spec.moved_dtype``.
         """
         parts, device = self.host_parts(len(slots)) if into is None else into, self.spec.device
         for index, part in enumerate(parts):
@@ -239,7 +253,7 @@ class KVPool:
 
         Args:
             slots: ``[count]`` int64.
-            parts: ``[tokens, spec.size]`` each in the pool's dtype; all but the last have as many tokens.
+            parts: ``[tokens, spec.size]`` each in ``spec.moved_dtype``; all but the last have as many tokens.
             tokens: ``[count]`` int64, counted through all parts.
         """
         if not len(slots):

@@ -84,8 +84,9 @@ class LayerKind:
         k_dim, v_dim: Elements of a head of K and of V that it attends over.
         cached: The tensors that it caches: K and V, or a latent and rotary keys, and the keys of its indexer.  Empty
             where it ``reads`` others.
-        dtype: Of what is cached.
+        dtype: Of what is cached, as the layer makes it and attends over it.
         device: Where that is made.
+        stored: The dtype in which pages hold it; None: the same.
         visible: Which tokens a query sees.
         expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
         absorbs: Whether queries may attend over what is cached instead, as K and V are linear in it.
@@ -121,6 +122,7 @@ class LayerKind:
     compressed: tuple[Compressed, ...] = ()
     variant: Variant | None = None
     rotation: Rotation | None = None
+    stored: torch.dtype | None = None
 
     @property
     def streams(self) -> bool:
@@ -141,7 +143,7 @@ class LayerKind:
     def shape(self) -> HeadShape:
         """The heads that it attends with."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
-        return HeadShape(self.heads, self.kv_heads, self.k_dim, self.dtype.itemsize, v_dim)
+        return HeadShape(self.heads, self.kv_heads, self.k_dim, (self.stored or self.dtype).itemsize, v_dim)
 
     @property
     def plain(self) -> bool:
@@ -165,6 +167,8 @@ class LayerKind:
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"
         text = f"{self.heads} query and {self.kv_heads} KV heads of {size}, {self.dtype} on {self.device}"
+        if self.stored is not None:
+            text += f", held in {self.stored}"
         if self.expands:
             text += f", made of {' and '.join(map(str, self.cached[: self.attended]))}"
         if self.selects is not None:

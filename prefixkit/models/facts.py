@@ -31,6 +31,7 @@ from prefixkit.models.attention_class import is_tree_class, layer_number, origin
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
+from prefixkit.models.kv_dtype import KVDtype, kv_dtype_of, with_kv_dtype
 from prefixkit.models.model_calls import no_lm_head
 from prefixkit.models.model_errors import NotPatched, UnsupportedModel, UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
@@ -131,10 +132,15 @@ class ModelFacts:
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each attention layer, with the variant that it applies; raises as :attr:`probed` and
-        :meth:`with_variants`.
+        """The kind of each attention layer, with the variant that it applies, and the dtype in which pages hold its K
+        and V; raises as :attr:`probed`, :meth:`with_variants` and :func:`with_kv_dtype`.
         """
-        return self.with_variants(self.variants)
+        return with_kv_dtype(self.with_variants(self.variants), self.kv_dtype, type(self.inner).__name__)
+
+    @property
+    def kv_dtype(self) -> KVDtype | None:
+        """In which pages hold K and V, where that is not the model's own."""
+        return kv_dtype_of(self.state.modules)
 
     @cached_property
     def variants(self) -> dict[int, Variant]:
@@ -199,7 +205,8 @@ class ModelFacts:
         if not self.layers:  # a tree numbers tokens by the slots of pages, so each has one element
             return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states)
         layer = self.layers[0]
-        return KVSpec(tuple(kind.cached for kind in self.layers if kind.cached), layer.dtype, layer.device, states)
+        cached, stored = tuple(kind.cached for kind in self.layers if kind.cached), layer.stored or layer.dtype
+        return KVSpec(cached, stored, layer.device, states, layer.dtype if layer.stored else None)
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:

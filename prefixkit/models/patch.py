@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import GenerationMixin
@@ -33,6 +33,7 @@ from prefixkit.models.generate.generating_class import (
     set_mode,
     wrap_forward,
 )
+from prefixkit.models.kv_dtype import KV_BITS, KVDtype, check_kv_dtype, set_kv_dtype, with_kv_dtype
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.tensor_parallel import check_split
@@ -56,6 +57,7 @@ def patch(
     tree_cache: Mode = "auto",
     compare_weights: Compare = "auto",
     variant: LayerVariants | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> Model:
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
@@ -98,6 +100,10 @@ def patch(
         variant: What attention layers apply besides: one :class:`prefixkit.Variant` for all attention layers, a mapping
             from layer numbers, those of the model's list of layers, to variants, or a function from layer numbers to a
             variant or None.  None: nothing, also in place of an earlier one.
+        kv_dtype: ``"fp8"``: pages hold K and V in e4m3 (4 significant bits; beyond 448 its largest number), in half the
+            memory of 16 bits, and attention computes in the model's dtype as before.  Results are no longer those of
+            the model: docs/howto/memory.md has the error.  On a GPU attention then runs in plain torch.  None: the
+            model's dtype.
 
     Returns:
         The same model.
@@ -105,23 +111,27 @@ def patch(
     Raises:
         UnsupportedModel: its layers do not follow that interface, or it is split over processes otherwise than by
             tensor parallelism with as many heads in each; nothing was changed.  What else must hold is measured at the
-            first call, see :func:`kv_spec`; with a ``variant``, now.
+            first call, see :func:`kv_spec`; with a ``variant`` or a ``kv_dtype``, now: with that, layers cache nothing
+            but K and V.
         UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
             attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
             one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that
             of no attention layer; nothing was changed.
-        ValueError: ``tree_cache`` or ``compare_weights`` is none of these.
+        ValueError: ``tree_cache``, ``compare_weights`` or ``kv_dtype`` is none of these.
         TypeError: ``variant`` is none of these, or its functions capture what has no content to go by.
     """
     if tree_cache not in MODES:
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")
     if compare_weights not in COMPARE:
         raise ValueError(f"compare_weights must be one of {', '.join(map(repr, COMPARE))}, got {compare_weights!r}")
+    check_kv_dtype(kv_dtype)
     whole, layers = pretrained_model(model), [*attention_layers(model).values()]
     check_split(whole)
     by_number = {layer_number(module): module for module in layers}
     if variants := chosen_variants(variant, [*by_number]):
         kinds = facts_of(model).with_variants(variants)  # or raise
+    if kv_dtype:
+        with_kv_dtype(facts_of(model).probed.layers, kv_dtype, type(whole).__name__)  # or raise
     modules = [module for module in layers if not is_tree_class(type(module))]
     try:
         for module in modules:
@@ -146,6 +156,9 @@ def patch(
             set_mode(whole, tree_cache, bool(variants))
         for module in (*layers, *mixers(whole).values()):
             module.__dict__[SETTING] = compare_weights
+        if set_kv_dtype(layers, kv_dtype):
+            drop(patched_modules(whole))
+            log.info("pages hold K and V in %s", kv_dtype or "the model's dtype")
         if set_variants(by_number, variants):
             drop(patched_modules(whole))  # what was compiled applies those of before
             _log_variants(variants, kinds if variants else ())
@@ -178,7 +191,11 @@ def unpatch(model: Model) -> Model:
 def patched(model: Model) -> Iterator[Model]:
     """The model, patched for the length of a ``with`` block; layers that were patched before stay so."""
     before = set(patched_modules(model)) if isinstance(model, nn.Module) else set()
-    patch(model, variant=facts_of(model).variants if before else None)
+    kept: dict[str, Any] = {}
+    if before:
+        facts = facts_of(model)
+        kept = {"variant": facts.variants, "kv_dtype": facts.kv_dtype}
+    patch(model, **kept)
     try:
         yield model
     finally:
@@ -199,6 +216,7 @@ def _restore(modules: list[nn.Module]) -> None:
         become(module, original_class(module))
         module.__dict__.pop(SETTING, None)
         module.__dict__.pop(LAYER_VARIANT, None)
+        module.__dict__.pop(KV_BITS, None)
         drop_mode(module)
     for module in modules:
         unpack(module.parameters())

@@ -10,6 +10,9 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What pages of K and V may hold of numbers in FLOATS: these, or each rounded to e4m3.
+FP8 = torch.float8_e4m3fn
+STORED = (*FLOATS, FP8)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
 PACKED = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", "limits")
 NODES = ("start", "length", "page_indptr", "pages", "first_slot")
@@ -57,7 +60,7 @@ def check_tensors(op: str, **given: object) -> None:
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
     """K and V of one layer: alike but for ``head_dim``, with a head's elements adjacent."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, FLOATS)
+        expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, STORED)
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over head_dim, got strides {list(pages.stride())}")
     like = " like k_pages"
@@ -81,7 +84,7 @@ def check_append(
     for name, tensor, pages in (("key", key, k_pages), ("value", value, v_pages)):
         kv_heads, head_dim = pages.shape[2:]
         expected = f"[{tokens}, {kv_heads}, {head_dim}] (slots, then kv_heads and head_dim of the pages)"
-        _expect_like(k_pages, op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim))
+        _expect_like(k_pages, op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim), key)
 
 
 def check_index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
@@ -96,8 +99,15 @@ def check_index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
     _expect_like(pages, op, "keys", keys, expected, tuple(keys.shape) == shape)
 
 
-def _expect_like(pages: Tensor, op: str, name: str, tensor: Tensor, shape: str, fits: bool) -> None:
-    expect(op, name, tensor, shape, fits, (pages.dtype,), pages.device, " like the pages")
+def _expect_like(
+    pages: Tensor, op: str, name: str, tensor: Tensor, shape: str, fits: bool, computed: Tensor | None = None
+) -> None:
+    """``computed``: the tensor whose dtype all that is not cached has, where pages may hold it in fewer bits."""
+    if pages.dtype != FP8 or computed is None:
+        expect(op, name, tensor, shape, fits, (pages.dtype,), pages.device, " like the pages")
+    else:
+        dtypes = FLOATS if computed is tensor else (computed.dtype,)
+        expect(op, name, tensor, shape, fits, dtypes, pages.device, " beside pages in e4m3")
 
 
 def check_rotary(
@@ -110,9 +120,10 @@ def check_rotary(
     if head_dim % 2:
         raise BadShape(f"{op}: halves of a head turn against each other, but head_dim is {head_dim}")
     fits = q.ndim == 3 and q.shape[0] == tokens and q.shape[2] == head_dim
-    _expect_like(k_pages, op, "q", q, f"[{tokens}, heads, {head_dim}] (slots, then head_dim of the pages)", fits)
+    _expect_like(k_pages, op, "q", q, f"[{tokens}, heads, {head_dim}] (slots, then head_dim of the pages)", fits, key)
     for name, tensor in (("cos", cos), ("sin", sin)):
-        _expect_like(k_pages, op, name, tensor, f"[{tokens}, {head_dim}]", tensor.shape == (tokens, head_dim))
+        fits = tensor.shape == (tokens, head_dim)
+        _expect_like(k_pages, op, name, tensor, f"[{tokens}, {head_dim}]", fits, key)
 
 
 def check_pair(x: Tensor, weight: Tensor) -> None:
@@ -144,7 +155,7 @@ def check_attention(
         _expect_like(k_pages, op, "rotary_pages", rotary_pages, shape, fits)
         head_dim, of = head_dim + rotary_pages.shape[3], "k_pages and rotary_pages"
     fits = q.ndim == 3 and q.shape[2] == head_dim
-    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of {of})", fits)
+    _expect_like(k_pages, op, "q", q, f"[T, heads, {head_dim}] (head_dim of {of})", fits, q)
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise BadShape(f"{op}: q has {q.shape[1]} heads, which must be a multiple of the pages' {kv_heads} KV heads")
     _check_rows(op, q, q_positions, variant, sinks)

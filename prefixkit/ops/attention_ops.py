@@ -25,7 +25,7 @@ def tree_attention(
     """Attention of ``T`` queries over a tree, as planned.
 
     Args:
-        q: ``[T, heads, head_dim]`` in the pages' dtype.
+        q: ``[T, heads, head_dim]`` in the pages' dtype; in any where these hold e4m3.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device; heads
             of v_pages may have another size, ``v_dim``; our kernels serve 192 with 128, on Hopper.
         q_positions: ``[T]`` int64.

@@ -229,9 +229,10 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
     """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim)
-    if kernel is None or dtype == torch.float32:
+    if kernel is None or dtype not in (torch.bfloat16, torch.float16):
         size = str(shape.head_dim) if shape.value_dim == shape.head_dim else f"{shape.head_dim} and {shape.value_dim}"
-        say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
+        no_dtype = NO_FLOAT32 if dtype == torch.float32 else f"pages of {dtype} have no kernel"
+        say_plain_torch(no_dtype if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
+from prefixkit.backends.torch import plain_kv
 from prefixkit.backends.torch.plain_kv import rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import LaunchCache, launch, signature_of
-from prefixkit.ops.arguments import check_append, check_append_slots, check_rotary
+from prefixkit.ops.arguments import FP8, check_append, check_append_slots, check_rotary
 
 log = logging.getLogger("prefixkit")
 
@@ -48,6 +49,8 @@ class Append:
         prepared = self._appends.get(signature)
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
+            if k_pages.dtype == FP8:
+                return plain_kv.append("kv_append", (key, value), (k_pages, v_pages), slots)
             if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
                 self.kv_append(key, key, k_pages, k_pages, slots)
                 return self.kv_append(value, value, v_pages, v_pages, slots)
@@ -68,10 +71,12 @@ class Append:
         known = self._rotations.get(signature)
         if known is None:
             check_rotary(*tensors)
-            alike = k_pages.shape == v_pages.shape
-            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if aligned and alike else None,))
+            alike, exact = k_pages.shape == v_pages.shape, k_pages.dtype != FP8
+            served = aligned and alike and exact
+            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if served else None,))
             if known[0] is None:
                 why = "not all of it lies at 16 bytes" if alike else "K and V differ in head size"
+                why = why if exact else "pages hold e4m3"
                 log.info("rotary_append on %s runs as torch and kv_append: %s", q.device, why)
         if (prepared := known[0]) is None:
             self.kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)

@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 from prefixkit.checking import checked
-from prefixkit.ops.arguments import check_append, check_append_slots, check_index_append, check_rotary
+from prefixkit.ops.arguments import FP8, check_append, check_append_slots, check_index_append, check_rotary
+
+MOST_FP8 = torch.finfo(FP8).max
 
 
 @torch.no_grad()
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """``kv_append``."""
     check_append(key, value, k_pages, v_pages, slots)
-    _append("kv_append", (key, value), (k_pages, v_pages), slots)
+    append("kv_append", (key, value), (k_pages, v_pages), slots)
 
 
 @torch.no_grad()
 def index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
     """``index_append``."""
     check_index_append(keys, pages, slots)
-    _append("index_append", (keys,), (pages,), slots)
+    append("index_append", (keys,), (pages,), slots)
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def rotary_append(
 ) -> Tensor:
     """``rotary_append``."""
     check_rotary(q, key, value, cos, sin, k_pages, v_pages, slots)
-    _append("rotary_append", (rotate(key, cos, sin), value), (k_pages, v_pages), slots)
+    append("rotary_append", (rotate(key, cos, sin), value), (k_pages, v_pages), slots)
     return rotate(q, cos, sin)
 
 
@@ -52,7 +54,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x32 * cos.float()[:, None] + rotated * sin.float()[:, None]).to(x.dtype).contiguous()
 
 
-def _append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
+def append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
+    """Write rows to their slots in pages of one dtype, as an op that appends does; the arguments are checked."""
+    if pages[0].dtype == FP8:  # as bytes, for which torch has every way to write
+        states = [as_stored(each).view(torch.uint8) for each in states]
+        pages = [each.view(torch.uint8) for each in pages]
     (_append_on_cpu if slots.device.type == "cpu" else append_on_gpu)(op, states, pages, slots)
 
 
@@ -74,6 +80,11 @@ def _append_on_cpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], s
             each.flatten(0, 1).index_copy_(0, slots, values)
         else:
             each[slots // page_size, slots % page_size] = values
+
+
+def as_stored(states: Tensor) -> Tensor:
+    """Rounded to e4m3, whose largest number stands for larger ones; NaN stays."""
+    return states.clamp(-MOST_FP8, MOST_FP8).to(FP8)
 
 
 def append_on_gpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:

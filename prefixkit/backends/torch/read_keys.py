@@ -43,8 +43,8 @@ class Scratch(threading.local):
     """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling
     them.
 
-    There are six at most, for keys and for values in three dtypes, each of up to ``Tuning.call_elements`` elements,
-    so a thread keeps 256 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
+    There are eight at most, for keys and for values in four dtypes, each of up to ``Tuning.call_elements`` elements,
+    so a thread keeps 288 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
     """
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ def gather(call: Call, pages: Tensor) -> Tensor:
     return keys.reshape(call.batch, call.length, kv_heads, head_dim).transpose(1, 2)
 
 
-def read_kv(call: Call, k_pages: Tensor, v_pages: Tensor, *, on_cpu: bool) -> tuple[Tensor, Tensor]:
-    """K and V of a call as the pages hold them; float32 on a CPU."""
+def read_kv(call: Call, k_pages: Tensor, v_pages: Tensor, dtype: torch.dtype, *, on_cpu: bool) -> tuple[Tensor, Tensor]:
+    """K and V of a call in the queries' ``dtype``; float32 on a CPU."""
     if on_cpu:
         return read_keys(call, k_pages, 0), read_keys(call, v_pages, 1)
-    return gather(call, k_pages), gather(call, v_pages)
+    return gather(call, k_pages).to(dtype), gather(call, v_pages).to(dtype)
 
 
 def read_latents(call: Call, cached: Sequence[Tensor], *, on_cpu: bool) -> tuple[Keys, Tensor]:

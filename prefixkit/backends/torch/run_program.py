@@ -122,7 +122,7 @@ def expanded_state(
 
     def read(call: Call) -> tuple[Tensor, Tensor]:
         if expand is None:
-            return read_kv(call, *cached, on_cpu=program.on_cpu)
+            return read_kv(call, cached[0], cached[1], q.dtype, on_cpu=program.on_cpu)
         return expand_keys(call, cached, expand, program.heads, on_cpu=program.on_cpu)
 
     return run_reading(program, q, read, scale, modifier, sinks, own)
@@ -159,7 +159,7 @@ def run_program(
             check_layout("tree_attention", name, pages)
 
     def read(call: Call) -> tuple[Tensor, Tensor]:
-        return read_kv(call, k_pages, v_pages, on_cpu=program.on_cpu)
+        return read_kv(call, k_pages, v_pages, q.dtype, on_cpu=program.on_cpu)
 
     with torch.no_grad():
         return _finish(program, q, read, scale, variant, sinks)

@@ -183,8 +183,8 @@ def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, origin: Ori
     held, asked = ({name: facts.get(name) for name in names} for facts in (metadata, ours))
     if held["dtype"] != asked["dtype"]:
         raise PrefixFileError(
-            f"{path} holds KV in {held['dtype']}, and the model's is {asked['dtype']}; load the model in "
-            f"{held['dtype']}, or save its prefixes again"
+            f"{path} holds KV in {held['dtype']}, and the model's is {asked['dtype']}; load the model in that dtype, "
+            'with patch(model, kv_dtype="fp8") for float8_e4m3fn and without for others, or save its prefixes again'
         )
     if held != asked:
         raise PrefixFileError(

@@ -42,9 +42,9 @@ FORMAT, VERSION, VERSION_OF_STATES = "prefixkit prefixes", 2, 3
 BLOCK = 64  # tokens
 ARRAYS = ("lengths", "shared", "tokens", "checksums")
 _STATE_ARRAYS = ("state_prefix", "state_position", "state_checksums")
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _DTYPES |= {torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-_BYTES = {"F64": 8, "I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
+_BYTES = {"F64": 8, "I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "BOOL": 1}
 _AT_ONCE = 2**25  # bytes of states
 
 

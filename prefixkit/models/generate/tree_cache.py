@@ -288,7 +288,8 @@ class TreeCache(DynamicCache):
         with self.in_use:
             pool, slots = self._steps.store.pool, self._steps.flushed().slots()
             pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-            k, v = (of[pages, offsets].transpose(1, 2).contiguous() for of in pool.pages(layer)[:2])
+            rows = (of[pages, offsets].transpose(1, 2) for of in pool.pages(layer)[:2])
+            k, v = (of.to(pool.spec.compute_dtype).contiguous() for of in rows)
         return k, v
 
     # -- what a cache says of itself -----------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class ModelRunner:
         self._has_lm_head = inner.can_generate()
         warn_of_moving_rotary(inner)
         # Of a step whose experts our op runs.
-        self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.dtype)
+        self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.compute_dtype)
         self.compiled: CompiledLayers | None = None
         if compiled is not False:
             from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second

@@ -194,7 +194,7 @@ class CacheLayer(PlainLayer):
                 f"StepCache: layer {self.index} wrote KV twice in one step, or wrote for layer {layer_idx}; each "
                 "attention layer must run once a step, on KV of its own"
             )
-        made, dtype = (self._rounded(key_states), self._rounded(value_states)), self.cache.pool.spec.dtype
+        made, dtype = (self._rounded(key_states), self._rounded(value_states)), self.cache.pool.spec.compute_dtype
         for name, states, pages in zip(("keys", "values"), made, self.own.pages, strict=True):
             expected = (1, pages.shape[2], self.step.slots.shape[0], pages.shape[3])
             if states.shape != expected or states.dtype != dtype:
@@ -209,8 +209,10 @@ class CacheLayer(PlainLayer):
         return (made[0][:, :, :1], made[1][:, :, :1]) if self.own.kind.expands else made
 
     def _rounded(self, states: Tensor) -> Tensor:
-        """Under autocast, which does so in the products of attention, in the pool's dtype."""
-        return states.to(self.own.pages[0].dtype) if torch.is_autocast_enabled(states.device.type) else states
+        """Under autocast, which does so in the products of attention, in the dtype that attention computes in."""
+        return (
+            states.to(self.cache.pool.spec.compute_dtype) if torch.is_autocast_enabled(states.device.type) else states
+        )
 
     def attend(
         self,

@@ -85,7 +85,7 @@ def runner_of(
         lambda: [(planner.cost, getattr(planner, "gpu", None)) for planner in planners],
         "run prefixkit warmup on each of their machines, or let them share the cache folder",
     )
-    log_experts(facts.state.modules, device, pool.spec.dtype)
+    log_experts(facts.state.modules, device, pool.spec.compute_dtype)
     log_fused(facts.state.modules, device)
     plain = ModelRunner(model, pool, call=call, facts=facts)
     if device.type == "cuda":
