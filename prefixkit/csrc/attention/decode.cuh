@@ -1,10 +1,11 @@
-// The decode (GEMV) path: attention of at most 8 tile rows to long KV.  Each warp works alone.
+// The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
-// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head.
+// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
 // tiling     KV tiles of 16 tokens pass through a warp's own ring, filled by TMA (on Hopper) or by 16-byte copies that
 //            run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so
-//            tile rows cost an eighth of a product and the output takes D / 4 registers.
-// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
+//            tile rows cost an eighth of a product and the output takes D / 4 registers.  Each warp works alone; two
+//            that take an item together share its ring, and have 8 of its rows each, for 16 would not fit registers.
+// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -25,20 +26,27 @@ struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
 };
 enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64 };
 
-constexpr int BATCH = 8, DECODE_WARPS = 4;
+#ifndef PREFIXKIT_ROW_PARTS
+#define PREFIXKIT_ROW_PARTS 1
+#endif
+constexpr int ROW_PARTS = PREFIXKIT_ROW_PARTS;  // warps that take an item together
+constexpr int BATCH = 8, DECODE_WARPS = 4, RINGS = DECODE_WARPS / ROW_PARTS;
+constexpr int ROW_BITS = ROW_PARTS == 1 ? 4 : 5;
+// The first of the 8 rows of this warp.
+DEVICE int first_of_part() { return ROW_PARTS == 1 ? 0 : 8 * ((threadIdx.x >> 5) % ROW_PARTS); }
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
-    u32 packed;         // rows, flags << 4, KV head << 12
+    u32 packed;         // rows, flags << ROW_BITS, KV head << ROW_BITS + 8
     int seg, seg_end;   // segments after the first
     int high;           // behind the last position that its queries see
     QueryRange queries;
     Span span;
     int page;           // of the segment's first group, where pages hold groups
 
-    DEVICE int rows() const { return packed & 15; }
-    DEVICE int flags() const { return packed >> 4 & 255; }
-    DEVICE int head() const { return packed >> 12; }
+    DEVICE int rows() const { return packed & ((1 << ROW_BITS) - 1); }
+    DEVICE int flags() const { return packed >> ROW_BITS & 255; }
+    DEVICE int head() const { return packed >> (ROW_BITS + 8); }
     DEVICE VisibleRange range(const Attention& a) const {
         return {a.window > 0 ? queries.low - a.window + 1 : 0, high};
     }
@@ -47,7 +55,7 @@ struct Resolved {  // an item and its first segment
 // Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
-    r.packed = STOP << 4;
+    r.packed = STOP << ROW_BITS;
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
@@ -64,7 +72,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     // The visible range alone masks for a single query.
     const int queries = item.q_end - item.q_begin;
     const int flags = FIRST | (item.kind != ALL && queries > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
-    r.packed = u32(queries * group_of(a)) | u32(flags) << 4 | u32(item.head) << 12;
+    r.packed = u32(queries * group_of(a)) | u32(flags) << ROW_BITS | u32(item.head) << (ROW_BITS + 8);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
     r.span = load_span(a, item.node, item.begin, item.end, range);
     if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
@@ -95,14 +103,14 @@ template <int LANES> struct DecodeWalk {
         if (taken % BATCH == 0) {
             sync();
             const int mine = lane();
-            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, DECODE_WARPS * gridDim.x));
+            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, RINGS * gridDim.x));
             sync();
         }
         const Resolved& r = batch[taken++ % BATCH];
         flags = r.flags(), seg = r.seg, span = r.span;
         if (flags & STOP) return;
         page = r.page;
-        const int entry = entry_of(taken - 1, worker, DECODE_WARPS * gridDim.x);
+        const int entry = entry_of(taken - 1, worker, RINGS * gridDim.x);
         classes.begin(a, a.tile_capacity + entry / a.kv_heads, span, r.queries);
         const int first = span.slot;
         if (Variant::HAS_MASK || span.slot >= span.end) {
@@ -141,7 +149,7 @@ template <int LANES> struct DecodeWalk {
     }
 };
 
-// The state of up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
+// The state of a warp's up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
 struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
@@ -152,7 +160,7 @@ struct DecodeState {
 
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
 DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
-    const int lane = lane_anew(), n = lane / 4;
+    const int lane = lane_anew(), n = first_of_part() + lane / 4;
     const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + 2 * (lane & 3);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -161,9 +169,14 @@ DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
+// Of a lane's two rows; those that the item lacks repeat its last.
+DEVICE TileRow row_of_lane(const Attention& a, const DecodeKVTile& c, int i) {
+    return TileRow(a, c.head, min(first_of_part() + 2 * (lane_anew() & 3) + i, c.rows - 1));
+}
+
 // The position behind the last one that one of a lane's two rows sees, of a CLIPPED item.
 DEVICE int end_of_row(const Attention& a, const DecodeKVTile& c, int i) {
-    const int query = TileRow(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1)).query;
+    const int query = row_of_lane(a, c, i).query;
     return end_seen(a, c.flags & LIMITED ? LIMIT : OWN, c.q_begin, c.partial, query);
 }
 
@@ -174,7 +187,7 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     for (int i = 0; i < 2; ++i) {
         s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
         if (MODIFIED || (c.flags & CLIPPED)) {
-            const TileRow row(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1));
+            const TileRow row = row_of_lane(a, c, i);
             s.end[i] = end_of_row(a, c, i);
             s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
             s.sequence[i] = sequence_of(a, c.q_begin + row.query);
@@ -267,7 +280,7 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float sum = lanes_sum<4, 32>(s.sum[i]), weight = lanes_sum<4, 32>(s.weight[i]);
-        const int row = 2 * (lane & 3) + i;
+        const int row = first_of_part() + 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
         const float lse = sum > 0.f ? (s.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
