@@ -65,8 +65,8 @@ class GpuCost:
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        *costs, tile_heads, decode_heads = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(*costs, tile_heads=int(tile_heads), decode_heads=int(decode_heads))
+        item, kv_byte, partial_byte, tile_item, decode_item, *heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, *map(int, heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
 
@@ -90,14 +90,14 @@ H200 = GpuCost(
 )
 
 
-def with_rows(cost: GpuCost, tile_rows: int, decode_rows: int) -> GpuCost:
-    """The cost for a kernel whose items hold these rows; as many workers as hold a decode item's rows take it together.
+def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: int) -> GpuCost:
+    """The cost for a kernel whose items hold these rows, and its decode items' KV tiles these tokens.
 
-    Each of so many fewer workers is so much faster.
+    As many workers as hold a decode item's rows take it together, and are together so much faster than one.
     """
     together, decode = -(-decode_rows // DECODE_ROWS), cost.decode
     slower = {name: getattr(decode, name) * together for name in ("start", "write", "merge")}
-    decode = replace(decode, workers=decode.workers // together, **slower)
+    decode = replace(decode, kv_tile=decode_kv_tile, workers=decode.workers // together, **slower)
     return replace(cost, sharing=replace(cost.sharing, tile_heads=tile_rows, decode_heads=decode_rows), decode=decode)
 
 

@@ -1,8 +1,9 @@
 """Plans for our kernels: BSR rows split into work items that fit one GPU.
 
 Tile items (up to a tile's query heads) take the tensor-core tile path, one at a time on each multiprocessor; decode
-items (up to 8 query heads, or 16) take the decode path, four or two at a time on each multiprocessor.  Both lists run from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``,
-``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+items (up to 8 query heads, or 16) take the decode path, four or two at a time on each multiprocessor.  Both lists run
+from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1
+- w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
 
 This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
 it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, MaskKind, decompose_unchecked
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
-from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only, with_rows
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only, with_tiles
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.paths.runs import Runs, with_run_lengths, with_runs
@@ -234,7 +234,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
         say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
-    gpu = with_rows(gpu, kernel.tile_rows, kernel.decode_rows)
+    gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile)
     if shape.value_dim != shape.head_dim:
         gpu = tiles_only(gpu)
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

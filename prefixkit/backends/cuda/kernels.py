@@ -157,6 +157,7 @@ class Kernel:
     maps: Maps = Maps.NONE
     own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
     decode_rows: int = DECODE_ROWS  # query heads of a decode item
+    decode_kv_tile: int = 16  # tokens of a KV tile of decode items, where no mask hides some
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
@@ -183,7 +184,10 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
         # Two warps take an item of the decode path together where that makes it hold a query's rows.
         wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
-        return Kernel("attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV, decode_rows=rows)
+        decode_kv_tile = 32 if head_dim <= 64 else 16  # as in decode.cuh
+        return Kernel(
+            "attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV, None, rows, decode_kv_tile
+        )
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)

@@ -53,8 +53,9 @@ def _function(large: bool, paths: bool, device: int) -> jit.Function:
 def _constants(
     heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
 ) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
-    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries, rows of decode
-    items; roles."""
+    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries of a tile,
+    rows of a decode item; roles.
+    """
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.gqa_group)
     rates = (

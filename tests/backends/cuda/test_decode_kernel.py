@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import MaskKind, decompose
-from prefixkit.attention.gpu.gpu_cost import H200, with_rows
+from prefixkit.attention.gpu.gpu_cost import H200, with_tiles
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import Plan
@@ -182,10 +182,11 @@ def attend(
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
     tree = StepTree(snapshot, case.queries)
     rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
-    most = kernel_for("sm_90a", dim, case.shape.gqa_group).decode_rows
-    formats = [narrowed(rows_of, case.shape.gqa_group, most)]
+    of = kernel_for("sm_90a", dim, case.shape.gqa_group)
+    formats = [narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
-    plan = make_gpu_plan(formats, length, rows, case.shape, blocks, with_rows(H200, 128, most))
+    cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
+    plan = make_gpu_plan(formats, length, rows, case.shape, blocks, cost)
     mask: tuple[Variant, ...] = ()
     if limits is not None:
         case, plan, *mask = with_row_limits(limits, case, plan)

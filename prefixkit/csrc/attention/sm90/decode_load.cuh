@@ -79,8 +79,16 @@ struct TmaLoader : DecodeWalk<16> {
         const u32 to = ring.data + ring.stage * STAGE_BYTES;
         const u64 policy = policy_stream();
         if (a.tma_groups && high > low) {
-            const int i = lane(), in_page = place_in_page(a, slot);
-            if (i < 2) tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page, full, policy);
+            if constexpr (DECODE_GROUPS == 1) {
+                const int i = lane(), in_page = place_in_page(a, slot);
+                if (i < 2)
+                    tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page[0], full, policy);
+            } else if (lane() < 2 * DECODE_GROUPS) {
+                // A group of which the segment has no token is loaded from outside the tensor, which gives zeros.
+                const int i = lane() & 1, g = lane() >> 1, in_page = place_in_page(a, slot + g * GROUP);
+                tma_copy(to + i * DECODE_KV_TILE_BYTES + g * (GROUP * 128), &a.k_group + i, 0, in_page, 0, head,
+                         g * GROUP < high ? (g ? page[1] : page[0]) : -1, full, policy);
+            }
         } else {
             for (int i = lane(); i < 2 * COLUMNS * DECODE_KV_TILE; i += 16) {
                 const int row = i % DECODE_KV_TILE, block = i / DECODE_KV_TILE;

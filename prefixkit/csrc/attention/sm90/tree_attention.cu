@@ -15,7 +15,7 @@ namespace prefixkit {
 
 // Stages of the rings that share the memory: of tiles, and for each decode warp.
 struct Stages { int tile, decode; };
-constexpr Stages MIXED = D <= 64 ? Stages{4, 6} : Stages{4, 3};
+constexpr Stages MIXED = DECODE_GROUPS > 1 ? Stages{4, 4} : D <= 64 ? Stages{4, 6} : Stages{4, 3};
 constexpr Stages STREAMS = D <= 64 ? MIXED : Stages{2, 5};  // where decode items are by far the longer part
 constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
 DEVICE constexpr int bytes_of(Stages n) {
