@@ -134,7 +134,7 @@ MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 # Sizes of heads of K and V.
-HOPPER_HEADS = ((64, 64), (128, 128), (192, 128))
+HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128)), (192, 128))
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 # Elements of a latent, which heads are absorbed into, and the most of a rotary key beside it.
@@ -209,7 +209,7 @@ def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
 def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel | None:
     """The kernel for K that are made of latents, whose rotary part lies apart; None if no kernel serves them."""
     kernel = kernel_for(arch, own + rotary, 1, v_dim)
-    if kernel is None or not kernel.uses_tma or own % 64:
+    if kernel is None or not kernel.uses_tma or own % 64 or rotary % 64:
         return None
     return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 

@@ -87,7 +87,8 @@ def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
     plain = [dim, slots, heads, count], [slot, head, page]
     groups = [64, slots, dim // 64, heads, count], [slot, 64, head, page]
     kinds = ((*plain, [64, 16, 1, 1]), (*plain, [64, 1, 1, 1]), (*groups, [64, 16, dim // 64, 1, 1]))
-    maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds]
+    maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds[: 2 if dim % 64 else 3]]
+    maps += [[bytes(128)] * 2] * (3 - len(maps))
     none = [bytes(128)] * 2
     return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
 
@@ -393,23 +394,23 @@ def test_forests(kernel, page_size, seed):
     check(run, case, stages=2 + seed % 4, blocks=1 + seed % 3)
 
 
-@pytest.fixture(scope="module", params=[64, 128])
+@pytest.fixture(scope="module", params=[64, 96])
 def wide_kernel(request, built):
     """Head size, and the source whose warps take items in pairs."""
     return request.param, built(request.param, group=16)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_two_warps_take_groups_of_9_to_16_together(wide_kernel, seed):
     """Forests, alone and with limits of their queries; rings longer than one warp's."""
     rng = np.random.default_rng(seed)
-    parents = random_parents(rng, int(rng.integers(1, 10)))
-    lengths = rng.integers(0, [20, 90, 160][seed % 3], len(parents))
+    parents = random_parents(rng, int(rng.integers(4, 9)))
+    lengths = rng.integers(0, [20, 70][seed % 2], len(parents))
     lengths[-1] = max(1, lengths[-1])
-    snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), int(rng.choice([1, 16, 64])))
+    snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), [1, 16, 64, 16][seed])
     heads = [(16, 1), (12, 1), (18, 2), (32, 2)][seed % 4]
     dim, run = wide_kernel
-    case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=[1.0, 8.0][seed // 4])
+    case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=[1.0, 8.0][seed // 2])
     check(run, case, stages=2 + seed, blocks=1 + seed % 3)
     out, lse, mask = attend(run, case, stages=2 + seed, blocks=1 + seed % 3, limits=rng)
     numbers = np.repeat(np.arange(len(case.queries.node)), case.queries.end - case.queries.begin)

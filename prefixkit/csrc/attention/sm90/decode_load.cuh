@@ -79,7 +79,13 @@ struct TmaLoader : DecodeWalk<16> {
         const u32 to = ring.data + ring.stage * STAGE_BYTES;
         const u64 policy = policy_stream();
         if (a.tma_groups && high > low) {
-            if constexpr (DECODE_GROUPS == 1) {
+            if constexpr (D % 64 != 0) {
+                // A column block each: columns behind the last are zeros, which lie outside the tensor.
+                const int i = lane() & 1, block = lane() >> 1, in_page = place_in_page(a, slot);
+                if (block < COLUMNS)
+                    tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page, head,
+                             page[0], full, policy);
+            } else if constexpr (DECODE_GROUPS == 1) {
                 const int i = lane(), in_page = place_in_page(a, slot);
                 if (i < 2)
                     tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page[0], full, policy);

@@ -9,7 +9,7 @@
 //            cycles, as much as it takes.
 // cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
 //            tile.
-// limits     D 64, 128 or 192, V_DIM 64 or 128; items of at most 64 rows leave the second warpgroup idle.
+// limits     D 64 to 128, or 192 with V_DIM 128; sizes between are multiplied with zeros up to 128; items of at most 64 rows leave the second warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
 #include "attention/sm90/exponentials.cuh"
@@ -165,7 +165,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
-                for (int i = 0; i < V_DIM / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
+                for (int i = 0; i < V_PAD / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
                 w.rest[0] *= shrink[0], w.rest[1] *= shrink[1];

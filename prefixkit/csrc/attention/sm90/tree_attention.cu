@@ -1,6 +1,6 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
-// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128, or 192 with values of 128; plan.cuh.
+// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D from 64 to 128, or 192 with values of 128.
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
