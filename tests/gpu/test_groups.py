@@ -18,7 +18,12 @@ from tests.gpu.blocks import measure, sample
 from tests.gpu.cases import GPU, head_major, poison
 from tests.gpu.oracle import Errors, dense
 
-HEAD_DIMS, SIZES = (64, 96, 128), (3, 5, 8, 9, 12, 15, 16, 17, 24)
+SIZES = (3, 5, 8, 9, 12, 15, 16, 17, 24)
+CAPPED = compose(sliding_window(40), soft_cap(3.0))
+FORESTS = [
+    *((dim, torch.bfloat16, CAUSAL) for dim in (64, 80, 96, 112, 128)),
+    *((dim, *rest) for dim in (64, 96, 128) for rest in ((torch.float16, CAUSAL), (torch.bfloat16, CAPPED))),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +54,7 @@ def test_trees_of_the_benchmark(heads: int, kv_heads: int, name: str) -> None:
     assert found.ratio <= 1.5 and found.lse <= 1.0, found
 
 
-@pytest.mark.parametrize("of", [CAUSAL, compose(sliding_window(40), soft_cap(3.0))], ids=lambda of: of.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "dtype", "of"), FORESTS, ids=lambda value: getattr(value, "name", str(value)))
 def test_forests_err_no_more_than_torchs_arithmetic(head_dim: int, dtype: torch.dtype, of: Variant) -> None:
     errors, seed = Errors(), int(np.random.default_rng().integers(2**31))
     print("seed", seed)

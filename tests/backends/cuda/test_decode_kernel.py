@@ -404,7 +404,7 @@ def wide_kernel(request, built):
 def test_two_warps_take_groups_of_9_to_16_together(wide_kernel, seed):
     """Forests, alone and with limits of their queries; rings longer than one warp's."""
     rng = np.random.default_rng(seed)
-    parents = random_parents(rng, int(rng.integers(4, 9)))
+    parents = random_parents(rng, int(rng.integers(3, 7)))
     lengths = rng.integers(0, [20, 70][seed % 2], len(parents))
     lengths[-1] = max(1, lengths[-1])
     snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), [1, 16, 64, 16][seed])
