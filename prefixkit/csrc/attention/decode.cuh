@@ -1,11 +1,11 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (32 where D is 64 on Hopper) pass through a warp's own ring, filled by TMA (on Hopper)
-//            or by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
-//            O^T[D x 8] = V^T P^T, so
-//            tile rows cost an eighth of a product and the output takes D / 4 registers.  Each warp works alone; two
-//            that take an item together share its ring, and have 8 of its rows each, for 16 would not fit registers.
+// tiling     KV tiles of 16 tokens (32 where D is 64 on Hopper) pass through a warp's own ring, filled by TMA (Hopper) or
+//            by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
+//            O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4 registers.
+//            Each warp works alone; two that take an item together share its ring and have 8 of its rows each, for 16
+//            would not fit their registers.
 // cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
@@ -221,7 +221,8 @@ DEVICE void clear_absent(u32 values, int low, int high) {
 
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[DECODE_GROUPS][4][4] = {};  // independent sums: on Hopper each dependent product would wait for the tile warps' too
+    // Independent sums: on Hopper each dependent product would wait for the tile warps' too.
+    float dot[DECODE_GROUPS][4][4] = {};
 #pragma unroll
     for (int g = 0; g < DECODE_GROUPS; ++g) {
         const MatrixRow<DECODE_KV_TILE> keys(stage, g * GROUP + (lane & 15), lane >> 4);

@@ -83,8 +83,8 @@ struct TmaLoader : DecodeWalk<16> {
                 // A column block each: columns behind the last are zeros, which lie outside the tensor.
                 const int i = lane() & 1, block = lane() >> 1, in_page = place_in_page(a, slot);
                 if (block < COLUMNS)
-                    tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page, head,
-                             page[0], full, policy);
+                    tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page,
+                             head, page[0], full, policy);
             } else if constexpr (DECODE_GROUPS == 1) {
                 const int i = lane(), in_page = place_in_page(a, slot);
                 if (i < 2)
