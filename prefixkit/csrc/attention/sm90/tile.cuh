@@ -42,10 +42,10 @@ DEVICE void write_ones(u32 at) {
     async_fence();
 }
 
-// The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an
-// exponential was too large: then the scores are lost, and nothing else has changed.
+// The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
+// large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
-                                 TileState& w) {
+                                 bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
     if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, read_item(s, place), first_row(half));
@@ -57,11 +57,21 @@ DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const 
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
     }
+    if (Variant::HAS_MASK && masked) {
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            if (!is_shown(shown, i)) w.s[i] = 0.f;
+    }
 #pragma unroll
     for (int i = 0; i < KV_TILE / 2; ++i) sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
+}
+
+// Whether a row of this warp that has no base yet sees a token of a MASKED KV tile.
+DEVICE bool lacks_base(const TileState& w, u32 shown) {
+    return __any_sync(~0u, (w.base[0] == LOWEST && shown & 0xffff) || (w.base[1] == LOWEST && shown >> 16));
 }
 
 // Computes the lost scores again, each warp for itself: its operands of wgmma are those of mma too.
@@ -144,6 +154,7 @@ struct Items {
 DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cursor& at, int half, Items& items) {
     const int place = items.place();
     int kv_tiles = 0;  // since weights were flushed
+    const u32 places = Variant::HAS_MASK ? places_of_bits(a, read_item(s, place), first_row(half)) : 0;
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
     bool wary = false;  // once scores that a variant changes have risen from one KV tile to the next: compare them all
@@ -154,14 +165,21 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = (flags & COMPARE) || wary;
-        if (!compare && exponentials_at_once(a, s, at, place, half, w)) {
+        bool compare = (flags & COMPARE) || wary;
+        const bool masked = Variant::HAS_MASK && (flags & MASKED);
+        u32 shown = ~0u;
+        if (masked) {
+            const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
+            shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
+            compare = compare || lacks_base(w, shown);
+        }
+        if (!compare && exponentials_at_once(a, s, at, place, half, masked, shown, w)) {
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
             if (Variant::HAS_SCORE) wary = wary || !compare;
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
-            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
+            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), shown, w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
