@@ -11,7 +11,8 @@ struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false, SUMS = false;
     static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
     static constexpr bool DECIDES = false;  // masks may be known for whole blocks
-    static constexpr bool ADDS = false;  // scores are changed, by nothing but what is added to them
+    static constexpr bool ADDS = false;    // scores are changed, by nothing but what is added to them
+    static constexpr bool LINEAR = false;  // which grows by `slope` from each key to the next
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     // A key's position is kv_base + kv_offset, of which kernels that unroll their loops know the second part.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words) {
@@ -20,6 +21,7 @@ struct Variant {
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
     // What the masks say of all these queries and keys.
     static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) { return {true, true}; }
+    static DEVICE float slope(int b, int h, int q_idx, const int* words) { return 0.f; }
 };
 }  // namespace prefixkit
 #endif

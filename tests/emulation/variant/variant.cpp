@@ -20,7 +20,11 @@ template <class V> static void apply(const Block& a) {
             for (int i = 0; i < a.sizes[2]; ++i)
                 for (int j = 0; j < a.sizes[3]; ++j, ++at) {
                     const int kv = int(a.kv[j]), offset = j % 4 * 8;  // in two parts, as kernels have it
-                    a.scores[at] = V::score(a.scores[at], b, h, int(a.q[i]), kv - offset, offset, a.words);
+                    const int q = int(a.q[i]);
+                    // As tiles have it, and as every other place has it.
+                    const bool line = V::LINEAR && j % 2;
+                    const float bias = V::score(0.f, b, h, q, q, 0, a.words) + V::slope(b, h, q, a.words) * (kv - q);
+                    a.scores[at] = line ? a.scores[at] + bias : V::score(a.scores[at], b, h, q, kv - offset, offset, a.words);
                     a.shown[at] = V::mask(b, h, int(a.q[i]), int(a.kv[j]), a.words);
                 }
 }

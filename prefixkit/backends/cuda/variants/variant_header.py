@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
-from prefixkit.attention.variants.variant import Mod, Variant
+from prefixkit.attention.variants.slopes import slope_of
+from prefixkit.attention.variants.variant import Variant
 from prefixkit.backends.cuda.variants.range_header import ANYTHING, range_function
 from prefixkit.ops.arguments import BadShape
 
@@ -74,14 +75,21 @@ def header(variant: Variant) -> str | None:
     if not variant.mods and not variant.has_sinks:
         return None
     words = count()
-    scores = [_function(f"score{i}", "float", mod, _places(mod, words)) for i, mod in enumerate(variant.score_mods)]
-    of_masks = [(mod, _places(mod, words)) for mod in variant.mask_mods]
-    masks = [_function(f"mask{i}", "bool", mod, places) for i, (mod, places) in enumerate(of_masks)]
+    of_scores, of_masks = (
+        [(mod.expression, _places(mod.expression, words)) for mod in mods if mod.expression is not None]
+        for mods in (variant.score_mods, variant.mask_mods)
+    )
+    scores = [_function(f"score{i}", "float", *each) for i, each in enumerate(of_scores)]
+    masks = [_function(f"mask{i}", "bool", *each) for i, each in enumerate(of_masks)]
     ranges = {
         i: text
-        for i, (mod, places) in enumerate(of_masks)
-        if mod.expression is not None and (text := range_function(f"range{i}", mod.expression, places.scalars))
+        for i, (expression, places) in enumerate(of_masks)
+        if (text := range_function(f"range{i}", expression, places.scalars))
     }
+    lines = [(slope, places) for expression, places in of_scores if (slope := slope_of(expression))]
+    if len(lines) < len(scores):
+        lines = []
+    slopes = [_function(f"slope{i}", "float", *each) for i, each in enumerate(lines)]
     if variant.approximate:
         scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
@@ -91,6 +99,7 @@ def header(variant: Variant) -> str | None:
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
     each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
     decided = " & ".join(each) or ANYTHING
+    slope = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words)" for i in range(len(slopes))) or "0.f"
 
     def flag(holds: object) -> str:
         return "true" if holds else "false"
@@ -103,9 +112,9 @@ struct Variant {{
     static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
     static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
-    static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
+    static constexpr bool LINEAR = {flag(slopes)}, READS_SEQUENCE = {flag(variant.reads("b"))};
     static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
-{"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_SCORE_ARGUMENTS}) {{
+{"".join(scores + masks + slopes)}{"".join(ranges.values())}    static DEVICE float score({_SCORE_ARGUMENTS}) {{
 {changed}        return score;
     }}
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
@@ -113,6 +122,9 @@ struct Variant {{
     }}
     static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) {{
         return {decided};
+    }}
+    static DEVICE float slope(int b, int h, int q_idx, const int* words) {{
+        return {slope};
     }}
 }};
 }}  // namespace prefixkit
@@ -159,18 +171,15 @@ class _Places:
     tensors: list[list[int]]
 
 
-def _places(mod: Mod, words: Iterator[int]) -> _Places:
+def _places(expression: Expression, words: Iterator[int]) -> _Places:
     """``words`` numbers the words that the values of a variant's functions take, one function after the other."""
-    assert mod.expression is not None
-    scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in mod.expression.scalars]
-    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in mod.expression.tensors]
+    scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in expression.scalars]
+    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in expression.tensors]
     return _Places(scalars, tensors)
 
 
-def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
+def _function(name: str, result: str, expression: Expression, places: _Places) -> str:
     """One traced function."""
-    expression = mod.expression
-    assert expression is not None
     of_scores, values, lines = result == "float", list[_Value](), list[str]()
     if of_scores:
         lines.append("        [[maybe_unused]] const int kv_idx = kv_base + kv_offset;\n")

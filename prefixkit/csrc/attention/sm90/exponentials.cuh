@@ -32,6 +32,27 @@ struct ScoredRows {
     }
 };
 
+// What a LINEAR variant adds to the exponents of 2 of a thread's two rows: a value where the key is the row's own token,
+// and a slope.
+struct BiasLines {
+    float own[2], slope[2];
+    int position[2];
+
+    DEVICE void read(const Attention& a, const TileItem& item, int row0) {
+        const ScoredRows rows(a, item, row0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int b = rows.sequence[i], h = rows.head[i], q = position[i] = rows.position[i];
+            own[i] = Variant::score(0.f, b, h, q, q, 0, a.words) * LOG2E;
+            slope[i] = Variant::slope(b, h, q, a.words) * LOG2E;
+        }
+    }
+    // For a row and the key at a position.
+    DEVICE float at(int row, int kv_position) const {
+        return fmaf(slope[row], float(kv_position - position[row]), own[row]);
+    }
+};
+
 // The position behind the last one that a row of a CLIPPED KV tile sees.
 DEVICE int end_of_row(const Attention& a, const TileItem& item, int flags, int row) {
     const int query = TileRow(a, item.head, min(row, item.rows - 1)).query;
@@ -66,10 +87,17 @@ DEVICE constexpr bool is_shown(u32 shown, int i) { return shown >> (16 * (i >> 1
 
 // Any case; `shown` of a MASKED KV tile.  Returns whether the base rose, the same in all lanes of a warp; then `shrink`
 // holds the factors for outputs.
-template <class State> DEVICE bool exponentials(
-    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, u32 shown, State& w, float (&shrink)[2]) {
+template <class State> DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0,
+                                                const BiasLines& lines, u32 shown, State& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), position = c.position + column;
-    if constexpr (Variant::HAS_SCORE) {
+    if constexpr (Variant::LINEAR) {
+        const float begin[2] = {lines.at(0, position), lines.at(1, position)};
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) {
+            const int row = i >> 1 & 1;
+            w.s[i] = fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row]));
+        }
+    } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, item, row0);
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)

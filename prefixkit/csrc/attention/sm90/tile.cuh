@@ -45,9 +45,17 @@ DEVICE void write_ones(u32 at) {
 // The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
 // large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
-                                 bool masked, u32 shown, TileState& w) {
+                                 const BiasLines& lines, bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
-    if constexpr (Variant::HAS_SCORE) {
+    if constexpr (Variant::LINEAR) {
+        const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
+        const float begin[2] = {lines.at(0, position) - w.base[0], lines.at(1, position) - w.base[1]};
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) {
+            const int row = i >> 1 & 1;
+            w.s[i] = exp2_fast(fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row])));
+        }
+    } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, read_item(s, place), first_row(half));
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
 #pragma unroll
@@ -155,6 +163,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     const int place = items.place();
     int kv_tiles = 0;  // since weights were flushed
     const u32 places = Variant::HAS_MASK ? places_of_bits(a, read_item(s, place), first_row(half)) : 0;
+    BiasLines lines;
+    if constexpr (Variant::LINEAR) lines.read(a, read_item(s, place), first_row(half));
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
     bool wary = false;  // once scores that a variant changes have risen from one KV tile to the next: compare them all
@@ -173,13 +183,13 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
             shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
             compare = compare || lacks_base(w, shown);
         }
-        if (!compare && exponentials_at_once(a, s, at, place, half, masked, shown, w)) {
+        if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
             if (Variant::HAS_SCORE) wary = wary || !compare;
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
-            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), shown, w, shrink);
+            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), lines, shown, w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
