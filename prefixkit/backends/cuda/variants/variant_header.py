@@ -25,6 +25,7 @@ _POSITION_BITS = 28
 _ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words"
 # A key's position comes in two parts, of which kernels know the second when they are compiled.
 _SCORE_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words"
+_SCORE_TEMPLATE = f"{_SCORE_ARGUMENTS}, By& tanh"
 _NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
 _ELEMENTS = {
     torch.float32: "float",
@@ -90,16 +91,16 @@ def header(variant: Variant) -> str | None:
     if len(lines) < len(scores):
         lines = []
     slopes = [_function(f"slope{i}", "float", *each) for i, each in enumerate(lines)]
+    has_tanh = any(node.op == "tanh" for expression, _ in of_scores for node in expression.nodes)
     if variant.approximate:
-        scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
     changed = "".join(
-        f"        score = score{i}(score, b, h, q_idx, kv_base, kv_offset, words);\n" for i in range(len(scores))
+        f"        score = score{i}(score, b, h, q_idx, kv_base, kv_offset, words, tanh);\n" for i in range(len(scores))
     )
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
     each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
     decided = " & ".join(each) or ANYTHING
-    slope = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words)" for i in range(len(slopes))) or "0.f"
+    slope = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words, tanh)" for i in range(len(slopes))) or "0.f"
 
     def flag(holds: object) -> str:
         return "true" if holds else "false"
@@ -113,9 +114,15 @@ struct Variant {{
     static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
     static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
     static constexpr bool LINEAR = {flag(slopes)}, READS_SEQUENCE = {flag(variant.reads("b"))};
+    using Tanh = {"HardwareTanh" if variant.approximate else "AnyTanh"};
+    static constexpr bool HAS_TANH = {flag(has_tanh and not variant.approximate)};
     static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
-{"".join(scores + masks + slopes)}{"".join(ranges.values())}    static DEVICE float score({_SCORE_ARGUMENTS}) {{
+{"".join(scores + masks + slopes)}{"".join(ranges.values())}    template <class By> static DEVICE float score_by({_SCORE_TEMPLATE}) {{
 {changed}        return score;
+    }}
+    static DEVICE float score({_SCORE_ARGUMENTS}) {{
+        Tanh tanh;
+        return score_by(score, b, h, q_idx, kv_base, kv_offset, words, tanh);
     }}
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
         return {shown};
@@ -124,6 +131,7 @@ struct Variant {{
         return {decided};
     }}
     static DEVICE float slope(int b, int h, int q_idx, const int* words) {{
+        AnyTanh tanh;
         return {slope};
     }}
 }};
@@ -193,9 +201,10 @@ def _function(name: str, result: str, expression: Expression, places: _Places) -
             lines.append(f"        [[maybe_unused]] const int y{number} = {base};\n")
             value = replace(value, base=f"y{number}", slope=slope)
         values.append(replace(value, text=f"x{number}"))
-    given = _SCORE_ARGUMENTS if of_scores else _ARGUMENTS
-    body = "".join(lines)
-    return f"    static DEVICE {result} {name}({given}) {{\n{body}        return {values[-1].text};\n    }}\n"
+    body, template, given = "".join(lines), "", _ARGUMENTS
+    if of_scores:
+        body, template, given = body.replace("variant_tanh(", "tanh("), "template <class By> ", _SCORE_TEMPLATE
+    return f"    {template}static DEVICE {result} {name}({given}) {{\n{body}        return {values[-1].text};\n    }}\n"
 
 
 def _slope(node: Node, args: list[_Value]) -> int:

@@ -27,6 +27,10 @@ struct ScoredRows {
     DEVICE float changed(const Attention& a, float dot, int row, int kv_base, int kv_offset) const {
         return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words);
     }
+    template <class Tanh>
+    DEVICE float changed_by(const Attention& a, float dot, int row, int kv_base, int kv_offset, Tanh& tanh) const {
+        return Variant::score_by(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words, tanh);
+    }
     DEVICE bool shown(const Attention& a, int row, int kv_position) const {
         return Variant::mask(sequence[row], head[row], position[row], kv_position, a.words);
     }

@@ -42,6 +42,23 @@ DEVICE void write_ones(u32 at) {
     async_fence();
 }
 
+// Whether all that a warp takes tanh of is near 0.
+DEVICE bool all_near(const Attention& a, const ScoredRows& rows, int position, const TileState& w) {
+    LargestTanh tanh;
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i) rows.changed_by(a, w.s[i], i >> 1 & 1, position, token_of(i), tanh);
+    return !__any_sync(~0u, tanh.largest >= NEAR);
+}
+
+template <class Tanh> DEVICE void change(const Attention& a, const ScoredRows& rows, int position, TileState& w) {
+    Tanh tanh;
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i) {
+        const float score = rows.changed_by(a, w.s[i], i >> 1 & 1, position, token_of(i), tanh);
+        w.s[i] = exp2_fast(score * LOG2E - w.base[i >> 1 & 1]);
+    }
+}
+
 // The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
 // large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
@@ -58,9 +75,8 @@ DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const 
     } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, read_item(s, place), first_row(half));
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
-#pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i)
-            w.s[i] = exp2_fast(rows.changed(a, w.s[i], i >> 1 & 1, position, token_of(i)) * LOG2E - w.base[i >> 1 & 1]);
+        if (Variant::HAS_TANH && all_near(a, rows, position, w)) change<NearTanh>(a, rows, position, w);
+        else change<Variant::Tanh>(a, rows, position, w);
     } else {
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
