@@ -131,7 +131,7 @@ struct Variant {{
         return {decided};
     }}
     static DEVICE float slope(int b, int h, int q_idx, const int* words) {{
-        AnyTanh tanh;
+        [[maybe_unused]] AnyTanh tanh;
         return {slope};
     }}
 }};
