@@ -17,6 +17,7 @@ from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node,
 from prefixkit.attention.variants.slopes import slope_of
 from prefixkit.attention.variants.variant import Variant
 from prefixkit.backends.cuda.variants.range_header import ANYTHING, range_function
+from prefixkit.backends.cuda.variants.variant_flags import Flags
 from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
@@ -87,11 +88,11 @@ def header(variant: Variant) -> str | None:
         for i, (expression, places) in enumerate(of_masks)
         if (text := range_function(f"range{i}", expression, places.scalars))
     }
-    lines = [(slope, places) for expression, places in of_scores if (slope := slope_of(expression))]
-    if len(lines) < len(scores):
-        lines = []
-    slopes = [_function(f"slope{i}", "float", *each) for i, each in enumerate(lines)]
-    has_tanh = any(node.op == "tanh" for expression, _ in of_scores for node in expression.nodes)
+    slopes = [
+        _function(f"slope{i}", "float", slope, places)
+        for i, (expression, places) in enumerate(of_scores)
+        if (slope := slope_of(expression))
+    ]
     if variant.approximate:
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
     changed = "".join(
@@ -100,24 +101,17 @@ def header(variant: Variant) -> str | None:
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
     each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
     decided = " & ".join(each) or ANYTHING
-    slope = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words, tanh)" for i in range(len(slopes))) or "0.f"
-
-    def flag(holds: object) -> str:
-        return "true" if holds else "false"
-
+    flags = Flags(
+        linear=0 < len(slopes) == len(scores), decides=bool(ranges), has_tanh=any("tanh(" in text for text in scores)
+    )
+    sloped = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words, tanh)" for i in range(len(slopes) * flags.linear))
     return f"""#pragma once
 #include "attention/variant_functions.cuh"
 #include "attention/variant_ranges.cuh"
 namespace prefixkit {{
 struct Variant {{
-    static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
-    static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
-    static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
-    static constexpr bool LINEAR = {flag(slopes)}, READS_SEQUENCE = {flag(variant.reads("b"))};
-    using Tanh = {"HardwareTanh" if variant.approximate else "AnyTanh"};
-    static constexpr bool HAS_TANH = {flag(has_tanh and not variant.approximate)};
-    static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
-{"".join(scores + masks + slopes)}{"".join(ranges.values())}    template <class By> static DEVICE float score_by({_SCORE_TEMPLATE}) {{
+{flags.text(variant)}{"".join((*scores, *masks, *(slopes if flags.linear else ()), *ranges.values()))}
+    template <class By> static DEVICE float score_by({_SCORE_TEMPLATE}) {{
 {changed}        return score;
     }}
     static DEVICE float score({_SCORE_ARGUMENTS}) {{
@@ -131,8 +125,8 @@ struct Variant {{
         return {decided};
     }}
     static DEVICE float slope(int b, int h, int q_idx, const int* words) {{
-        [[maybe_unused]] AnyTanh tanh;
-        return {slope};
+        [[maybe_unused]] Tanh tanh;
+        return {sloped or "0.f"};
     }}
 }};
 }}  // namespace prefixkit
