@@ -26,6 +26,10 @@ DEVICE int bits_at(const Attention& a, int number) {
 }
 // The token of bit `bit` of the first word; those of the second one are 4 tokens behind.
 DEVICE constexpr int token_of_bit(int bit) { return 8 * (bit / 2 % 8) + 2 * (bit / 16) + bit % 2; }
+// Brings the first classes of item `index` of both lists near, before the item is known.
+DEVICE void touch_classes(const Attention& a, int index) {
+    if (Variant::HAS_MASK && a.class_words) touch(a.block_classes + (long long)index * a.class_words);
+}
 constexpr int CLASSES_PER_WORD = 16;
 constexpr u32 ALL_COMPARED = 0x55555555;
 

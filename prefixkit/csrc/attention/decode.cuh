@@ -48,6 +48,7 @@ struct Resolved {  // an item and its first segment
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.packed = STOP << 4;
+    touch_classes(a, a.tile_capacity + min(entry / a.kv_heads, a.decode_capacity - 1));
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;

@@ -173,6 +173,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
+        touch_classes(a, walked / a.kv_heads);
         if (TILES_ONLY && entry >= tiled)
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
         else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
