@@ -135,7 +135,9 @@ template <class State> DEVICE bool exponentials(const Attention& a, const KVTile
         for (int row = 0; row < 2; ++row)
             top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
-    const bool rose = __any_sync(~0u, top[0] > w.base[0] + HEADROOM || top[1] > w.base[1] + HEADROOM);
+    // Where masks leave few tokens the largest weight is a good part of the output, and rounds to itself where it is 1.
+    constexpr float headroom = Variant::HAS_MASK ? 0.f : HEADROOM;
+    const bool rose = __any_sync(~0u, top[0] > w.base[0] + headroom || top[1] > w.base[1] + headroom);
     if (rose) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

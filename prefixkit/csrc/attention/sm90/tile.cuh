@@ -197,7 +197,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
         if (masked) {
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
-            compare = compare || lacks_base(w, shown);
+            compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two, for a base that is a row's maximum more often
         }
         if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
