@@ -59,8 +59,8 @@ DEVICE float near_tanh(float x) {
     y = y * square + 0.13331538f, y = y * square - 0.33333285f;
     return y * square * x + x;
 }
-// Elsewhere 1 - 2 / (1 + exp(2 |x|)), within 2.4e-7 of its value, by the bounds of ex2.approx and rcp.approx; 2e-8 in the
-// root mean square.
+// Elsewhere 1 - 2 / (1 + exp(2 |x|)), within 2.4e-7 of its value, by the bounds of ex2.approx and rcp.approx; 2e-8 in
+// the root mean square.
 DEVICE float variant_tanh(float x) {
     const float far = copysignf(1.f - 2.f * reciprocal(1.f + exp2_fast(2.f * LOG2E * fabsf(x))), x);
     return fabsf(x) < NEAR ? near_tanh(x) : far;
@@ -75,7 +75,8 @@ DEVICE float hardware_tanh(float x) {
 }
 DEVICE float hardware_sigmoid(float x) { return 0.5f * hardware_tanh(0.5f * x) + 0.5f; }
 
-// What score functions take tanh by: of anything, of what is near, by the hardware; and to know whether all of it is near.
+// What score functions take tanh by: of anything, of what is near, by the hardware; and to know whether all of it is
+// near.
 struct AnyTanh {
     DEVICE float operator()(float x) const { return variant_tanh(x); }
 };

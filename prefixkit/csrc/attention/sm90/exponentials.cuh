@@ -29,15 +29,16 @@ struct ScoredRows {
     }
     template <class Tanh>
     DEVICE float changed_by(const Attention& a, float dot, int row, int kv_base, int kv_offset, Tanh& tanh) const {
-        return Variant::score_by(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words, tanh);
+        const int b = sequence[row], h = head[row];
+        return Variant::score_by(dot * a.scale, b, h, position[row], kv_base, kv_offset, a.words, tanh);
     }
     DEVICE bool shown(const Attention& a, int row, int kv_position) const {
         return Variant::mask(sequence[row], head[row], position[row], kv_position, a.words);
     }
 };
 
-// What a LINEAR variant adds to the exponents of 2 of a thread's two rows: a value where the key is the row's own token,
-// and a slope.
+// What a LINEAR variant adds to the exponents of 2 of a thread's two rows: a value where the key is the row's own
+// token, and a slope.
 struct BiasLines {
     float own[2], slope[2];
     int position[2];
@@ -70,8 +71,8 @@ DEVICE u32 places_of_bits(const Attention& a, const TileItem& item, int row0) {
     return u32(4 * first.query + column) | u32(4 * second.query + column) << 16;
 }
 
-// Which of a thread's scores of a MASKED KV tile the masks show: 16 bits of its first row, 16 of its second, in the order
-// of the tokens.
+// Which of a thread's scores of a MASKED KV tile the masks show: 16 bits of its first row, 16 of its second, in the
+// order of the tokens.
 DEVICE u32 shown_scores(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, u32 places) {
     if (c.bits >= 0) {
         const u16* bits = (const u16*)(a.block_classes + c.bits);

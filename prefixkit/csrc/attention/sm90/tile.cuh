@@ -59,8 +59,8 @@ template <class Tanh> DEVICE void change(const Attention& a, const ScoredRows& r
     }
 }
 
-// The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was too
-// large: then the scores are lost, and nothing else has changed.
+// The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was
+// too large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
                                  const BiasLines& lines, bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
@@ -197,7 +197,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
         if (masked) {
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
-            compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two, for a base that is a row's maximum more often
+            compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two: a base is a row's maximum more often
         }
         if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
