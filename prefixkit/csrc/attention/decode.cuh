@@ -70,6 +70,7 @@ DEVICE void look_up_groups(const Attention& a, const Span& span, int (&page)[DEC
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.packed = STOP << ROW_BITS;
+    touch_classes(a, a.tile_capacity + min(entry / a.kv_heads, a.decode_capacity - 1));
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
