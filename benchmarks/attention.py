@@ -1,7 +1,8 @@
 """Tree attention on one GPU: 87 decode workloads against their floors, rivals in the same run and recorded anchors.
 
 python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--before EARLIER.json] [--out FILE]    the 87 workloads
-python -m benchmarks.attention --scales | --deep | --prefill        larger trees; deep ones; prompts, not single tokens
+python -m benchmarks.attention --scales | --deep | --groups         larger trees; deep ones; other groups and head sizes
+python -m benchmarks.attention --prefill                            prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 
 ``--only``: part of a name, heads first; ``--rivals``: some with commas, all or none; ``--shuffled``: strewn pages.
@@ -18,7 +19,7 @@ from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, ceilings, geomea
 from benchmarks.tree_attention import prefill
 from benchmarks.tree_attention.inputs import Pool, captured_plan_us, make, ours
 from benchmarks.tree_attention.rivals import RIVALS, outcome
-from benchmarks.tree_attention.workloads import DECODE, DEEP, HEADS, SCALES, workload
+from benchmarks.tree_attention.workloads import DECODE, DEEP, GROUPS, HEADS, SCALES, workload
 
 
 @cache
@@ -141,7 +142,7 @@ def measure(run: Run, options: argparse.Namespace) -> None:
     """A row for each workload, or for each of the prompts."""
     key, name = ("prefill", "prompts") if options.prefill else ("workloads", "workload")
     usual = [(*heads, name) for heads in HEADS for name in DECODE]
-    named = DEEP if options.deep else SCALES if options.scales else usual
+    named = DEEP if options.deep else SCALES if options.scales else GROUPS if options.groups else usual
     pool, there = Pool(), run.taken_up(key, ("heads", name))
     for heads, kv_heads, of in prefill.PROMPTS if options.prefill else named:
         row: Row = {"heads": [heads, kv_heads], name: of.name if options.prefill else of}
@@ -160,7 +161,7 @@ def measure(run: Run, options: argparse.Namespace) -> None:
 
 def main() -> None:
     files: Row = {"before": {"type": Path}, "plot": {"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")}}
-    flags = dict.fromkeys(("scales", "deep", "prefill", "shuffled"), False)
+    flags = dict.fromkeys(("scales", "deep", "groups", "prefill", "shuffled"), False)
     options = arguments(__doc__, only="", rivals="all", **flags, **files, seconds=240.0, resume=True)
     if options.plot:
         plot(*options.plot)

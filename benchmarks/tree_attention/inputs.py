@@ -30,13 +30,13 @@ class Pool:
     def __init__(self) -> None:
         self._pages: tuple[Tensor, Tensor] | None = None
 
-    def take(self, pages: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    def take(self, pages: int, kv_heads: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
         """K and V of so many pages."""
-        elements = pages * kv_heads * PAGE * HEAD_DIM
+        elements = pages * kv_heads * PAGE * head_dim
         if self._pages is None or self._pages[0].numel() < elements:
             self._pages = None  # before the new ones, or both must fit
             self._pages = tuple(torch.empty(elements, device=GPU, dtype=torch.bfloat16).normal_() for _ in "kv")
-        k, v = (flat[:elements].view(pages, kv_heads, PAGE, HEAD_DIM) for flat in self._pages)
+        k, v = (flat[:elements].view(pages, kv_heads, PAGE, head_dim) for flat in self._pages)
         return k, v
 
 
@@ -54,11 +54,14 @@ class Inputs:
     page_order: np.ndarray
     step: Step
     plan_ms: float
-    scale: float = HEAD_DIM**-0.5
 
     @property
     def sets(self) -> int:
         return len(self.q)
+
+    @property
+    def scale(self) -> float:
+        return float(self.workload.head_dim**-0.5)
 
     @cached_property
     def levels(self) -> list[Level] | None:
@@ -86,7 +89,7 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     """Plan a step over a workload's tree, and take its numbers from the pool."""
     snapshot = workload.snapshot
     pages, rows = int(snapshot.page_indptr[-1]), queries.num_rows
-    planner = planner_for(workload.heads, workload.kv_heads, HEAD_DIM, GPU, torch.bfloat16)
+    planner = planner_for(workload.heads, workload.kv_heads, workload.head_dim, GPU, torch.bfloat16)
     tree, tokens = StepTree(snapshot, queries), np.zeros(rows, dtype=np.int64)
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -95,14 +98,14 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     plan_ms = (time.perf_counter() - began) * 1e3
     step = build_step(tree, tokens, tokens[:0], planner, GPU)
     sets = input_sets(workload.kv_bytes)
-    k, v = pool.take(sets * pages, workload.kv_heads)
-    q = [torch.randn(rows, workload.heads, HEAD_DIM, device=GPU).bfloat16() for _ in range(sets)]
+    k, v = pool.take(sets * pages, workload.kv_heads, workload.head_dim)
+    q = [torch.randn(rows, workload.heads, workload.head_dim, device=GPU).bfloat16() for _ in range(sets)]
     return Inputs(workload, q, list(k.split(pages)), list(v.split(pages)), snapshot.pages, step, plan_ms)
 
 
 def captured_plan_us(workload: Workload) -> float:
     """Microseconds of the plan that a captured step makes, which equals the one outside of graphs."""
-    planner = planner_for(workload.heads, workload.kv_heads, HEAD_DIM, GPU, torch.bfloat16)
+    planner = planner_for(workload.heads, workload.kv_heads, workload.head_dim, GPU, torch.bfloat16)
     tree, plannings = StepTree(workload.snapshot, workload.queries), graph_plannings(GPU, [planner])
     assert plannings is not None, "our kernels run these heads"
     (planning,) = plannings

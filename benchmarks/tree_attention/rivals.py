@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.runner import failure, input_sets, replay_us
 from benchmarks.tree_attention.inputs import GPU, Inputs
-from benchmarks.tree_attention.workloads import HEAD_DIM, PAGE, Level
+from benchmarks.tree_attention.workloads import PAGE, Level
 
 Run = Callable[[int], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -84,7 +84,7 @@ def hydragen(attend: Attend, inputs: Inputs) -> Run:
 def expanded(attend: Attend, inputs: Inputs) -> Run:
     """Attention that shares nothing: every sequence's KV in full, read once for all query heads of a KV head."""
     found, workload, rows = _regular(inputs), inputs.workload, inputs.step.num_rows
-    needed = 4.0 * HEAD_DIM * workload.kv_heads * workload.tokens_seen
+    needed = 4.0 * workload.head_dim * workload.kv_heads * workload.tokens_seen
     if needed > MOST_EXPANDED_BYTES:
         raise Unfit(f"expanded KV takes more than {MOST_EXPANDED_BYTES / 1e9:.0f} GB")
 
@@ -93,11 +93,11 @@ def expanded(attend: Attend, inputs: Inputs) -> Run:
 
     sets = min(inputs.sets, input_sets(int(needed)))  # large as it is, it passes through the L2 by itself
     kv = [[expand(pages[i]) for pages in (inputs.k, inputs.v)] for i in range(sets)]
-    q = [inputs.q[i].view(rows, workload.kv_heads, -1, HEAD_DIM) for i in range(sets)]
+    q = [inputs.q[i].view(rows, workload.kv_heads, -1, workload.head_dim) for i in range(sets)]
 
     def run(index: int) -> Tensor:
         k, v = kv[index % sets]
-        return attend(q[index % sets], k, v, inputs.scale)[0].reshape(rows, workload.heads, HEAD_DIM)
+        return attend(q[index % sets], k, v, inputs.scale)[0].reshape(rows, workload.heads, workload.head_dim)
 
     return run
 
@@ -138,7 +138,7 @@ def flex(inputs: Inputs) -> Run:
     options = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": workload.heads != workload.kv_heads}
     q = [of.transpose(0, 1)[None].contiguous() for of in inputs.q]
     each = zip(inputs.k, inputs.v, strict=True)
-    flat = [[kv.transpose(0, 1).reshape(1, workload.kv_heads, -1, HEAD_DIM) for kv in pair] for pair in each]
+    flat = [[kv.transpose(0, 1).reshape(1, workload.kv_heads, -1, workload.head_dim) for kv in pair] for pair in each]
     assert len(low) == flat[0][0].shape[2]
     return lambda index: compiled(q[index], *flat[index], **options)[0].transpose(0, 1)
 
@@ -150,7 +150,7 @@ def flashinfer(inputs: Inputs, cascade: bool) -> Run:
     except ImportError as error:
         raise Unfit("flashinfer is not installed") from error
     found, space = _regular(inputs), torch.empty(512 << 20, dtype=torch.uint8, device=GPU)
-    sizes = inputs.workload.heads, inputs.workload.kv_heads, HEAD_DIM, PAGE
+    sizes = inputs.workload.heads, inputs.workload.kv_heads, inputs.workload.head_dim, PAGE
     options = {"sm_scale": inputs.scale, "q_data_type": torch.bfloat16}
     if cascade:
         wrapper = library.MultiLevelCascadeAttentionWrapper(len(found), space, "HND")

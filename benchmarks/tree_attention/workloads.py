@@ -31,6 +31,17 @@ DEEP = [
         "turns b16 p2048 k8 d4 t300",
     )
 ]
+# GQA groups and head sizes beside the usual ones: a head size other than HEAD_DIM follows the tree's name.
+FEW_SHOT = "3L b8 p1600 m160 k32 s128"
+GROUPS = [
+    (32, 2, FEW_SHOT),
+    (96, 8, "2L b64 p4096 s128"),
+    (128, 8, "2L b32 p8192 s256"),
+    (28, 4, FEW_SHOT),
+    *((*heads, f"{FEW_SHOT} x64") for heads in ((14, 2), (32, 8), (64, 8))),
+    (16, 8, "2L b256 p1024 s64 x96"),
+    (16, 8, f"{FEW_SHOT} x256"),
+]
 SCALES = [(*heads, name) for heads, names in SCALES_OF.items() for name in names]
 
 
@@ -42,6 +53,7 @@ class Workload:
     heads: int
     kv_heads: int
     snapshot: TreeSnapshot
+    head_dim: int = HEAD_DIM
 
     @property
     def queries(self) -> Queries:
@@ -54,7 +66,7 @@ class Workload:
     @property
     def kv_bytes(self) -> int:
         """Of K and V, each token once."""
-        return 4 * HEAD_DIM * self.kv_heads * self.snapshot.num_tokens
+        return 4 * self.head_dim * self.kv_heads * self.snapshot.num_tokens
 
     @property
     def tokens_seen(self) -> int:
@@ -64,8 +76,8 @@ class Workload:
     @property
     def floor_us(self) -> float:
         """The larger of bytes (K, V, queries and output, each once) over read bandwidth and flops over matmul rate."""
-        moved = self.kv_bytes + 4 * HEAD_DIM * self.heads * len(self.leaf)
-        flops = 4 * HEAD_DIM * self.heads * self.tokens_seen
+        moved = self.kv_bytes + 4 * self.head_dim * self.heads * len(self.leaf)
+        flops = 4 * self.head_dim * self.heads * self.tokens_seen
         return max(moved / READ_TBPS / 1e6, flops / MATMUL_TFLOPS / 1e6)
 
     def __str__(self) -> str:
@@ -73,8 +85,9 @@ class Workload:
 
 
 def workload(name: str, heads: int, kv_heads: int) -> Workload:
-    """By name; see ``prefixkit/testing/named_trees.py``."""
-    return Workload(name, heads, kv_heads, tree_of(name))
+    """By name: a tree of ``prefixkit/testing/named_trees.py``, and behind it the head size if that is not HEAD_DIM."""
+    tree, _, head_dim = name.partition(" x")
+    return Workload(name, heads, kv_heads, tree_of(tree), int(head_dim or HEAD_DIM))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints, Longs
 
-# Query heads (queries x GQA group) of a decode item at most, and of the largest tile by default.
+# Query heads (queries x GQA group) of a decode item at most, and of the largest tile, by default.
 DECODE_ROWS, TILE_ROWS = 8, 128
 
 
@@ -26,8 +26,9 @@ class CostModel:
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
         tile_item, decode_item: Beside ``item``, for each KV head and each shared-prefix tile: of ``tile_heads`` query
-            heads, or of :data:`DECODE_ROWS` where these hold them all.
+            heads, or of ``decode_heads`` where these hold them all.
         tile_heads: Query heads of the kernels' largest tile.
+        decode_heads: Query heads of a decode item at most; fewer than ``tile_heads``.
     """
 
     item: float
@@ -36,14 +37,18 @@ class CostModel:
     tile_item: float = 0.0
     decode_item: float = 0.0
     tile_heads: int = TILE_ROWS
+    decode_heads: int = DECODE_ROWS
 
     def __post_init__(self) -> None:
         for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
-        if self.tile_heads <= DECODE_ROWS:
-            raise ValueError(f"CostModel: tile_heads must be above {DECODE_ROWS}, got {self.tile_heads!r}")
+        if not 0 < self.decode_heads < self.tile_heads:
+            raise ValueError(
+                f"CostModel: tile_heads must be above decode_heads, and these above 0, got {self.tile_heads!r} and "
+                f"{self.decode_heads!r}"
+            )
 
 
 # One thread of a 2.6 GHz x86 server core, float32: gathering and reading a private token of 1.5 KB takes 0.1 us, an
@@ -159,7 +164,7 @@ def _consumers(
     """
     snapshot, below = tree.snapshot, tree.below
     tiles = -(-below // max(1, cost.tile_heads // shape.gqa_group)) * np.float64(cost.tile_item * shape.kv_heads)
-    tiles = np.where(below * shape.gqa_group <= DECODE_ROWS, cost.decode_item * shape.kv_heads, tiles)
+    tiles = np.where(below * shape.gqa_group <= cost.decode_heads, cost.decode_item * shape.kv_heads, tiles)
     price: NDArray[np.float64] = cost.item + tiles + below * (cost.partial_byte * shape.partial_bytes)
     if visible.limits:
         return *_seeing(tree, visible), price

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import scratch_ints
-from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, SHARING_NUMBERS
+from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, GpuCost
 from prefixkit.ops import arguments
 from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
@@ -266,7 +266,7 @@ def plan_tree(
         raise ValueError(f"{op}: cost must be the {COST_NUMBERS} numbers of a GpuCost, got {len(cost)}")
     if len(seen) != 3 or min(seen) < 0:
         raise ValueError(f"{op}: seen must be a window, a chunk and a first position, or 0 for none, got {list(seen)}")
-    gqa_group, tile_heads = heads[0] // heads[1], int(cost[SHARING_NUMBERS - 1])
+    gqa_group, tile_heads = heads[0] // heads[1], GpuCost.of(cost).sharing.tile_heads
     if gqa_group > tile_heads:
         raise ValueError(
             f"{op}: a tile must hold a GQA group of {gqa_group} heads, but holds {tile_heads}; plan in numpy"

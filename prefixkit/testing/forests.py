@@ -226,13 +226,15 @@ def gpu_plan_of(
     cost: CostModel,
     num_sms: int = 3,
     tile_rows: int = H200.sharing.tile_heads,
+    decode_rows: int = H200.sharing.decode_heads,
     *,
     shared: np.ndarray | None = None,
     gpu: GpuCost = H200,
     paths: bool = False,
 ) -> Plan:
-    """A plan for kernels with this number of blocks and rows of a tile: rows are cut into tiles, their KV is split."""
-    tree, gpu = StepTree(case.snapshot, case.queries), replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows))
+    """A plan for kernels with this number of blocks and rows of items: rows are cut into tiles, their KV is split."""
+    tree = StepTree(case.snapshot, case.queries)
+    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows, decode_heads=decode_rows))
     formats = [decompose(tree, case.shape, cost, shared, paths=paths)]
     return make_gpu_plan(formats, tree.length, case.queries.num_rows, case.shape, num_sms, gpu)
 

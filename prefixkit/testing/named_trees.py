@@ -46,10 +46,10 @@ def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
 def tree_of(name: str) -> TreeSnapshot:
     """The tree of a name.
 
-    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128
-    samples of 256 each.  ``beam d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP
-    tT``: B chains of D nodes of T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B
-    leaves of S at each.
+    ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L bB pP mM kK sS``: B problems of M tokens share P,
+    and K samples of each have S.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples of 256 each.  ``beam
+    d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP tT``: B chains of D nodes of
+    T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B leaves of S at each.
 
     The others lie in pages as a :class:`PrefixTree` lays them out that grows by these nodes.  S and T may be ranges
     such as ``1-400``; what is drawn is the same each time.  ``spine pP dD tT sS``: P tokens, then D nodes of T, a leaf
@@ -64,6 +64,8 @@ def tree_of(name: str) -> TreeSnapshot:
         return regular([(1, size["p"]), (size["b"], size["s"])])
     if kind == "beam":
         return binary(size["d"], prefix=2048, branch=64)
+    if kind == "3L" and size:
+        return regular([(1, size["p"]), (size["b"], size["m"]), (size["b"] * size["k"], size["s"])])
     if name == "3L fewshot":
         return regular([(1, 2400), (8, 400), (8 * 128, 256)])
     parent, length, above = [], [], -1

@@ -21,7 +21,7 @@ from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.tree.arrays import Ints, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
 
-HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2))
+HEADS = ((1, 1), (8, 1), (32, 8), (32, 32), (6, 2), (64, 1), (40, 2), (32, 2), (12, 1))
 
 
 def tree(parents: list[int], lengths: list[int]) -> TreeSnapshot:
@@ -37,7 +37,7 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
     """The H200's, or one that shares and cuts much in small trees."""
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
     sharing = replace(sharing, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
-    sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])))
+    sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])), decode_heads=int(rng.choice([8, 16])))
     if rng.random() < 0.5:
         return replace(H200, sharing=sharing)
     tile = replace(H200.tile, kv_tile=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), merge=0.01)
@@ -142,9 +142,9 @@ def held_by(work: Sequence[Tensor]) -> list[Ints]:
     return [counts, tile_items, decode_items, *lists, limits[: counts[3] if limited else 0]]
 
 
-def narrowed(rows: BSR, group: int) -> BSR:
-    """The same rows cut to so few queries that every item is a decode item; groups are at most ``DECODE_ROWS``."""
-    step, queries = DECODE_ROWS // group, rows.q_end - rows.q_begin
+def narrowed(rows: BSR, group: int, most: int = DECODE_ROWS) -> BSR:
+    """The same rows cut to so few queries that every item is a decode item, of ``most`` rows, which hold a group."""
+    step, queries = most // group, rows.q_end - rows.q_begin
     count = -(-queries // step)
     row = np.repeat(np.arange(len(rows.kind)), count)
     begin = (rows.q_begin[row] + step * ranges(np.zeros_like(count), count)).astype(np.int32)

@@ -73,7 +73,9 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
     options.setdefault("num_sms", torch.cuda.get_device_properties(GPU).multi_processor_count)
     arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
     kernel = kernel_for(arch, case.shape.head_dim, case.shape.gqa_group)
-    return gpu_plan_of(case, cost, **options, **({"tile_rows": kernel.tile_rows} if kernel else {}))
+    if kernel:
+        options |= {"tile_rows": kernel.tile_rows, "decode_rows": kernel.decode_rows}
+    return gpu_plan_of(case, cost, **options)
 
 
 def on_gpu(case: Case, plan: Plan) -> OnGpu:

@@ -48,7 +48,7 @@ HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0
 def make(seed: int, dtype: torch.dtype) -> tuple[Case, dict[str, int]]:
     """A forest with heads that the kernels serve, and options of its plan."""
     rng = np.random.default_rng(seed)
-    kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 4, 7, 8]))
+    kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 4, 7, 8, 12, 16]))
     case = random_case(rng, dtype, (kv_heads * group, kv_heads, int(rng.choice([64, 128]))))
     options: list[dict[str, int]] = [{}, {"num_sms": 5}, {"num_sms": 1000}]
     return case, options[seed % len(options)]

@@ -11,7 +11,7 @@ from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
 from prefixkit.attention.gpu.kv_split import EXTRA
 from prefixkit.attention.paths.heavy_paths import continues_path, meets_parent
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import DECODE_ROWS, HeadShape, may_begin_part, may_share
+from prefixkit.attention.sharing import HeadShape, may_begin_part, may_share
 
 # A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
 MOST_PARTIAL_BYTES = 2**29
@@ -94,7 +94,8 @@ def capacity_for(
     else:
         shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
     # Queries of an item.
-    most, least = max(1, cost.sharing.tile_heads // shape.gqa_group), DECODE_ROWS // shape.gqa_group
+    most = max(1, cost.sharing.tile_heads // shape.gqa_group)
+    least = cost.sharing.decode_heads // shape.gqa_group
     with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
     # Segments of a BSR row that all ancestors join; a path goes on to a leaf, the last node of its subtree.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 
-from prefixkit.attention.sharing import CostModel
+from prefixkit.attention.sharing import DECODE_ROWS, CostModel
 
 # Plans count time in whole numbers of this part of a KV tile, so that all planners agree bit by bit.
 POINT = 64
@@ -65,8 +65,8 @@ class GpuCost:
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        item, kv_byte, partial_byte, tile_item, decode_item, tile_heads = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, int(tile_heads))
+        item, kv_byte, partial_byte, tile_item, decode_item, *heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, *map(int, heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
 
@@ -88,6 +88,17 @@ H200 = GpuCost(
     tile=Role(kv_tile=64, workers=1, tokens_per_us=64.0, start=2.0, write=1.5, merge=1.5, least=1),
     decode=Role(kv_tile=16, workers=4, tokens_per_us=59.0, start=1.0, write=0.5, merge=0.25, least=4),
 )
+
+
+def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: int) -> GpuCost:
+    """The cost for a kernel whose items hold these rows, and its decode items' KV tiles these tokens.
+
+    As many workers as hold a decode item's rows take it together, and are together so much faster than one.
+    """
+    together, decode = -(-decode_rows // DECODE_ROWS), cost.decode
+    slower = {name: getattr(decode, name) * together for name in ("start", "write", "merge")}
+    decode = replace(decode, kv_tile=decode_kv_tile, workers=decode.workers // together, **slower)
+    return replace(cost, sharing=replace(cost.sharing, tile_heads=tile_rows, decode_heads=decode_rows), decode=decode)
 
 
 def tiles_only(cost: GpuCost) -> GpuCost:

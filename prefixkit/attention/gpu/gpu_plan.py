@@ -1,9 +1,9 @@
 """Plans for our kernels: BSR rows split into work items that fit one GPU.
 
-Tile items (more than 8 query heads, up to a tile's) take the tensor-core tile path, one at a time on each
-multiprocessor; decode items (up to 8) take the decode path, one on each of four warps of a multiprocessor.  Both lists
-run from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``,
-``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+Tile items (up to a tile's query heads) take the tensor-core tile path, one at a time on each multiprocessor; decode
+items (up to 8 query heads, or 16) take the decode path, four or two at a time on each multiprocessor.  Both lists run
+from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1
+- w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
 
 This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
 it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.
@@ -21,7 +21,7 @@ from prefixkit.attention.bsr import BSR, OPEN, MaskKind
 from prefixkit.attention.gpu.gpu_cost import GpuCost
 from prefixkit.attention.gpu.kv_split import choose_splits, kv_tiles_of
 from prefixkit.attention.plan import KINDS, BsrRows, Plan, finish_plan, gather_rows
-from prefixkit.attention.sharing import DECODE_ROWS, HeadShape
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import lowest_positions
 from prefixkit.tree.arrays import Ints, Longs
 
@@ -42,7 +42,7 @@ def make_gpu_plan(
     """
     rows = gather_rows(formats, length)
     gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads
-    tiles = _tile(rows, gqa_group, tile_rows)
+    tiles = _tile(rows, gqa_group, tile_rows, cost.sharing.decode_heads)
     entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
     splits = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
@@ -74,9 +74,9 @@ class _Tiles:
     count: Longs
 
 
-def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
+def _tile(rows: BsrRows, gqa_group: int, most: int, decode_rows: int) -> _Tiles:
     queries = rows.q_end - rows.q_begin
-    step = np.where(queries * gqa_group <= DECODE_ROWS, queries, max(1, most // gqa_group))
+    step = np.where(queries * gqa_group <= decode_rows, queries, max(1, most // gqa_group))
     count = -(-queries // step)
     first = np.cumsum(count) - count
     row = np.repeat(np.arange(len(queries)), count)
@@ -97,7 +97,7 @@ def _tile(rows: BsrRows, gqa_group: int, most: int) -> _Tiles:
         unseen = rows.last[of] - rows.limits[high - 1]
         skipped[limited] = np.clip(whole - (rows.last[of] + 1 - lowest_positions(rows.seen_from, low, high)), 0, whole)
         tokens[limited] = np.minimum(whole, whole - unseen) - skipped[limited]
-    tokens, on_tensor_cores = np.maximum(tokens, 0), (end - begin) * gqa_group > DECODE_ROWS
+    tokens, on_tensor_cores = np.maximum(tokens, 0), (end - begin) * gqa_group > decode_rows
     return _Tiles(row, begin, end, skipped, tokens, on_tensor_cores, first, count)
 
 

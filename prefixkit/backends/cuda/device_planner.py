@@ -15,14 +15,14 @@ from torch import Tensor
 
 from prefixkit.attention.bsr import BSR, MaskKind, decompose_unchecked
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
-from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only
+from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only, with_tiles
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.paths.runs import Runs, with_run_lengths, with_runs
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.sharing import DECODE_ROWS, CostModel, HeadShape
+from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible, lowest_positions
 from prefixkit.backends.cuda.cost_cache import gpu_cost
@@ -208,7 +208,7 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
     length = with_run_lengths(length, rows.runs)
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
     queries, many = rows.q_end - rows.q_begin, max(1, cost.tile_heads // shape.gqa_group)
-    tiles = np.where(queries * shape.gqa_group <= DECODE_ROWS, 1, -(-queries // many))
+    tiles = np.where(queries * shape.gqa_group <= cost.decode_heads, 1, -(-queries // many))
     limited = np.flatnonzero(rows.kind == MaskKind.LIMIT)
     count = queries[limited]
     first, row = np.cumsum(count) - count, np.repeat(np.arange(len(limited)), tiles[limited])
@@ -235,7 +235,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
         say_plain_torch(no_dtype if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
-    gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=kernel.tile_rows))
+    gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile)
     if shape.value_dim != shape.head_dim:
         gpu = tiles_only(gpu)
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from itertools import product
 
+from prefixkit.attention.sharing import DECODE_ROWS
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.layouts import Maps
@@ -133,7 +134,7 @@ MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 # Sizes of heads of K and V.
-HOPPER_HEADS = ((64, 64), (128, 128), (192, 128))
+HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128)), (192, 128))
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 # Elements of a latent, which heads are absorbed into, and the most of a rotary key beside it.
@@ -155,6 +156,8 @@ class Kernel:
     shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
     maps: Maps = Maps.NONE
     own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
+    decode_rows: int = DECODE_ROWS  # query heads of a decode item
+    decode_kv_tile: int = 16  # tokens of a KV tile of decode items, where no mask hides some
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
@@ -178,7 +181,13 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
     v_dim = v_dim or head_dim
     hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
-        return Kernel("attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV)
+        # Two warps take an item of the decode path together where that makes it hold a query's rows.
+        wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
+        rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
+        decode_kv_tile = 32 if head_dim <= 64 else 16  # as in decode.cuh
+        return Kernel(
+            "attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV, None, rows, decode_kv_tile
+        )
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
@@ -200,7 +209,7 @@ def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
 def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel | None:
     """The kernel for K that are made of latents, whose rotary part lies apart; None if no kernel serves them."""
     kernel = kernel_for(arch, own + rotary, 1, v_dim)
-    if kernel is None or not kernel.uses_tma or own % 64:
+    if kernel is None or not kernel.uses_tma or own % 64 or rotary % 64:
         return None
     return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 
@@ -229,6 +238,8 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
         defines += (("PREFIXKIT_OWN_DIM", str(kernel.own_dim)),)
     if kernel.name == LATENT_ATTENTION:
         defines += (("PREFIXKIT_LATENT", "1"),)
+    if kernel.decode_rows > DECODE_ROWS:
+        defines += (("PREFIXKIT_ROW_PARTS", str(kernel.decode_rows // DECODE_ROWS)),)
     if kernel.shared is not None:
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
     if variant.is_part:
@@ -258,6 +269,10 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
+    for head_dim in (64, 128):
+        wide = kernel_for(arch, head_dim, 16)
+        if wide is not None and wide.decode_rows > DECODE_ROWS:
+            plain += [attention_unit(wide, head_dim, half, CAUSAL) for half in (False, True)]
     apart = kernel_for(arch, 192, 1, 128)
     if apart is not None and apart.uses_tma:
         plain += [attention_unit(apart, 192, half, CAUSAL, 128) for half in (False, True)]

@@ -120,6 +120,7 @@ PLAN_TREE = define(
     ("int", "node_capacity tile_capacity decode_capacity segment_capacity row_capacity partial_capacity"),
     ("int", "group kv_heads num_sms"),
     ("int", "many", "queries of a full tile"),
+    ("int", "decode_rows", "query heads of a decode item at most"),
     ("int", "window chunk first", "of Visible, 0: none; by paths tiles begin where one of their queries sees"),
     ("int", "shared_ints"),
     (_ROLE_COST, "cost[2]", "tile path, decode path"),

@@ -53,7 +53,9 @@ def _function(large: bool, paths: bool, device: int) -> jit.Function:
 def _constants(
     heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
 ) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
-    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries; roles."""
+    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries of a tile,
+    rows of a decode item; roles.
+    """
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.gqa_group)
     rates = (
@@ -68,7 +70,7 @@ def _constants(
     roles = tuple(
         n for role in (gpu.tile, gpu.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)
     )
-    return rates, -(-(2**32) // many), (shape.gqa_group, shape.kv_heads, num_sms, many), roles
+    return rates, -(-(2**32) // many), (shape.gqa_group, shape.kv_heads, num_sms, many, sharing.decode_heads), roles
 
 
 def planned_tree(tree: StepTree, *, paths: bool) -> Ints:

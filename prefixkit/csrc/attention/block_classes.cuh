@@ -12,15 +12,23 @@ namespace prefixkit {
 
 // For KV tiles with BITS it has also written which tokens each query sees: for a tile item's n-th KV tile of this class
 // the bits number `n` behind the one that the last word of the item's row names, 2 words for each of up to `bit_rows`
-// queries.  Kernels that read no bits compare such tiles.
+// queries: 16 bits for each lane of a quad, whose tokens wgmma deals out in pairs (token_of_bit).  Kernels that read no
+// bits compare such tiles.
 enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2, BITS = 3 };
 DEVICE int bit_rows(const Attention& a) { return max(1, divide_small(128, group_of(a))); }
 // Behind the rows of all items: a counter of two words, then bits.
 DEVICE u32* bits_counter(const Attention& a) {
     return (u32*)a.block_classes + (long long)(a.tile_capacity + a.decode_capacity) * a.class_words;
 }
-DEVICE uint2* bits_of(const Attention& a, int number) {
-    return (uint2*)(bits_counter(a) + 2) + (long long)number * bit_rows(a);
+// Where the bits with a number begin, in words from the classes on.
+DEVICE int bits_at(const Attention& a, int number) {
+    return (a.tile_capacity + a.decode_capacity) * a.class_words + 2 + 2 * number * bit_rows(a);
+}
+// The token of bit `bit` of the first word; those of the second one are 4 tokens behind.
+DEVICE constexpr int token_of_bit(int bit) { return 8 * (bit / 2 % 8) + 2 * (bit / 16) + bit % 2; }
+// Brings the first classes of item `index` of both lists near, before the item is known.
+DEVICE void touch_classes(const Attention& a, int index) {
+    if (Variant::HAS_MASK && a.class_words) touch(a.block_classes + (long long)index * a.class_words);
 }
 constexpr int CLASSES_PER_WORD = 16;
 constexpr u32 ALL_COMPARED = 0x55555555;

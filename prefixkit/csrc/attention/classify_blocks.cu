@@ -53,9 +53,10 @@ DEVICE u32 compared_in(u32 word) { return word & ~(word >> 1) & ALL_COMPARED; }
 DEVICE void write_block(const Attention& a, const Item& item, const Block& block, uint2* to) {
     const int lane = threadIdx.x & 31;
     for (int row = item.q_begin; row < item.q_end; ++row, ++to) {
-        const int q = int(a.q_positions[row]), b = sequence_of(a, row), kv = block.position + block.begin + lane;
+        const int q = int(a.q_positions[row]), b = sequence_of(a, row);
+        const int kv = block.position + block.begin + token_of_bit(lane);
         const u32 x = __ballot_sync(~0u, kv >= 0 && Variant::mask(b, 0, q, kv, a.words));
-        const u32 y = __ballot_sync(~0u, kv + 32 >= 0 && Variant::mask(b, 0, q, kv + 32, a.words));
+        const u32 y = __ballot_sync(~0u, kv + 4 >= 0 && Variant::mask(b, 0, q, kv + 4, a.words));
         if (lane == 0) *to = make_uint2(x, y);
     }
 }
@@ -84,7 +85,7 @@ DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange&
             Block block;
             const int tile = at * CLASSES_PER_WORD + (__ffs(left) - 1) / 2;
             if (find_block(a, item, range, PREFIXKIT_KV_TILE, tile, block))
-                write_block(a, item, block, bits_of(a, base + rank));
+                write_block(a, item, block, (uint2*)(a.block_classes + bits_at(a, base + rank)));
         }
     }
     __syncthreads();  // all warps have read the words

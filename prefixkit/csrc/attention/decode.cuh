@@ -1,10 +1,12 @@
-// The decode (GEMV) path: attention of at most 8 tile rows to long KV.  Each warp works alone.
+// The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
-// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head.
-// tiling     KV tiles of 16 tokens pass through a warp's own ring, filled by TMA (on Hopper) or by 16-byte copies that
-//            run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so
-//            tile rows cost an eighth of a product and the output takes D / 4 registers.
-// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens.
+// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
+// tiling     KV tiles of 16 tokens (32 where D is 64 on Hopper) pass through a warp's own ring, filled by TMA (Hopper) or
+//            by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
+//            O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4 registers.
+//            Each warp works alone; two that take an item together share its ring and have 8 of its rows each, for 16
+//            would not fit their registers.
+// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -13,7 +15,10 @@
 
 namespace prefixkit {
 
-constexpr int DECODE_KV_TILE = 16;
+// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of D 128 does, so that what a KV tile
+// costs besides its products is paid for as many bytes.  Masks hide groups one by one.
+constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && D <= 64 && !Variant::HAS_MASK ? 2 : 1;
+constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
@@ -25,29 +30,47 @@ struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
 };
 enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64 };
 
-constexpr int BATCH = 8, DECODE_WARPS = 4;
+#ifndef PREFIXKIT_ROW_PARTS
+#define PREFIXKIT_ROW_PARTS 1
+#endif
+constexpr int ROW_PARTS = PREFIXKIT_ROW_PARTS;  // warps that take an item together
+constexpr int BATCH = 8, DECODE_WARPS = 4, RINGS = DECODE_WARPS / ROW_PARTS;
+constexpr int ROW_BITS = ROW_PARTS == 1 ? 4 : 5;
+// The first of the 8 rows of this warp.
+DEVICE int first_of_part() { return ROW_PARTS == 1 ? 0 : 8 * ((threadIdx.x >> 5) % ROW_PARTS); }
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
-    u32 packed;         // rows, flags << 4, KV head << 12
+    u32 packed;         // rows, flags << ROW_BITS, KV head << ROW_BITS + 8
     int seg, seg_end;   // segments after the first
     int high;           // behind the last position that its queries see
     QueryRange queries;
     Span span;
-    int page;           // of the segment's first group, where pages hold groups
+    int page[DECODE_GROUPS];  // of the segment's first groups, where pages hold groups
 
-    DEVICE int rows() const { return packed & 15; }
-    DEVICE int flags() const { return packed >> 4 & 255; }
-    DEVICE int head() const { return packed >> 12; }
+    DEVICE int rows() const { return packed & ((1 << ROW_BITS) - 1); }
+    DEVICE int flags() const { return packed >> ROW_BITS & 255; }
+    DEVICE int head() const { return packed >> (ROW_BITS + 8); }
     DEVICE VisibleRange range(const Attention& a) const {
         return {a.window > 0 ? queries.low - a.window + 1 : 0, high};
     }
 };
 
+// The pages of a KV tile's groups, from the one with the span's first slot on.
+DEVICE void look_up_groups(const Attention& a, const Span& span, int (&page)[DECODE_GROUPS]) {
+    if (!holds_groups(a)) return;
+#pragma unroll
+    for (int g = 0; g < DECODE_GROUPS; ++g) {
+        const int slot = g ? first_slot_of(span) + g * GROUP : span.slot;
+        if (slot < span.end) page[g] = a.pages[span.pages + page_index(a, slot)];
+    }
+}
+
 // Entry `entry` of the decode list, or STOP behind its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
-    r.packed = STOP << 4;
+    r.packed = STOP << ROW_BITS;
+    touch_classes(a, a.tile_capacity + min(entry / a.kv_heads, a.decode_capacity - 1));
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
     r.q_begin = item.q_begin, r.partial = item.partial;
@@ -64,10 +87,10 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     // The visible range alone masks for a single query.
     const int queries = item.q_end - item.q_begin;
     const int flags = FIRST | (item.kind != ALL && queries > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
-    r.packed = u32(queries * group_of(a)) | u32(flags) << 4 | u32(item.head) << 12;
+    r.packed = u32(queries * group_of(a)) | u32(flags) << ROW_BITS | u32(item.head) << (ROW_BITS + 8);
     r.seg = item.seg_begin + 1, r.seg_end = item.seg_end;
     r.span = load_span(a, item.node, item.begin, item.end, range);
-    if (holds_groups(a) && r.span.slot < r.span.end) r.page = a.pages[r.span.pages + page_index(a, r.span.slot)];
+    look_up_groups(a, r.span, r.page);
     return r;
 }
 
@@ -80,7 +103,7 @@ template <int LANES> struct DecodeWalk {
     int taken = 0;       // items begun
     int seg, flags;      // of the current item
     Span span;           // what is left of its segment
-    int page = 0;        // of the next KV tile
+    int page[DECODE_GROUPS] = {};  // of the next KV tile's groups
     BlockClasses<DECODE_KV_TILE> classes;
 
     DEVICE DecodeWalk(const Attention& a, Resolved* batch, int worker) : a(a), batch(batch), worker(worker) {
@@ -95,14 +118,15 @@ template <int LANES> struct DecodeWalk {
         if (taken % BATCH == 0) {
             sync();
             const int mine = lane();
-            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, DECODE_WARPS * gridDim.x));
+            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, RINGS * gridDim.x));
             sync();
         }
         const Resolved& r = batch[taken++ % BATCH];
         flags = r.flags(), seg = r.seg, span = r.span;
         if (flags & STOP) return;
-        page = r.page;
-        const int entry = entry_of(taken - 1, worker, DECODE_WARPS * gridDim.x);
+#pragma unroll
+        for (int g = 0; g < DECODE_GROUPS; ++g) page[g] = r.page[g];
+        const int entry = entry_of(taken - 1, worker, RINGS * gridDim.x);
         classes.begin(a, a.tile_capacity + entry / a.kv_heads, span, r.queries);
         const int first = span.slot;
         if (Variant::HAS_MASK || span.slot >= span.end) {
@@ -111,9 +135,7 @@ template <int LANES> struct DecodeWalk {
         }
     }
 
-    DEVICE void look_up() {
-        if (holds_groups(a) && span.slot < span.end) page = a.pages[span.pages + page_index(a, span.slot)];
-    }
+    DEVICE void look_up() { look_up_groups(a, span, page); }
 
     // Passes to the KV tile at `slot` or behind; returns whether this item has none.
     DEVICE bool advance(int slot) {
@@ -141,7 +163,7 @@ template <int LANES> struct DecodeWalk {
     }
 };
 
-// The state of up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
+// The state of a warp's up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
 struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
@@ -152,7 +174,7 @@ struct DecodeState {
 
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
 DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
-    const int lane = lane_anew(), n = lane / 4;
+    const int lane = lane_anew(), n = first_of_part() + lane / 4;
     const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + 2 * (lane & 3);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -161,9 +183,14 @@ DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
+// Of a lane's two rows; those that the item lacks repeat its last.
+DEVICE TileRow row_of_lane(const Attention& a, const DecodeKVTile& c, int i) {
+    return TileRow(a, c.head, min(first_of_part() + 2 * (lane_anew() & 3) + i, c.rows - 1));
+}
+
 // The position behind the last one that one of a lane's two rows sees, of a CLIPPED item.
 DEVICE int end_of_row(const Attention& a, const DecodeKVTile& c, int i) {
-    const int query = TileRow(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1)).query;
+    const int query = row_of_lane(a, c, i).query;
     return end_seen(a, c.flags & LIMITED ? LIMIT : OWN, c.q_begin, c.partial, query);
 }
 
@@ -174,7 +201,7 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     for (int i = 0; i < 2; ++i) {
         s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
         if (MODIFIED || (c.flags & CLIPPED)) {
-            const TileRow row(a, c.head, min(2 * (lane_anew() & 3) + i, c.rows - 1));
+            const TileRow row = row_of_lane(a, c, i);
             s.end[i] = end_of_row(a, c, i);
             s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
             s.sequence[i] = sequence_of(a, c.q_begin + row.query);
@@ -195,16 +222,21 @@ DEVICE void clear_absent(u32 values, int low, int high) {
 
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
-    float dot[4][4] = {};  // independent sums: on Hopper each dependent product would wait for the tile warps' too
-    const MatrixRow<DECODE_KV_TILE> keys(stage, lane & 15, lane >> 4);
+    // Independent sums: on Hopper each dependent product would wait for the tile warps' too.
+    float dot[DECODE_GROUPS][4][4] = {};
 #pragma unroll
-    for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
-        u32 m[4][4];
+    for (int g = 0; g < DECODE_GROUPS; ++g) {
+        const MatrixRow<DECODE_KV_TILE> keys(stage, g * GROUP + (lane & 15), lane >> 4);
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k)
-            load_matrix(m[k - first], keys.at(k));
+        for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
+            u32 m[4][4];
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(dot[k & 3], m[k - first], s.q[k][0], s.q[k][1]);
+            for (int k = first; k < first + 4 && k < D / 16; ++k)
+                load_matrix(m[k - first], keys.at(k));
+#pragma unroll
+            for (int k = first; k < first + 4 && k < D / 16; ++k)
+                mma(dot[g][k & 3], m[k - first], s.q[k][0], s.q[k][1]);
+        }
     }
     const int low = c.low, high = c.high, flags = c.flags;
     const u32 values = stage + DECODE_KV_TILE_BYTES;
@@ -213,13 +245,14 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     u32 v[4][4];  // the first loads overlap the exponentials
 #pragma unroll
     for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], value_row.at(k));
-    float x[4];
+    float x[4 * DECODE_GROUPS];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4 * DECODE_GROUPS; ++i) {
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
         bool visible = token >= low && token < high;
         if (flags & CLIPPED) visible = visible && position < s.end[i & 1];
-        const float sum = (dot[0][i] + dot[1][i]) + (dot[2][i] + dot[3][i]);
+        const float(&d)[4][4] = dot[i / 4];
+        const float sum = (d[0][i % 4] + d[1][i % 4]) + (d[2][i % 4] + d[3][i % 4]);
         x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1],
                         c.position + lane / 4, 8 * (i / 2), a.words);
         if (Variant::HAS_MASK && (flags & MASKED))
@@ -227,6 +260,8 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         if (!visible) x[i] = MINUS_INFINITY;
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+#pragma unroll
+    for (int i = 4; i < 4 * DECODE_GROUPS; ++i) top[i & 1] = fmaxf(top[i & 1], x[i]);
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -237,21 +272,28 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = exp2_fast(x[i] - s.base[i & 1]);
+    for (int i = 0; i < 4 * DECODE_GROUPS; ++i) x[i] = exp2_fast(x[i] - s.base[i & 1]);
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
+    for (int i = 0; i < 4 * DECODE_GROUPS; i += 2) {
         s.sum[0] += x[i], s.sum[1] += x[i + 1];
         round_pair(x[i], x[i + 1]);
         s.weight[0] += x[i], s.weight[1] += x[i + 1];
     }
-    const u32 p0 = transpose8(pack_rounded(x[0], x[1])), p1 = transpose8(pack_rounded(x[2], x[3]));
 #pragma unroll
-    for (int first = 0; first < D / 16; first += 4) {
+    for (int g = 0; g < DECODE_GROUPS; ++g) {
+        const MatrixRow<DECODE_KV_TILE> more(values, g * GROUP + (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1);
+        const float* w = x + 4 * g;
+        const u32 p0 = transpose8(pack_rounded(w[0], w[1])), p1 = transpose8(pack_rounded(w[2], w[3]));
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k)
-            if (first > 0) load_matrix_transposed(v[k - first], value_row.at(k));
+        for (int first = 0; first < D / 16; first += 4) {
 #pragma unroll
-        for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
+            for (int k = first; k < first + 4 && k < D / 16; ++k) {
+                if (g > 0) load_matrix_transposed(v[k - first], more.at(k));
+                else if (first > 0) load_matrix_transposed(v[k - first], value_row.at(k));
+            }
+#pragma unroll
+            for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
+        }
     }
 }
 
@@ -267,7 +309,7 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float sum = lanes_sum<4, 32>(s.sum[i]), weight = lanes_sum<4, 32>(s.weight[i]);
-        const int row = 2 * (lane & 3) + i;
+        const int row = first_of_part() + 2 * (lane & 3) + i;
         if (row >= c.rows) continue;
         const float lse = sum > 0.f ? (s.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;

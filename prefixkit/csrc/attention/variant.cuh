@@ -1,6 +1,6 @@
 // The hook for variants of attention: PREFIXKIT_VARIANT names a header that defines a `struct Variant` like this one.
 #pragma once
-#include "common/ptx.cuh"
+#include "attention/variant_functions.cuh"
 
 #ifdef PREFIXKIT_VARIANT
 #include PREFIXKIT_VARIANT
@@ -11,15 +11,24 @@ struct Variant {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_SINK = false, LOOKS_AHEAD = false, SUMS = false;
     static constexpr bool READS_SEQUENCE = false, READS_HEAD = false;  // the latter: the masks
     static constexpr bool DECIDES = false;  // masks may be known for whole blocks
-    static constexpr bool ADDS = false;  // scores are changed, by nothing but what is added to them
+    static constexpr bool ADDS = false;    // scores are changed, by nothing but what is added to them
+    static constexpr bool LINEAR = false;  // which grows by `slope` from each key to the next
+    using Tanh = AnyTanh;
+    static constexpr bool HAS_TANH = false;  // scores are changed by it, and not by the hardware's
     // `score` is scale * q . k in natural units; `words` hold the variant's values, which are not compiled in.
     // A key's position is kv_base + kv_offset, of which kernels that unroll their loops know the second part.
     static DEVICE float score(float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words) {
         return score;
     }
+    // The same by another tanh.
+    template <class By> static DEVICE float score_by(float score, int b, int h, int q_idx, int kv_base, int kv_offset,
+                                                     const int* words, By& tanh) {
+        return score;
+    }
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) { return true; }
     // What the masks say of all these queries and keys.
     static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) { return {true, true}; }
+    static DEVICE float slope(int b, int h, int q_idx, const int* words) { return 0.f; }
 };
 }  // namespace prefixkit
 #endif

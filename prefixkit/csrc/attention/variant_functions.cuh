@@ -50,15 +50,20 @@ DEVICE float round_to_float16(float x) { return widen(Half{u16(pack<Half>(x, 0.f
 // A number of the variant's words, and its reciprocal.
 DEVICE float divide_by_number(float x, const int* words) { return x * __int_as_float(words[1]); }
 
-// Within 1e-7 of its value: an odd polynomial near 0, elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|).
+// Within 5e-8 of its value where |x| < NEAR: an odd polynomial.
+constexpr float NEAR = 0.6f;
+DEVICE float near_tanh(float x) {
+    const float square = x * x;
+    float y = -0.00574201f;
+    y = y * square + 0.02067023f, y = y * square - 0.05374856f;
+    y = y * square + 0.13331538f, y = y * square - 0.33333285f;
+    return y * square * x + x;
+}
+// Elsewhere 1 - 2 / (1 + exp(2 |x|)), within 2.4e-7 of its value, by the bounds of ex2.approx and rcp.approx; 2e-8 in
+// the root mean square.
 DEVICE float variant_tanh(float x) {
-    const float square = x * x, e = exp2_fast(-2.f * LOG2E * fabsf(x));
-    float near = -0.00574201f;
-    near = near * square + 0.02067023f, near = near * square - 0.05374856f;
-    near = near * square + 0.13331538f, near = near * square - 0.33333285f;
-    near = near * square * x + x;
-    const float far = copysignf((1.f - e) * reciprocal(1.f + e), x);
-    return fabsf(x) < 0.6f ? near : far;
+    const float far = copysignf(1.f - 2.f * reciprocal(1.f + exp2_fast(2.f * LOG2E * fabsf(x))), x);
+    return fabsf(x) < NEAR ? near_tanh(x) : far;
 }
 DEVICE float variant_log_sigmoid(float x) { return -LN2 * log2_fast(1.f + exp2_fast(-LOG2E * x)); }
 DEVICE float variant_sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2E * x)); }
@@ -69,5 +74,24 @@ DEVICE float hardware_tanh(float x) {
     return y;
 }
 DEVICE float hardware_sigmoid(float x) { return 0.5f * hardware_tanh(0.5f * x) + 0.5f; }
+
+// What score functions take tanh by: of anything, of what is near, by the hardware; and to know whether all of it is
+// near.
+struct AnyTanh {
+    DEVICE float operator()(float x) const { return variant_tanh(x); }
+};
+struct NearTanh {
+    DEVICE float operator()(float x) const { return near_tanh(x); }
+};
+struct HardwareTanh {
+    DEVICE float operator()(float x) const { return hardware_tanh(x); }
+};
+struct LargestTanh {
+    float largest = 0.f;  // magnitude of what tanh was taken of
+    DEVICE float operator()(float x) {
+        largest = fmaxf(largest, fabsf(x));
+        return variant_tanh(x);
+    }
+};
 
 }  // namespace prefixkit

@@ -12,7 +12,6 @@ namespace prefixkit {
 constexpr bool PATHS = PREFIXKIT_PLAN_PATHS;
 
 constexpr int CANDIDATES = 32, LEVELS = 128, LEVEL_BITS = 7, ORDER_LEVELS = 128, POINT = 64, EXTRA = 4, CHAIN = 8;
-constexpr int DECODE_ROWS = 8;
 constexpr int BINS = 1024;  // lengths that are counted instead of looked at one by one
 constexpr int COUNTER_INTS = (WARPS + 1) * 2 * ORDER_LEVELS, LEVEL_INTS = WARPS * (LEVELS + 1);
 constexpr int OPEN_END = 0x7fffffff;
@@ -132,7 +131,7 @@ template <class V, class S> DEVICE u64 scan_each(int count, V value, S store) {
 DEVICE int queries_below(int n) { return at(FIRST_ROW)[at(SUBTREE_END)[n]] - at(FIRST_ROW)[n + 1]; }
 DEVICE int own_queries(int n) { return at(FIRST_ROW)[n + 1] - at(FIRST_ROW)[n]; }
 DEVICE int full_tiles(int queries) { return int(u64(queries) * p.a.magic >> 32); }  // queries / many
-DEVICE bool by_decode(int queries) { return queries * p.a.group <= DECODE_ROWS; }
+DEVICE bool by_decode(int queries) { return queries * p.a.group <= p.a.decode_rows; }
 DEVICE int tiles_of(int queries) { return by_decode(queries) ? queries > 0 : full_tiles(queries + p.a.many - 1); }
 DEVICE int shared_tiles(int n) { return at(SHARED)[n] ? tiles_of(queries_below(n)) : 0; }
 DEVICE bool is_limited(int n) { return PATHS && at(SHARED)[n] == 3; }

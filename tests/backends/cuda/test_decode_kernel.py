@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkit.attention.bsr import MaskKind, decompose
-from prefixkit.attention.gpu.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_cost import H200, with_tiles
 from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
 from prefixkit.attention.paths.runs import with_runs
 from prefixkit.attention.plan import Plan
@@ -61,7 +61,9 @@ def built(tmp_path_factory):
         function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
         return function
 
-    return lambda dim=64, variant=CAUSAL: made(attention_unit(kernel_for("sm_90a", dim, 1), dim, False, variant))
+    return lambda dim=64, variant=CAUSAL, group=1: made(
+        attention_unit(kernel_for("sm_90a", dim, group), dim, False, variant)
+    )
 
 
 @pytest.fixture(scope="module", params=[64, 128])
@@ -85,7 +87,8 @@ def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
     plain = [dim, slots, heads, count], [slot, head, page]
     groups = [64, slots, dim // 64, heads, count], [slot, 64, head, page]
     kinds = ((*plain, [64, 16, 1, 1]), (*plain, [64, 1, 1, 1]), (*groups, [64, 16, dim // 64, 1, 1]))
-    maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds]
+    maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds[: 2 if dim % 64 else 3]]
+    maps += [[bytes(128)] * 2] * (3 - len(maps))
     none = [bytes(128)] * 2
     return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
 
@@ -180,9 +183,11 @@ def attend(
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
     tree = StepTree(snapshot, case.queries)
     rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
-    formats = [narrowed(rows_of, case.shape.gqa_group)]
+    of = kernel_for("sm_90a", dim, case.shape.gqa_group)
+    formats = [narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
-    plan = make_gpu_plan(formats, length, rows, case.shape, blocks, H200)
+    cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
+    plan = make_gpu_plan(formats, length, rows, case.shape, blocks, cost)
     mask: tuple[Variant, ...] = ()
     if limits is not None:
         case, plan, *mask = with_row_limits(limits, case, plan)
@@ -387,6 +392,32 @@ def test_forests(kernel, page_size, seed):
     dim, run = kernel
     case = random_case(rng, snapshot, pages, queries, *heads, dim, spread=[1.0, 8.0][seed // 3])
     check(run, case, stages=2 + seed % 4, blocks=1 + seed % 3)
+
+
+@pytest.fixture(scope="module", params=[64, 96])
+def wide_kernel(request, built):
+    """Head size, and the source whose warps take items in pairs."""
+    return request.param, built(request.param, group=16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_warps_take_groups_of_9_to_16_together(wide_kernel, seed):
+    """Forests, alone and with limits of their queries; rings longer than one warp's."""
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, int(rng.integers(3, 7)))
+    lengths = rng.integers(0, [20, 70][seed % 2], len(parents))
+    lengths[-1] = max(1, lengths[-1])
+    snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), [1, 16, 64, 16][seed])
+    heads = [(16, 1), (12, 1), (18, 2), (32, 2)][seed % 4]
+    dim, run = wide_kernel
+    case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=[1.0, 8.0][seed // 2])
+    check(run, case, stages=2 + seed, blocks=1 + seed % 3)
+    out, lse, mask = attend(run, case, stages=2 + seed, blocks=1 + seed % 3, limits=rng)
+    numbers = np.repeat(np.arange(len(case.queries.node)), case.queries.end - case.queries.begin)
+    where, options = (snapshot, case.row_node, case.positions.numpy()), {"variant": mask, "sequences": numbers}
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, **options)
+    torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=3e-2, check_dtype=False)
 
 
 def test_when_tokens_come_changes_no_bit(kernel):

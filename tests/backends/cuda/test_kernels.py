@@ -39,7 +39,7 @@ def nvrtc_is_there() -> bool:
 def test_every_gpu_and_every_multiple_of_16_up_to_256_is_served(arch, head_dim):
     kernel = kernel_for(arch, head_dim, 1)
     assert kernel is not None
-    assert kernel.file == (HOPPER if arch == "sm_90a" and head_dim in (64, 128) else PORTABLE)
+    assert kernel.file == (HOPPER if arch == "sm_90a" and 64 <= head_dim <= 128 else PORTABLE)
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 100, 272])
@@ -51,6 +51,13 @@ def test_groups_larger_than_a_hopper_tile_take_the_portable_kernel():
     assert [kernel_for("sm_90a", 128, group).file for group in (71, 128, 129)] == [HOPPER, HOPPER, PORTABLE]
 
 
+def test_two_warps_take_groups_of_9_to_16_together_on_hopper():
+    rows = [kernel_for("sm_90a", 128, group).decode_rows for group in (1, 8, 9, 16, 17)]
+    assert rows == [8, 8, 16, 16, 8]
+    assert kernel_for("sm_90a", 192, 16, 128).decode_rows == kernel_for("sm_80", 128, 16).decode_rows == 8
+    assert dict(attention_unit(kernel_for("sm_90a", 128, 16), 128, True, CAUSAL).defines)["PREFIXKIT_ROW_PARTS"] == "2"
+
+
 def test_the_portable_kernel_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
     assert kernel_for("sm_90a", 128, 4).file == PORTABLE
@@ -58,8 +65,9 @@ def test_the_portable_kernel_can_be_asked_for(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("head_dim", [48, 96, 256])
-def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim):
+def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim, monkeypatch):
     """Of which the smallest GPUs have 100 KB, A100 164, H100 228; each block takes 1 KB more than it asks for."""
+    monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
     kernel = kernel_for(arch, head_dim, 1)
     space = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
     assert kernel.blocks_per_sm * (kernel.shared + 1024) <= space
@@ -87,6 +95,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
     ``scripts/compile_all.py`` compiles all of them, and ``scripts/gpu_check.sh`` runs it.
     """
     portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
+    hopper: dict[tuple[str, str, tuple[tuple[str, str], ...]], Unit] = {}
     sampling, others = [], list[tuple[str, Unit]]()
     for arch in ARCHS:
         for unit in compiled_ahead(arch):
@@ -96,8 +105,13 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
             elif unit.file == PORTABLE:
                 kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
                 portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
+            elif unit.file == HOPPER:
+                of = defines.pop("PREFIXKIT_HEAD_DIM"), defines.pop("PREFIXKIT_HALF")
+                hopper[*of, tuple(defines.items())] = unit
             else:
                 others.append((arch, unit))
+    for of in cover(hopper, 1):
+        yield hopper[of], "sm_90a"
     for arch, unit in cover(others, 1):
         yield unit, arch
     # Variants in heads of 128 spill the most.

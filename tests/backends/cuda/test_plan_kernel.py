@@ -88,7 +88,7 @@ def launch(kernel, shape, cost, num_sms, capacity, tree, tiles=ALL):
         *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
         -(-(2**32) // many),
         *(nodes, *map(len, plan[1:4]), capacity.rows, len(plan[5])),
-        *(shape.gqa_group, shape.kv_heads, num_sms, many, *tiles.numbers, 48 * 1024),
+        *(shape.gqa_group, shape.kv_heads, num_sms, many, sharing.decode_heads, *tiles.numbers, 48 * 1024),
         *roles,
     )
     kernel(capacity, PLAN_TREE.packer.pack(*values))

@@ -7,17 +7,17 @@ namespace prefixkit {
 static Attention arguments;
 static int ring_stages;
 struct alignas(1024) Shared {
-    unsigned char rings[DECODE_WARPS * RING_STAGES * STAGE_BYTES];
+    unsigned char rings[RINGS * RING_STAGES * STAGE_BYTES];
     u64 barriers[DECODE_BARRIERS];
 };
-static DecodeKVTile kv_tiles[DECODE_WARPS * RING_STAGES];
-static Resolved batches[DECODE_WARPS * BATCH];
+static DecodeKVTile kv_tiles[RINGS * RING_STAGES];
+static Resolved batches[RINGS * BATCH];
 
 static DecodeShared shared() {
     DecodeShared n;
     Shared& s = *(Shared*)memory;
     n.rings = shared_address(s.rings), n.stages = ring_stages;
-    n.full = shared_address(s.barriers), n.empty = n.full + 8 * DECODE_WARPS * RING_STAGES;
+    n.full = shared_address(s.barriers), n.empty = n.full + 8 * RINGS * RING_STAGES;
     n.kv_tiles = kv_tiles, n.batches = batches;
     return n;
 }

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
-from prefixkit.attention.variants.variant import Mod, Variant
+from prefixkit.attention.variants.slopes import slope_of
+from prefixkit.attention.variants.variant import Variant
 from prefixkit.backends.cuda.variants.range_header import ANYTHING, range_function
+from prefixkit.backends.cuda.variants.variant_flags import Flags
 from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
@@ -24,6 +26,7 @@ _POSITION_BITS = 28
 _ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words"
 # A key's position comes in two parts, of which kernels know the second when they are compiled.
 _SCORE_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words"
+_SCORE_TEMPLATE = f"{_SCORE_ARGUMENTS}, By& tanh"
 _NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
 _ELEMENTS = {
     torch.float32: "float",
@@ -74,45 +77,56 @@ def header(variant: Variant) -> str | None:
     if not variant.mods and not variant.has_sinks:
         return None
     words = count()
-    scores = [_function(f"score{i}", "float", mod, _places(mod, words)) for i, mod in enumerate(variant.score_mods)]
-    of_masks = [(mod, _places(mod, words)) for mod in variant.mask_mods]
-    masks = [_function(f"mask{i}", "bool", mod, places) for i, (mod, places) in enumerate(of_masks)]
+    of_scores, of_masks = (
+        [(mod.expression, _places(mod.expression, words)) for mod in mods if mod.expression is not None]
+        for mods in (variant.score_mods, variant.mask_mods)
+    )
+    scores = [_function(f"score{i}", "float", *each) for i, each in enumerate(of_scores)]
+    masks = [_function(f"mask{i}", "bool", *each) for i, each in enumerate(of_masks)]
     ranges = {
         i: text
-        for i, (mod, places) in enumerate(of_masks)
-        if mod.expression is not None and (text := range_function(f"range{i}", mod.expression, places.scalars))
+        for i, (expression, places) in enumerate(of_masks)
+        if (text := range_function(f"range{i}", expression, places.scalars))
     }
+    slopes = [
+        _function(f"slope{i}", "float", slope, places)
+        for i, (expression, places) in enumerate(of_scores)
+        if (slope := slope_of(expression))
+    ]
     if variant.approximate:
-        scores = [text.replace("variant_tanh(", "hardware_tanh(") for text in scores]
         scores = [text.replace("variant_sigmoid(", "hardware_sigmoid(") for text in scores]
     changed = "".join(
-        f"        score = score{i}(score, b, h, q_idx, kv_base, kv_offset, words);\n" for i in range(len(scores))
+        f"        score = score{i}(score, b, h, q_idx, kv_base, kv_offset, words, tanh);\n" for i in range(len(scores))
     )
     shown = " && ".join(f"mask{i}(0.f, b, h, q_idx, kv_idx, words)" for i in range(len(masks))) or "true"
     each = (f"range{i}(q_idx, kv_idx, words)" if i in ranges else ANYTHING for i in range(len(masks)))
     decided = " & ".join(each) or ANYTHING
-
-    def flag(holds: object) -> str:
-        return "true" if holds else "false"
-
+    flags = Flags(
+        linear=0 < len(slopes) == len(scores), decides=bool(ranges), has_tanh=any("tanh(" in text for text in scores)
+    )
+    sloped = " + ".join(f"slope{i}(0.f, b, h, q_idx, 0, 0, words, tanh)" for i in range(len(slopes) * flags.linear))
     return f"""#pragma once
 #include "attention/variant_functions.cuh"
 #include "attention/variant_ranges.cuh"
 namespace prefixkit {{
 struct Variant {{
-    static constexpr bool HAS_SCORE = {flag(scores)}, HAS_MASK = {flag(masks)};
-    static constexpr bool HAS_SINK = {flag(variant.has_sinks)}, LOOKS_AHEAD = {flag(variant.looks_ahead)};
-    static constexpr bool SUMS = {flag(variant.sums)}, ADDS = {flag(variant.score_mods and variant.biases is not None)};
-    static constexpr bool READS_SEQUENCE = {flag(variant.reads("b"))};
-    static constexpr bool READS_HEAD = {flag(variant.reads("h", scores=False))}, DECIDES = {flag(ranges)};
-{"".join(scores + masks)}{"".join(ranges.values())}    static DEVICE float score({_SCORE_ARGUMENTS}) {{
+{flags.text(variant)}{"".join((*scores, *masks, *(slopes if flags.linear else ()), *ranges.values()))}
+    template <class By> static DEVICE float score_by({_SCORE_TEMPLATE}) {{
 {changed}        return score;
+    }}
+    static DEVICE float score({_SCORE_ARGUMENTS}) {{
+        Tanh tanh;
+        return score_by(score, b, h, q_idx, kv_base, kv_offset, words, tanh);
     }}
     static DEVICE bool mask(int b, int h, int q_idx, int kv_idx, const int* words) {{
         return {shown};
     }}
     static DEVICE Maybe decide(Range q_idx, Range kv_idx, const int* words) {{
         return {decided};
+    }}
+    static DEVICE float slope(int b, int h, int q_idx, const int* words) {{
+        [[maybe_unused]] Tanh tanh;
+        return {sloped or "0.f"};
     }}
 }};
 }}  // namespace prefixkit
@@ -159,18 +173,15 @@ class _Places:
     tensors: list[list[int]]
 
 
-def _places(mod: Mod, words: Iterator[int]) -> _Places:
+def _places(expression: Expression, words: Iterator[int]) -> _Places:
     """``words`` numbers the words that the values of a variant's functions take, one function after the other."""
-    assert mod.expression is not None
-    scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in mod.expression.scalars]
-    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in mod.expression.tensors]
+    scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in expression.scalars]
+    tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in expression.tensors]
     return _Places(scalars, tensors)
 
 
-def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
+def _function(name: str, result: str, expression: Expression, places: _Places) -> str:
     """One traced function."""
-    expression = mod.expression
-    assert expression is not None
     of_scores, values, lines = result == "float", list[_Value](), list[str]()
     if of_scores:
         lines.append("        [[maybe_unused]] const int kv_idx = kv_base + kv_offset;\n")
@@ -184,9 +195,10 @@ def _function(name: str, result: str, mod: Mod, places: _Places) -> str:
             lines.append(f"        [[maybe_unused]] const int y{number} = {base};\n")
             value = replace(value, base=f"y{number}", slope=slope)
         values.append(replace(value, text=f"x{number}"))
-    given = _SCORE_ARGUMENTS if of_scores else _ARGUMENTS
-    body = "".join(lines)
-    return f"    static DEVICE {result} {name}({given}) {{\n{body}        return {values[-1].text};\n    }}\n"
+    body, template, given = "".join(lines), "", _ARGUMENTS
+    if of_scores:
+        body, template, given = body.replace("variant_tanh(", "tanh("), "template <class By> ", _SCORE_TEMPLATE
+    return f"    {template}static DEVICE {result} {name}({given}) {{\n{body}        return {values[-1].text};\n    }}\n"
 
 
 def _slope(node: Node, args: list[_Value]) -> int:

@@ -20,7 +20,7 @@ struct Loader : DecodeWalk<32> {
         // Compares `left`, because NVRTC 13.0 gets "clamped to 16, is 16" wrong.
         const bool whole = holds_groups(a) && low == 0 && left >= DECODE_KV_TILE;
         if (whole) {
-            const long long from = (long long)row_of(a, page, place_in_page(a, slot), head) * 8;
+            const long long from = (long long)row_of(a, page[0], place_in_page(a, slot), head) * 8;
             copy_group<DECODE_KV_TILE>(stage, a.k + from, D);
             copy_group<DECODE_KV_TILE>(stage + DECODE_KV_TILE_BYTES, a.v + from, D);
         } else {

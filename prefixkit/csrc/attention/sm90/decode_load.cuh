@@ -1,27 +1,28 @@
 // The decode path's loads on Hopper: two producer warps fill the rings of the four consumer warps.
 //
 // tiling     half a warp feeds one ring, with one TMA load each for the keys and the values of a KV tile, across items.
-//            Both halves issue one KV tile per turn, so their rings run in step.
+//            Both halves issue one KV tile per turn, so their rings run in step.  Where two warps take an item together
+//            there are two rings, twice as long, and each loading warp has one.
 // cost       no instruction of the consumer warps; 2 TMA loads, or 64 where pages hold no groups of 16.
 #pragma once
 #include "attention/decode.cuh"
 
 namespace prefixkit {
 
-constexpr int RING_STAGES = D <= 64 ? 6 : 5;  // at most
+constexpr int RING_STAGES = (D <= 64 ? 6 : 5) * ROW_PARTS;  // at most
 
 struct DecodeShared {
-    u32 rings;               // of the consumer warps, one after the other
+    u32 rings;               // one after the other
     int stages;              // of each ring
-    u32 full, empty;         // barriers of the first warp's stages, 8 bytes apart; RING_STAGES for each warp
-    DecodeKVTile* kv_tiles;  // one for each stage; RING_STAGES for each warp
-    Resolved* batches;       // BATCH for each warp
+    u32 full, empty;         // barriers of the first ring's stages, 8 bytes apart; RING_STAGES for each ring
+    DecodeKVTile* kv_tiles;  // one for each stage; RING_STAGES for each ring
+    Resolved* batches;       // BATCH for each ring
 };
-constexpr int DECODE_BARRIERS = 2 * DECODE_WARPS * RING_STAGES;
+constexpr int DECODE_BARRIERS = 2 * RINGS * RING_STAGES;
 
 DEVICE void decode_barriers(const DecodeShared& s) {
-    for (int i = 0; i < DECODE_WARPS * RING_STAGES; ++i)
-        barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32);
+    for (int i = 0; i < RINGS * RING_STAGES; ++i)
+        barrier_init(s.full + 8 * i, 1), barrier_init(s.empty + 8 * i, 32 * ROW_PARTS);
 }
 
 // A ring as its producer (phase 1 at first) or its consumer (phase 0) sees it.
@@ -34,10 +35,10 @@ struct Ring {
 struct DecodeRing : Ring {
     DecodeKVTile* kv_tiles;
 
-    DEVICE DecodeRing(const DecodeShared& s, int warp, int phase)
-        : Ring{s.rings + warp * s.stages * STAGE_BYTES, s.full + 8 * warp * RING_STAGES,
-               s.empty + 8 * warp * RING_STAGES, s.stages, phase},
-          kv_tiles(s.kv_tiles + warp * RING_STAGES) {}
+    DEVICE DecodeRing(const DecodeShared& s, int ring, int phase)
+        : Ring{s.rings + ring * s.stages * STAGE_BYTES, s.full + 8 * ring * RING_STAGES,
+               s.empty + 8 * ring * RING_STAGES, s.stages, phase},
+          kv_tiles(s.kv_tiles + ring * RING_STAGES) {}
 };
 
 // 64 columns of a node's row by TMA; where it is not `there`, zeros, which lie outside every tensor.
@@ -52,8 +53,8 @@ DEVICE void copy_row(const Attention& a, const TensorMap* map, u32 to, int pages
 struct TmaLoader : DecodeWalk<16> {
     DecodeRing ring;
 
-    DEVICE TmaLoader(const Attention& a, const DecodeShared& s, int warp, int worker)
-        : DecodeWalk(a, s.batches + warp * BATCH, worker), ring(s, warp, 1) {}
+    DEVICE TmaLoader(const Attention& a, const DecodeShared& s, int ring, int worker)
+        : DecodeWalk(a, s.batches + ring * BATCH, worker), ring(s, ring, 1) {}
 
     // Loads the next KV tile once its stage is free; returns whether there was one.
     DEVICE bool issue() {
@@ -78,8 +79,22 @@ struct TmaLoader : DecodeWalk<16> {
         const u32 to = ring.data + ring.stage * STAGE_BYTES;
         const u64 policy = policy_stream();
         if (a.tma_groups && high > low) {
-            const int i = lane(), in_page = place_in_page(a, slot);
-            if (i < 2) tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page, full, policy);
+            if constexpr (D % 64 != 0) {
+                // A column block each: columns behind the last are zeros, which lie outside the tensor.
+                const int i = lane() & 1, block = lane() >> 1, in_page = place_in_page(a, slot);
+                if (block < COLUMNS)
+                    tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page,
+                             head, page[0], full, policy);
+            } else if constexpr (DECODE_GROUPS == 1) {
+                const int i = lane(), in_page = place_in_page(a, slot);
+                if (i < 2)
+                    tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page[0], full, policy);
+            } else if (lane() < 2 * DECODE_GROUPS) {
+                // A group of which the segment has no token is loaded from outside the tensor, which gives zeros.
+                const int i = lane() & 1, g = lane() >> 1, in_page = place_in_page(a, slot + g * GROUP);
+                tma_copy(to + i * DECODE_KV_TILE_BYTES + g * (GROUP * 128), &a.k_group + i, 0, in_page, 0, head,
+                         g * GROUP < high ? (g ? page[1] : page[0]) : -1, full, policy);
+            }
         } else {
             for (int i = lane(); i < 2 * COLUMNS * DECODE_KV_TILE; i += 16) {
                 const int row = i % DECODE_KV_TILE, block = i / DECODE_KV_TILE;
@@ -99,20 +114,26 @@ struct TmaLoader : DecodeWalk<16> {
 
 // One of two producer warps, `pair` 0 or 1.
 DEVICE void decode_load(const Attention& a, const DecodeShared& s, int pair) {
-    const int warp = 2 * pair + (lane_anew() >> 4);
+    if (ROW_PARTS > 1 && lane_anew() >= 16) return;
+    const int ring = ROW_PARTS > 1 ? pair : 2 * pair + (lane_anew() >> 4);
     // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together if
     // there are enough for all blocks.
-    const bool crowded = a.counts[1] * a.kv_heads >= int(DECODE_WARPS * gridDim.x);
-    TmaLoader loader(a, s, warp, crowded ? blockIdx.x * DECODE_WARPS + warp : warp * gridDim.x + blockIdx.x);
-    // The vote makes the halves converge: apart, each would wait for the other's instructions.
-    for (bool more = true; __any_sync(~0u, more);)
-        if (more) more = loader.issue();
+    const bool crowded = a.counts[1] * a.kv_heads >= int(RINGS * gridDim.x);
+    TmaLoader loader(a, s, ring, crowded ? blockIdx.x * RINGS + ring : ring * gridDim.x + blockIdx.x);
+    if constexpr (ROW_PARTS > 1) {
+        while (loader.issue()) {}
+    } else {
+        // The vote makes the halves converge: apart, each would wait for the other's instructions.
+        for (bool more = true; __any_sync(~0u, more);)
+            if (more) more = loader.issue();
+    }
 }
 
 // A consumer warp.
 DEVICE void decode_role(const Attention& a, const DecodeShared& s, int warp) {
-    DecodeRing ring(s, warp, 0);
+    DecodeRing ring(s, warp / ROW_PARTS, 0);
     DecodeState state;
+    if (MODIFIED) touch(a.words);
     barrier_wait(ring.full, 0);
     if (!(ring.kv_tiles->flags & STOP)) decode_queries(a, *ring.kv_tiles, state);
     while (true) {

@@ -27,8 +27,34 @@ struct ScoredRows {
     DEVICE float changed(const Attention& a, float dot, int row, int kv_base, int kv_offset) const {
         return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words);
     }
+    template <class Tanh>
+    DEVICE float changed_by(const Attention& a, float dot, int row, int kv_base, int kv_offset, Tanh& tanh) const {
+        const int b = sequence[row], h = head[row];
+        return Variant::score_by(dot * a.scale, b, h, position[row], kv_base, kv_offset, a.words, tanh);
+    }
     DEVICE bool shown(const Attention& a, int row, int kv_position) const {
         return Variant::mask(sequence[row], head[row], position[row], kv_position, a.words);
+    }
+};
+
+// What a LINEAR variant adds to the exponents of 2 of a thread's two rows: a value where the key is the row's own
+// token, and a slope.
+struct BiasLines {
+    float own[2], slope[2];
+    int position[2];
+
+    DEVICE void read(const Attention& a, const TileItem& item, int row0) {
+        const ScoredRows rows(a, item, row0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int b = rows.sequence[i], h = rows.head[i], q = position[i] = rows.position[i];
+            own[i] = Variant::score(0.f, b, h, q, q, 0, a.words) * LOG2E;
+            slope[i] = Variant::slope(b, h, q, a.words) * LOG2E;
+        }
+    }
+    // For a row and the key at a position.
+    DEVICE float at(int row, int kv_position) const {
+        return fmaf(slope[row], float(kv_position - position[row]), own[row]);
     }
 };
 
@@ -38,12 +64,45 @@ DEVICE int end_of_row(const Attention& a, const TileItem& item, int flags, int r
     return end_seen(a, flags & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
 }
 
-// Any case.  Returns whether the base rose, the same in all lanes of a warp; then `shrink` holds the factors for
-// outputs.
-template <class State> DEVICE bool exponentials(
-    const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, State& w, float (&shrink)[2]) {
+// Where a KV tile's bits have those of a thread's two rows: 16 bits each, counted in as many from the tile's first.
+DEVICE u32 places_of_bits(const Attention& a, const TileItem& item, int row0) {
+    const int last = item.rows - 1, column = threadIdx.x & 3;
+    const TileRow first(a, item.head, min(row0, last)), second(a, item.head, min(row0 + 8, last));
+    return u32(4 * first.query + column) | u32(4 * second.query + column) << 16;
+}
+
+// Which of a thread's scores of a MASKED KV tile the masks show: 16 bits of its first row, 16 of its second, in the
+// order of the tokens.
+DEVICE u32 shown_scores(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, u32 places) {
+    if (c.bits >= 0) {
+        const u16* bits = (const u16*)(a.block_classes + c.bits);
+        return u32(bits[places & 0xffff]) | u32(bits[places >> 16]) << 16;
+    }
+    const ScoredRows rows(a, item, row0);
+    const int position = c.position + 2 * (threadIdx.x & 3);
+    u32 shown = 0;
+#pragma unroll 1  // unrolled, a mask of some length takes the registers of scores
+    for (int i = 0; i < KV_TILE / 4; ++i) {
+        const int kv_position = position + 8 * (i / 2) + i % 2;
+        shown |= u32(rows.shown(a, 0, kv_position)) << i | u32(rows.shown(a, 1, kv_position)) << (16 + i);
+    }
+    return shown;
+}
+DEVICE constexpr bool is_shown(u32 shown, int i) { return shown >> (16 * (i >> 1 & 1) + 2 * (i / 4) + (i & 1)) & 1; }
+
+// Any case; `shown` of a MASKED KV tile.  Returns whether the base rose, the same in all lanes of a warp; then `shrink`
+// holds the factors for outputs.
+template <class State> DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0,
+                                                const BiasLines& lines, u32 shown, State& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), position = c.position + column;
-    if constexpr (Variant::HAS_SCORE) {
+    if constexpr (Variant::LINEAR) {
+        const float begin[2] = {lines.at(0, position), lines.at(1, position)};
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) {
+            const int row = i >> 1 & 1;
+            w.s[i] = fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row]));
+        }
+    } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, item, row0);
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
@@ -64,22 +123,11 @@ template <class State> DEVICE bool exponentials(
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
             if (token_of(i) < c.low() - column || token_of(i) >= end[i >> 1 & 1]) w.s[i] = MINUS_INFINITY;
-        if (Variant::HAS_MASK && (c.flags & MASKED) && c.bits >= 0) {
+    }
+    if (Variant::HAS_MASK && (c.flags & MASKED)) {
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const int query = TileRow(a, item.head, min(row0 + 8 * row, item.rows - 1)).query;
-                uint2 shown = bits_of(a, c.bits)[query];
-                shown.x >>= column, shown.y >>= column;
-#pragma unroll
-                for (int i = 0; i < KV_TILE / 2; ++i)
-                    if ((i >> 1 & 1) == row && !((i < KV_TILE / 4 ? shown.x : shown.y) >> token_of(i) % 32 & 1))
-                        w.s[i] = MINUS_INFINITY;
-            }
-        } else if (Variant::HAS_MASK && (c.flags & MASKED)) {
-#pragma unroll
-            for (int i = 0; i < KV_TILE / 2; ++i)
-                if (!rows.shown(a, i >> 1 & 1, position + token_of(i))) w.s[i] = MINUS_INFINITY;
-        }
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            if (!is_shown(shown, i)) w.s[i] = MINUS_INFINITY;
     }
     float top[2] = {w.s[0], w.s[2]};
 #pragma unroll
@@ -88,7 +136,9 @@ template <class State> DEVICE bool exponentials(
         for (int row = 0; row < 2; ++row)
             top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
-    const bool rose = __any_sync(~0u, top[0] > w.base[0] + HEADROOM || top[1] > w.base[1] + HEADROOM);
+    // Where masks leave few tokens the largest weight is a good part of the output, and rounds to itself where it is 1.
+    constexpr float headroom = Variant::HAS_MASK ? 0.f : HEADROOM;
+    const bool rose = __any_sync(~0u, top[0] > w.base[0] + headroom || top[1] > w.base[1] + headroom);
     if (rose) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

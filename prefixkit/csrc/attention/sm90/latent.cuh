@@ -135,6 +135,9 @@ DEVICE void score_role(const Attention& a, const LatentShared& s) {
         if (uniform(item.rows) == 0) break;
 #pragma unroll
         for (int i = 0; i < 2; ++i) w.base[i] = LOWEST, w.sum[i] = w.weight[i] = 0.f;
+        BiasLines lines;
+        if constexpr (Variant::LINEAR) lines.read(a, item, row0);
+        const u32 places = Variant::HAS_MASK ? places_of_bits(a, item, row0) : 0;
         barrier_wait(s.q_full, number & 1);
         for (bool last = false; !last; ++tile) {
             float shrink[2] = {1.f, 1.f};
@@ -142,7 +145,9 @@ DEVICE void score_role(const Attention& a, const LatentShared& s) {
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.tile.kv_tiles + 16 * at.stage);
             last = uniform(kv_tile.flags) & LAST;
             if (last) barrier_arrive_warp(s.q_empty);
-            const bool rose = exponentials(a, kv_tile, item, row0, w, shrink);
+            const bool masked = Variant::HAS_MASK && (kv_tile.flags & MASKED);
+            const u32 shown = masked ? shown_scores(a, kv_tile, item, row0, places) : ~0u;
+            const bool rose = exponentials(a, kv_tile, item, row0, lines, shown, w, shrink);
             if (rose) w.weight[0] *= shrink[0], w.weight[1] *= shrink[1];
             barrier_wait(s.p_empty, (tile & 1) ^ 1);
             hand_over(s, w);

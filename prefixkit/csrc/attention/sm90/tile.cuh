@@ -9,7 +9,8 @@
 //            cycles, as much as it takes.
 // cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
 //            tile.
-// limits     D 64, 128 or 192, V_DIM 64 or 128; items of at most 64 rows leave the second warpgroup idle.
+// limits     D 64 to 128, or 192 with V_DIM 128; sizes between 64 and 128 are padded with zeros in shared memory; items
+//            of at most 64 rows leave the second warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
 #include "attention/sm90/exponentials.cuh"
@@ -42,26 +43,60 @@ DEVICE void write_ones(u32 at) {
     async_fence();
 }
 
-// The common case: no mask, no search for the largest.  Returns false, the same in all lanes of a warp, if an
-// exponential was too large: then the scores are lost, and nothing else has changed.
+// Whether all that a warp takes tanh of is near 0.
+DEVICE bool all_near(const Attention& a, const ScoredRows& rows, int position, const TileState& w) {
+    LargestTanh tanh;
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i) rows.changed_by(a, w.s[i], i >> 1 & 1, position, token_of(i), tanh);
+    return !__any_sync(~0u, tanh.largest >= NEAR);
+}
+
+template <class Tanh> DEVICE void change(const Attention& a, const ScoredRows& rows, int position, TileState& w) {
+    Tanh tanh;
+#pragma unroll
+    for (int i = 0; i < KV_TILE / 2; ++i) {
+        const float score = rows.changed_by(a, w.s[i], i >> 1 & 1, position, token_of(i), tanh);
+        w.s[i] = exp2_fast(score * LOG2E - w.base[i >> 1 & 1]);
+    }
+}
+
+// The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was
+// too large: then the scores are lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
-                                 TileState& w) {
+                                 const BiasLines& lines, bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
-    if constexpr (Variant::HAS_SCORE) {
+    if constexpr (Variant::LINEAR) {
+        const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
+        const float begin[2] = {lines.at(0, position) - w.base[0], lines.at(1, position) - w.base[1]};
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) {
+            const int row = i >> 1 & 1;
+            w.s[i] = exp2_fast(fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row])));
+        }
+    } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, read_item(s, place), first_row(half));
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
-#pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i)
-            w.s[i] = exp2_fast(rows.changed(a, w.s[i], i >> 1 & 1, position, token_of(i)) * LOG2E - w.base[i >> 1 & 1]);
+        if (Variant::HAS_TANH && all_near(a, rows, position, w)) change<NearTanh>(a, rows, position, w);
+        else change<Variant::Tanh>(a, rows, position, w);
     } else {
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
+    }
+    if (Variant::HAS_MASK && masked) {
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i)
+            if (!is_shown(shown, i)) w.s[i] = 0.f;
     }
 #pragma unroll
     for (int i = 0; i < KV_TILE / 2; ++i) sum[i >> 1 & 1] += w.s[i];
     if (__any_sync(~0u, sum[0] > ALLOWED || sum[1] > ALLOWED)) return false;
     w.sum[0] += sum[0], w.sum[1] += sum[1];
     return true;
+}
+
+// Whether a row of this warp that has no base yet sees a token of a MASKED KV tile.
+DEVICE bool lacks_base(const TileState& w, u32 shown) {
+    return __any_sync(~0u, (w.base[0] == LOWEST && shown & 0xffff) || (w.base[1] == LOWEST && shown >> 16));
 }
 
 // Computes the lost scores again, each warp for itself: its operands of wgmma are those of mma too.
@@ -144,6 +179,9 @@ struct Items {
 DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cursor& at, int half, Items& items) {
     const int place = items.place();
     int kv_tiles = 0;  // since weights were flushed
+    const u32 places = Variant::HAS_MASK ? places_of_bits(a, read_item(s, place), first_row(half)) : 0;
+    BiasLines lines;
+    if constexpr (Variant::LINEAR) lines.read(a, read_item(s, place), first_row(half));
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
     bool wary = false;  // once scores that a variant changes have risen from one KV tile to the next: compare them all
@@ -154,18 +192,25 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     for (bool first = true;; first = false) {
         wgmma_wait<1>();
         pin(w.s);
-        const bool compare = (flags & COMPARE) || wary;
-        if (!compare && exponentials_at_once(a, s, at, place, half, w)) {
+        bool compare = (flags & COMPARE) || wary;
+        const bool masked = Variant::HAS_MASK && (flags & MASKED);
+        u32 shown = ~0u;
+        if (masked) {
+            const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
+            shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
+            compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two: a base is a row's maximum more often
+        }
+        if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
         } else {
             if (!compare) scores_again(w, s.k + at.stage * K_TILE_BYTES);
             if (Variant::HAS_SCORE) wary = wary || !compare;
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
-            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), w, shrink);
+            const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), lines, shown, w, shrink);
             finish_values(s, w, at, !first);
             if (rose) {
 #pragma unroll
-                for (int i = 0; i < V_DIM / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
+                for (int i = 0; i < V_PAD / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w.weight[i] *= shrink[i >> 1];
                 w.rest[0] *= shrink[0], w.rest[1] *= shrink[1];

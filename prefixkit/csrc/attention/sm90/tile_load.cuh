@@ -21,9 +21,9 @@ constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
 constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
 
 struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
-    int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: compare something
+    int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: not all of its tokens count for all rows; MASKED
     int bounds;    // tokens [low, high) count
-    int bits;      // of a MASKED KV tile, the number of its bits, or -1
+    int bits;      // of a MASKED KV tile, where its bits begin (bits_at), or -1
     int position;  // of token 0
 
     DEVICE int low() const { return bounds & 255; }
@@ -173,6 +173,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
+        touch_classes(a, walked / a.kv_heads);
         if (TILES_ONLY && entry >= tiled)
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
         else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
@@ -189,7 +190,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int head = LATENT ? 0 : uniform(item.head);
-        int bits = classes.first_bits(a);
+        int bits = bits_at(a, classes.first_bits(a));
+        const int bit_words = 2 * bit_rows(a);
         if (!FROM_END) classes.skip(a, span, segments.seg, segments.seg_end, range);
         for (bool more = true; more;) {
             // Finds the next segment first, so that the flag LAST is right.
@@ -202,7 +204,11 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
             int slot = pages.begin + (FROM_END ? max(0, span.end - pages.begin - 1) / KV_TILE * KV_TILE : 0);
             for (bool ended = false; !ended;) {
                 const bool masked = classes.current() & COMPARED;
-                const int mine = classes.current() == BITS ? bits++ : -1;
+                const int mine = classes.current() == BITS ? bits : -1;
+                if (mine >= 0) {
+                    if (!is_v && 8 * lane_anew() < bit_words) touch(a.block_classes + mine + 8 * lane_anew());
+                    bits += bit_words;
+                }
                 classes.step(a);
                 const int low = max(0, span.slot - slot);
                 const int next = FROM_END ? slot - KV_TILE : classes.next(a, slot + KV_TILE, span.end);
@@ -214,7 +220,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const bool last = !more && ended;
                 const int position = span.position + slot;
                 const bool clipped = position + high > all_see;
-                const bool compare = clipped || masked || !whole;
+                const bool compare = clipped || !whole;
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
                 barrier_wait(ring.empty + 8 * ring.stage, ring.phase);

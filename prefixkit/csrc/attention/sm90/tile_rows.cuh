@@ -9,11 +9,14 @@
 
 namespace prefixkit {
 
+constexpr int Q_PARTS = (D + 31) / 32;  // of 32 columns, which a quad reads together
+constexpr int V_PAD = V_COLUMNS * 64;  // columns of V in shared memory, where those behind V_DIM are zeros
+
 struct TileState {
-    u32 q[D / 4];          // operands: queries
+    u32 q[8 * Q_PARTS];    // operands: queries
     float s[KV_TILE / 2];  // scores, then exponentials, of two rows
     u32 p[KV_TILE / 4];    // the same, rounded, as operand
-    float o[V_DIM / 2];
+    float o[V_PAD / 2];
     float base[2];         // of the two rows
     float sum[2];          // of this thread's exponentials
     float weight[4];       // of the row's, rounded: two of each row, the same in the four lanes that hold it
@@ -48,8 +51,9 @@ DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w,
         const int row = min(row0 + 8 * i, item.rows - 1);
         const u16* q = a.q + TileRow(a, item.head, row).index(a, item.q_begin) * D + 8 * (threadIdx.x & 3);
 #pragma unroll
-        for (int m = 0; m < D / 32; ++m) {
-            const uint4 x = *(const uint4*)(q + 32 * m);
+        for (int m = 0; m < Q_PARTS; ++m) {
+            const bool there = D % 32 == 0 || 32 * m + 8 * (threadIdx.x & 3) < D;
+            const uint4 x = there ? *(const uint4*)(q + 32 * m) : make_uint4(0, 0, 0, 0);
             w.q[8 * m + i] = x.x, w.q[8 * m + 2 + i] = x.y, w.q[8 * m + 4 + i] = x.z, w.q[8 * m + 6 + i] = x.w;
         }
     }
@@ -61,14 +65,14 @@ DEVICE void tile_begin(TileState& w) {
     for (int i = 0; i < 2; ++i) {
         w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 #pragma unroll
-        for (int m = 0; m < D / 32; ++m) {
+        for (int m = 0; m < Q_PARTS; ++m) {
             u32 x[4] = {w.q[8 * m + i], w.q[8 * m + 2 + i], w.q[8 * m + 4 + i], w.q[8 * m + 6 + i]};
             transpose_quad(x);
             w.q[8 * m + i] = x[0], w.q[8 * m + 2 + i] = x[1], w.q[8 * m + 4 + i] = x[2], w.q[8 * m + 6 + i] = x[3];
         }
     }
 #pragma unroll
-    for (int i = 0; i < V_DIM / 2; ++i) w.o[i] = 0.f;
+    for (int i = 0; i < V_PAD / 2; ++i) w.o[i] = 0.f;
 }
 
 // A row of float32, by its quad; `there` is the same in all its lanes.
@@ -76,7 +80,7 @@ template <int N> DEVICE void store_row(float* to, const float (&o)[N], int i, fl
     const bool odd = threadIdx.x & 1;
     to += 2 * (threadIdx.x & 2) + 8 * odd;
 #pragma unroll
-    for (int j = 0; j < N / 4; j += 2) {
+    for (int j = 0; j < N / 4 && 8 * j < V_DIM; j += 2) {
         const float a0 = o[4 * j + 2 * i] * factor, a1 = o[4 * j + 2 * i + 1] * factor;
         const float b0 = o[4 * j + 4 + 2 * i] * factor, b1 = o[4 * j + 5 + 2 * i] * factor;
         const float got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
@@ -88,13 +92,14 @@ template <int N> DEVICE void store_row(float* to, const float (&o)[N], int i, fl
 template <int N> DEVICE void store_row(u16* to, const float (&o)[N], int i, float factor, bool there) {
     to += 8 * (threadIdx.x & 3);
 #pragma unroll
-    for (int j = 0; j < N / 4; j += 4) {
+    for (int j = 0; j < N / 4 && 8 * j < V_DIM; j += 4) {
         u32 x[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             x[k] = pack(o[4 * (j + k) + 2 * i] * factor, o[4 * (j + k) + 2 * i + 1] * factor);
         transpose_quad(x);
-        if (there) *(uint4*)(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+        const bool inside = V_DIM % 32 == 0 || 8 * (j + (threadIdx.x & 3)) < V_DIM;
+        if (there && inside) *(uint4*)(to + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
     }
 }
 

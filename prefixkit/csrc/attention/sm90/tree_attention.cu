@@ -1,6 +1,6 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
-// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D 64 or 128, or 192 with values of 128; plan.cuh.
+// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D from 64 to 128, or 192 with values of 128.
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
@@ -13,9 +13,9 @@
 
 namespace prefixkit {
 
-// Stages of the rings that share the memory: of tiles, and of each decode warp.
+// Stages of the rings that share the memory: of tiles, and for each decode warp.
 struct Stages { int tile, decode; };
-constexpr Stages MIXED = D <= 64 ? Stages{4, 6} : Stages{4, 3};
+constexpr Stages MIXED = DECODE_GROUPS > 1 ? Stages{4, 4} : D <= 64 ? Stages{4, 6} : Stages{4, 3};
 constexpr Stages STREAMS = D <= 64 ? MIXED : Stages{2, 5};  // where decode items are by far the longer part
 constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
 DEVICE constexpr int bytes_of(Stages n) {
@@ -31,13 +31,13 @@ struct Shared {
     int4 items[2];
     KVTileInfo kv_tiles[TILE_STAGES];
     u32 ones[32];  // not the last: memcheck takes wgmma_ones to read 256 bytes
-    DecodeKVTile decode_kv_tiles[DECODE_WARPS * RING_STAGES];
-    Resolved batches[DECODE_WARPS * BATCH];
+    DecodeKVTile decode_kv_tiles[RINGS * RING_STAGES];
+    Resolved batches[RINGS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(bytes_of(STREAMS) <= RING_BYTES, "all uses of the rings fit");
-static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode <= RING_STAGES, "barriers");
-static_assert(STREAMS.decode <= RING_STAGES && ALONE.decode <= RING_STAGES, "barriers");
+static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode * ROW_PARTS <= RING_STAGES, "barriers");
+static_assert(STREAMS.decode * ROW_PARTS <= RING_STAGES && ALONE.decode * ROW_PARTS <= RING_STAGES, "barriers");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
@@ -59,8 +59,8 @@ DEVICE TileShared tile_shared(Shared& s, Stages stages) {
 // The decode rings lie behind those of the tiles, or have all the memory where there are none.
 DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
     const u32 full = shared_address(s.barriers) + 8 * TILE_BARRIERS;
-    return {shared_address(s.rings) + stages.tile * (K_TILE_BYTES + V_TILE_BYTES), stages.decode, full,
-            full + 8 * DECODE_WARPS * RING_STAGES, s.decode_kv_tiles, s.batches};
+    return {shared_address(s.rings) + stages.tile * (K_TILE_BYTES + V_TILE_BYTES), stages.decode * ROW_PARTS, full,
+            full + 8 * RINGS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 
 // The tile warps, once all warps of all blocks are done.

@@ -132,6 +132,8 @@ SCORE_MODS: dict[str, Callable[..., Tensor]] = {
     ),
     "clamps": lambda s, b, h, q, kv: s.clamp(-3, 4) + (q - kv).clamp(min=-5) + s.masked_fill(kv < 7, -math.inf),
     "captured": lambda s, b, h, q, kv: s + PER_HEAD[h] * TABLE[b, q] + HALVES[h][kv % 64] + PER_HEAD[-1],
+    "a line": lambda s, b, h, q, kv: s + PER_HEAD[h] * (kv - q) * 0.01 - b,
+    "a line that falls": lambda s, b, h, q, kv: s - torch.tanh(PER_HEAD[h]) * 0.01 * (kv - q + 2).float(),
 }
 MASK_MODS: dict[str, Callable[..., Tensor]] = {
     "comparisons": lambda b, h, q, kv: ((q > kv) | (q <= kv - 9)) & (kv != 3) & ~(q == 5) | (h < b),
@@ -161,6 +163,11 @@ def test_each_operation_does_what_it_does_in_torch(name: str, operating: Compile
 def test_these_functions_hold_every_operation() -> None:
     used = {node.op for each in OPERATING.values() for mod in each.mods for node in mod.expression.nodes}  # type: ignore[union-attr]
     assert set(OPERATIONS) <= used
+
+
+def test_lines_are_computed_as_such() -> None:
+    lines = [name for name, of in OPERATING.items() if "LINEAR = true" in (header(of) or "")]
+    assert lines == ["a line", "a line that falls"]
 
 
 def test_random_compositions(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ static inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, m
 static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
 struct Dim { int x; };
 static Dim blockIdx, gridDim;
+struct Thread { struct { operator unsigned() const { return emulation::current; } } x; };
+static Thread threadIdx;
 
 #include "numbers.cuh"
 
