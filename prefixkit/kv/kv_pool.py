@@ -253,7 +253,7 @@ class KVPool:
 
         Args:
             slots: ``[count]`` int64.
-            parts: ``[tokens, spec.size]`` each in ``spec.moved_dtype``; all but the last have as many tokens.
+            parts: ``[tokens, spec.size]`` each in the pool's dtype; all but the last have as many tokens.
             tokens: ``[count]`` int64, counted through all parts.
         """
         if not len(slots):
@@ -263,7 +263,7 @@ class KVPool:
         for first, last in pairwise(bounds):
             for begin in range(first, last, self._at_once):
                 end = min(begin + self._at_once, last)
-                rows, kv = within[begin:end], parts[part[begin]]
+                rows, kv = within[begin:end], parts[part[begin]].view(self.spec.moved_dtype)
                 contiguous = bool((np.diff(rows) == 1).all())
                 # A view of pinned memory is copied without the host waiting, or gathering it first.
                 source = kv[int(rows[0]) : int(rows[-1]) + 1] if contiguous else kv[torch.from_numpy(rows)]
