@@ -95,7 +95,7 @@ def test_search_nodes(models: list[Any], prompts: list[list[int]]) -> None:
     def search(session: Session) -> Any:
         root = session.prompt(prompts[0])
         nodes = session.step(root.fork(2, seeds=[1, 2]), max_new_tokens=4, stop_token_ids=())
-        return [node.tokens.tolist() for node in nodes]
+        return [np.asarray(node.tokens).tolist() for node in nodes]
 
     ours, expected = same(search, models)
     assert ours == expected
