@@ -132,6 +132,14 @@ def sample(
         str | None, typer.Option(help="Tokens that end a sample, with commas.  [default: the model's]", metavar="IDS")
     ] = None,
     dtype: Dtype = "auto",
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: pages hold K and V in 8 bits each, for more samples at once; they are then rounded.  [default: "
+            "the model's dtype]",
+            metavar="fp8",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a free GPU, else the CPU.")] = "auto",
     devices: Annotated[
         str | None, typer.Option(help="A process for each, with its part of the samples: 0,1.", metavar="LIST")
@@ -199,6 +207,7 @@ def sample(
         chat=chat,
         revision=revision,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         run=None if run is None or str(run) == "-" else run,
         first_index=first_index,

@@ -37,10 +37,19 @@ def load_tokenizer(location: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(location, revision=revision or "main", trust_remote_code=False)
 
 
-def load_model(location: str, dtype: str, device: str, revision: str | None = None, *, split: bool = False) -> Any:
+def load_model(
+    location: str,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    *,
+    split: bool = False,
+    kv_dtype: str | None = None,
+) -> Any:
     """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in.
 
-    ``split``: over the processes that torchrun has started, each of which has a device.
+    ``split``: over the processes that torchrun has started, each of which has a device; ``kv_dtype``: see
+    :func:`prefixkit.patch`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -57,7 +66,7 @@ def load_model(location: str, dtype: str, device: str, revision: str | None = No
             trust_remote_code=False,
             distributed_config=DistributedConfig(tp_plan="auto") if split else None,
         )
-    return patch((model if split else model.to(device)).eval())
+    return patch((model if split else model.to(device)).eval(), kv_dtype=kv_dtype)  # type: ignore[arg-type]  # checked
 
 
 def empty_model(location: str, dtype: str) -> Any:
@@ -104,10 +113,14 @@ def _loading(location: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def check_dtype(dtype: str) -> None:
-    """Refuse, before anything is loaded, a dtype that models are not run in."""
+def check_dtype(dtype: str, kv_dtype: str | None = None) -> None:
+    """Refuse, before anything is loaded, a dtype that models are not run in, or that pages do not hold."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    from prefixkit.models.kv_dtype import KV_DTYPES
+
+    if kv_dtype not in (None, *KV_DTYPES):
+        raise ValueError(f"--kv-dtype must be {' or '.join(KV_DTYPES)}, or left out, got {kv_dtype}")
 
 
 def choose_device(device: str) -> tuple[str, str]:

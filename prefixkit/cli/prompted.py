@@ -26,6 +26,7 @@ class Settings:
 
     Attributes:
         model, revision, dtype, device: What to load, and where.
+        kv_dtype: In which pages hold K and V, see :func:`prefixkit.patch`.
         prompting: How problems are asked.
         chat: Whether through the chat template; None: where there is one.
         run: The run folder; None: standard output.
@@ -44,6 +45,7 @@ class Settings:
     chat: bool | None = None
     revision: str | None = None
     dtype: str = "auto"
+    kv_dtype: str | None = None
     device: str = "auto"
     run: Path | None = None
     first_index: int = 0

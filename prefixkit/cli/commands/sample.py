@@ -80,7 +80,9 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
         known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
         manifest = manifest_of(asked, params, settings, tokenizer, chat)
         known.check_same(manifest, str(settings.run), ("tokenizer", "chat", "params", "logprobs", "prompts"))
-    model = load_model(location, settings.dtype, device, settings.revision, split=settings.tensor_parallel)
+    model = load_model(
+        location, settings.dtype, device, settings.revision, split=settings.tensor_parallel, kv_dtype=settings.kv_dtype
+    )
     why = f"split over {agreement_of(model).processes} processes" if settings.tensor_parallel else why
     sample_prompted(model, tokenizer, asked, params, settings, chat, console, why)
 
@@ -116,7 +118,7 @@ def sample_prompted(
             _say(why, settings, console)
             _to_standard_output(session, requests, asked, settings, console)
             return None
-        manifest = replace(manifest, fingerprint=fingerprint, dtype=str(model.dtype).removeprefix("torch."))
+        manifest = replace(manifest, fingerprint=fingerprint, dtype=_dtypes(model, settings))
         with at_work(OSError):
             folder = create(settings.run, manifest, [one.asked for one in asked])
         tree, _ = plant([one.tokens for one in asked], [str(one.asked.problem.id) for one in asked])
@@ -276,7 +278,7 @@ def _goal(asked: Sequence[Prompted], settings: Settings) -> Goal:
 
 def _check(settings: Settings) -> None:
     check_page_size(settings.page_size)
-    check_dtype(settings.dtype)
+    check_dtype(settings.dtype, settings.kv_dtype)
     if settings.kv_budget is not None:
         parse_size(settings.kv_budget, "--kv-budget")
     for name, value, least in (
@@ -290,6 +292,12 @@ def _check(settings: Settings) -> None:
         if settings.part.of > 1 or settings.round is not None:
             raise ValueError("--shard and --stop-when-solved need a run folder; give --run FOLDER")
         standard_output()
+
+
+def _dtypes(model: Any, settings: Settings) -> str:
+    """What samples are computed in."""
+    own = str(model.dtype).removeprefix("torch.")
+    return own if settings.kv_dtype is None else f"{own}, K and V in {settings.kv_dtype}"
 
 
 def _check_stops(model: Any, params: SamplingParams) -> None:

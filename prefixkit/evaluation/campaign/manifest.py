@@ -47,7 +47,7 @@ class Manifest:
 
     Attributes:
         model: The name or folder that was given.
-        dtype: Of the model.
+        dtype: Of the model, and of K and V where that is another.
         fingerprint: Of the model's weights, and of the tokens that end its samples
             (``models/weights/model_fingerprint.py``).
         tokenizer: SHA-256 of the tokenizer and its chat template.
