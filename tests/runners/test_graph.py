@@ -59,7 +59,8 @@ def test_a_lone_row_runs_in_the_least_bucket(decoding):
 
 
 def test_plans_are_made_anew_now_and_then(decoding):
-    made, _ = decoding(replan_every=4)
+    made, _ = decoding()
+    made.runner.replan_every = 4
     params = SamplingParams(n=2, max_new_tokens=14, seed=1)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]

@@ -17,7 +17,6 @@ pytest.importorskip("cuda.bindings.driver")
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import CONV_STEP, STATE_SIZES, mamba2_unit
 from prefixkit.backends.cuda.states import state_steps
-from prefixkit.checking import checked_mode
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch
 from tests.ops.state_steps import conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
