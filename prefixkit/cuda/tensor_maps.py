@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from cuda.bindings import driver  # imported only where cuda-core is
@@ -29,14 +29,15 @@ def cached_tensor_maps(
     v_pages: Tensor,
     signature: Hashable,
     rotary_pages: Tensor | None = None,
+    make: Callable[..., TensorMaps] | None = None,
 ) -> TensorMaps:
-    """:func:`tensor_maps` of a layer's pages, ``made`` once for their addresses and signature.
+    """What ``make``, by default :func:`tensor_maps`, makes of a layer's pages, once for their addresses and signature.
 
     ``signature`` is what maps depend on besides the addresses: shapes, strides and dtype.
     """
     rotary = None if rotary_pages is None else rotary_pages.data_ptr()
     key = k_pages.data_ptr(), v_pages.data_ptr(), rotary, signature
-    return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages, rotary_pages))
+    return made.get(key) or made.store(key, (make or tensor_maps)(k_pages, v_pages, rotary_pages))
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = None) -> TensorMaps:

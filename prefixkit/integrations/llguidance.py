@@ -11,13 +11,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.extras import require
-from prefixkit.sampling.grammar import as_rules, as_schema, shortened
+from prefixkit.integrations.grammar_text import Compiler, GrammarText
+from prefixkit.sampling.grammar import shortened
 
 require("llguidance", "llguidance")
 import llguidance  # noqa: E402
@@ -28,38 +29,35 @@ from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: E402
 _HEADER = '%llguidance {"no_forcing": true}'
 
 
-@dataclass(frozen=True)
-class LLGrammar:
-    """What :func:`json_schema`, :func:`regex` and :func:`ebnf` make.
+@dataclass(frozen=True, repr=False)
+class LLGrammar(GrammarText):
+    """A grammar that llguidance compiles."""
 
-    Attributes:
-        kind: What ``text`` is.
-        text: Schema, expression or rules.
-        whitespace: Whether JSON may have whitespace between its tokens.
-    """
-
-    kind: Literal["json_schema", "regex", "ebnf"]
-    text: str
-    whitespace: bool = True
-
-    def __repr__(self) -> str:
-        return f"LLGrammar({self.kind}, {shortened(self.text)!r}{'' if self.whitespace else ', no whitespace'})"
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError: it is no text, or its
+        last backslash escapes nothing.
+        """
+        made = super().regex(pattern)
+        if (len(made.text) - len(made.text.rstrip("\\"))) % 2:  # llguidance would leave it out
+            raise ValueError(f"regex ends with a backslash that escapes nothing: {shortened(made.text)!r}")
+        return made
 
     @staticmethod
-    def compiler(tokens: Sequence[bytes], end: int) -> _Compiler:
+    def compiler(tokens: Sequence[bytes], end: int) -> Compiler:
         """See ``Grammar``."""
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokens, end))
-        return _Compiler(llguidance.LLTokenizer(wrapped), len(tokens), end)
+        return Compiler(llguidance.LLTokenizer(wrapped), len(tokens), end)
 
-    def compile(self, compiler: _Compiler) -> LLGrammarMatcher:
+    def compile(self, compiler: Compiler) -> LLGrammarMatcher:
         """See ``Grammar``."""
         try:
             lark = self._lark()
         except Exception as error:  # its parser of EBNF has no class of its own for all that is wrong
-            raise ValueError(f"{self.kind} is refused by llguidance: {error}") from error
+            raise self.refused("llguidance", error) from error
         inner = llguidance.LLMatcher(compiler.inner, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
         if inner.is_error():
-            raise ValueError(f"{self.kind} is refused by llguidance: {inner.get_error().strip()}")
+            raise self.refused("llguidance", inner.get_error())
         return LLGrammarMatcher(inner, compiler.vocab, compiler.end)
 
     def _lark(self) -> str:
@@ -70,14 +68,6 @@ class LLGrammar:
         if self.kind == "regex":
             return f"{_HEADER}\nstart: /{llguidance.regex_to_lark(self.text, use_ascii='')}/"
         return str(gbnf_to_lark(self.text)).replace("%llguidance {}", _HEADER, 1)
-
-
-class _Compiler(NamedTuple):
-    """llguidance's tokenizer, its tokens, and the one that stands for the end."""
-
-    inner: llguidance.LLTokenizer
-    vocab: int
-    end: int
 
 
 class _Vocabulary:
@@ -123,31 +113,4 @@ def _executor() -> llguidance.LLExecutor:
     return llguidance.LLExecutor()
 
 
-def json_schema(schema: Any, *, whitespace: bool = True) -> LLGrammar:
-    """Texts that are JSON of a schema.
-
-    Args:
-        schema: A dict, its JSON text, or a class of pydantic.
-        whitespace: Whether there may be whitespace between JSON's tokens; False: there is none.
-
-    Raises:
-        TypeError, ValueError: it is no schema.
-    """
-    return LLGrammar("json_schema", as_schema(schema), bool(whitespace))
-
-
-def regex(pattern: str) -> LLGrammar:
-    """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError where it is no text."""
-    text = as_rules("a regular expression", pattern)
-    if (len(text) - len(text.rstrip("\\"))) % 2:  # llguidance would leave it out
-        raise ValueError(f"regex ends with a backslash that escapes nothing: {shortened(text)!r}")
-    return LLGrammar("regex", text)
-
-
-def ebnf(rules: str) -> LLGrammar:
-    """Texts of a grammar in EBNF, as GGML writes it (GBNF): of its ``rules``, ``root ::= ...`` is where it begins.
-
-    Raises:
-        TypeError, ValueError: it is no text; whether its rules are well-formed is found when it is first used.
-    """
-    return LLGrammar("ebnf", as_rules("a grammar", rules))
+json_schema, regex, ebnf = LLGrammar.json_schema, LLGrammar.regex, LLGrammar.ebnf

@@ -298,7 +298,12 @@ def _in_calls(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
         yield part
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command line of lm-eval, whose model types this module has added to."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

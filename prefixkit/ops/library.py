@@ -24,7 +24,7 @@ from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
-from prefixkit.ops.state_ops import conv_step, mamba2_step
+from prefixkit.ops.state_ops import check_conv_step, check_mamba2_step, conv_step, mamba2_step
 
 
 class NoBackward(NotImplementedError):
@@ -309,6 +309,14 @@ def _refuse_gradients(*given: Any) -> None:
         _no_backward(None)
 
 
+def _without_gradients(check: Callable[..., None]) -> Callable[..., None]:
+    def both(*given: Any) -> None:
+        _refuse_gradients(*given)
+        check(*given)
+
+    return both
+
+
 def _runs(name: str, check: Callable[..., object] | None) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         if check is not None:
@@ -334,8 +342,8 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] 
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
     (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
     (expert_product, (), arguments.check_experts),
-    (conv_step, ("states",), _refuse_gradients),
-    (mamba2_step, ("states",), _refuse_gradients),
+    (conv_step, ("states",), _without_gradients(check_conv_step)),
+    (mamba2_step, ("states",), _without_gradients(check_mamba2_step)),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

@@ -9,10 +9,13 @@ or writes, but for slot 0.  The CPU raises IndexError or ValueError where slots 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.checking import checked
 from prefixkit.ops.arguments import FLOATS, capturing, expect
 
 
@@ -115,9 +118,21 @@ def _check_slots(op: str, x: Tensor, source: Tensor, target: Tensor) -> None:
         expect(op, name, slots, f"[{x.shape[0]}] (rows of x), contiguous", fits, (torch.int64,), x.device)
 
 
-def check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> None:
+def check_conv_step(*given: Any) -> None:
+    """What is checked of ``conv_step`` before any backend runs it: that its arguments fit each other, and its slots."""
+    conv_step(*given)
+    _check_moves("conv_step", *given[3:6])
+
+
+def check_mamba2_step(*given: Any) -> None:
+    """The same of ``mamba2_step``."""
+    mamba2_step(*given)
+    _check_moves("mamba2_step", *given[-3:])
+
+
+def _check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> None:
     """IndexError: a slot does not exist.  ValueError: a row writes what another one reads or writes."""
-    if capturing(states) or not len(source):
+    if (states.device.type != "cpu" and not checked()) or capturing(states) or not len(source):
         return
     read, written, slots = source.cpu().numpy(), target.cpu().numpy(), states.shape[0]
     low, high = int(read.min()), int(max(read.max(), written.max()))

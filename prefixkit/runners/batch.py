@@ -44,7 +44,7 @@ class Batch:
     def decodes(self) -> bool:
         """Whether each query row is the last token of a leaf of its own, after which a sequence continues."""
         outputs, nodes = self.outputs, self.tree.queries.node
-        only_next = not (len(outputs.logits) or len(outputs.targets) or len(outputs.hidden))
+        only_next = not (len(outputs.logits) or len(outputs.targets) or outputs.hidden is not None)
         return only_next and len(outputs.rows) == len(self.tokens) == len(nodes) and not self.tree.below[nodes].any()
 
 
@@ -61,8 +61,8 @@ class Outputs:
         sampling: How; None: the logits of ``rows`` are wanted instead, as ``Runner.logits``.
         logits: ``[P]`` rows whose logits are wanted besides.
         targets, target_rows: ``[S]`` tokens whose log-probabilities are wanted, and the query row before each.
-        hidden: ``[H]`` rows whose last hidden states are wanted, before the language-model head; no other output is
-            asked for beside them.
+        hidden: ``[H]`` rows whose last hidden states are wanted, before the language-model head, which does not run:
+            no other output is asked for beside them.  None: those above are.
     """
 
     rows: NDArray[np.int64] = _none(0)
@@ -70,7 +70,7 @@ class Outputs:
     logits: NDArray[np.int64] = _none(0)
     targets: NDArray[np.int64] = _none(0)
     target_rows: NDArray[np.int64] = _none(0)
-    hidden: NDArray[np.int64] = _none(0)
+    hidden: NDArray[np.int64] | None = None
 
 
 class TokenMasks(Protocol):

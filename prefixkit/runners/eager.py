@@ -96,7 +96,7 @@ class EagerRunner:
         self._unread.clear()
         self._tree, self._states = batch.tree, batch.states
         outputs = batch.outputs
-        if len(outputs.hidden):
+        if outputs.hidden is not None:
             states = self._run(batch.tokens, outputs.hidden, compiling, hidden=True)
             self.agreement.broadcast(states)
             self._unread.append(Results(hidden=states))

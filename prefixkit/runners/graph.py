@@ -73,6 +73,7 @@ class GraphRunner:
         captures: Graphs that were captured, again ones included.
         seconds_capturing: What that took.
         graph_steps: Steps that graphs ran.
+        replan_every: After so many steps of a batch a plan is made anew; it may be set.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class GraphRunner:
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
         self.make_capture, self._weights = capture, GraphWeights(weights, moves)
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
-        self._pace, self._eagerly, self._keep_states = pace, False, keep_states
+        self._pace, self._eagerly, self._keep_states, self.replan_every = pace, False, keep_states, REPLAN_EVERY
         self._states: StateMoves | None = None  # of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
@@ -265,7 +266,7 @@ class GraphRunner:
         arrays, captured = self._arrays, self._graphs[self._bucket, self._output, self._variant]
         assert arrays is not None, "launched before"
         with self._on_device():
-            if self._steps and self._steps % REPLAN_EVERY == 0:
+            if self._steps and self._steps % self.replan_every == 0:
                 tree = self._tree_after(self._steps)
                 arrays.replan(tree)
                 self._plans = arrays.plans(tree)

@@ -24,7 +24,7 @@ def compute_wanted(
     Args:
         runner, tree: Run the steps, over the present snapshot of the tree.
         node, offset: ``[wanted]`` where these tokens are: indices of nodes, and places in them.  Equal ones run once.
-        outputs: What rows give; asked for steps that run wanted tokens.
+        outputs: What rows give; asked for each step, of no rows too.
         chunk: Tokens of a step at most.
         most_wanted: Different wanted tokens of a step at most.
 
@@ -42,10 +42,8 @@ def compute_wanted(
             assert step is not None, "of the first rows of the other"
             rows = _rows(step, node[done:], offset[done:])[:most_wanted]  # those of whole spans may be more, or fewer
         part = slice(*np.searchsorted(token, (done, done + len(rows))).tolist())
-        which, given = numbers[part], Outputs()
-        if len(which):
-            given = outputs(rows[token[part] - done], which)
-        nodes = tree.nodes()
+        which, nodes = numbers[part], tree.nodes()
+        given = outputs(rows[token[part] - done], which)
         batch = Batch(step, tokens_of(step.queries, nodes, tree.spelling), given)
         launch_step(runner, tree, batch, [nodes[index] for index in step.queries.node.tolist()])
         done += len(rows)

@@ -25,12 +25,13 @@ class CompiledGrammars:
     Args:
         tokenizer: One of transformers.
         vocab: Tokens of the model, which may be more or fewer than the tokenizer's.
+        most: Grammars that stay compiled.
 
     Raises:
         ValueError: it is not known which bytes its tokens add to a text.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int) -> None:
+    def __init__(self, tokenizer: Any, vocab: int, most: int = MOST_COMPILED) -> None:
         token_bytes = TokenBytes.of(tokenizer)
         if token_bytes is None:
             raise ValueError(
@@ -41,7 +42,7 @@ class CompiledGrammars:
         self._end = next((token for token, text in enumerate(self._tokens) if not text), vocab)
         self._compilers: dict[type[Grammar], Any] = {}
         self._matchers: dict[Grammar, Matcher] = {}
-        self._lock = threading.Lock()
+        self._most, self._lock = most, threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """That of a grammar before the first token: to be forked."""
@@ -50,7 +51,7 @@ class CompiledGrammars:
             if found is None:
                 found = self._compile(grammar)
             self._matchers[grammar] = found  # the last one again
-            while len(self._matchers) > MOST_COMPILED:
+            while len(self._matchers) > self._most:
                 self._matchers.pop(next(iter(self._matchers)))
             return found
 

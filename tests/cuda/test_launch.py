@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -68,23 +69,23 @@ def test_launches_are_prepared_for_any_number_of_queries():
     assert len({*signatures, *others}) == 1 + len(others)
 
 
-def test_tensor_maps_are_made_once_for_a_layer_and_cached_up_to_a_number(monkeypatch):
+def test_tensor_maps_are_made_once_for_a_layer_and_cached_up_to_a_number():
     made, layers = [], [(pages(), pages()) for _ in range(3)]
 
     def make(k_pages, v_pages, rotary_pages):
         made.append((k_pages.data_ptr(), v_pages.data_ptr()))
         return (made[-1][0].to_bytes(8, "little"),)
 
-    monkeypatch.setattr(cuda_maps, "tensor_maps", make)
     cache = LaunchCache()
+    cached = partial(cuda_maps.cached_tensor_maps, cache, make=make)
     for _ in range(5):
         for k, v in layers:
-            assert cuda_maps.cached_tensor_maps(cache, k, v, "signature") == (k.data_ptr().to_bytes(8, "little"),)
+            assert cached(k, v, "signature") == (k.data_ptr().to_bytes(8, "little"),)
     assert len(made) == 3
-    cuda_maps.cached_tensor_maps(cache, *layers[0], "another signature at the same address")
+    cached(*layers[0], "another signature at the same address")
     assert len(made) == 4
     for number in range(3 * LaunchCache.SIZE):
-        cuda_maps.cached_tensor_maps(cache, *layers[0], number)
+        cached(*layers[0], number)
         assert len(cache) <= LaunchCache.SIZE
 
 

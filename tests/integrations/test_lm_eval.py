@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from functools import partial
 
@@ -16,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import T5Config, T5ForConditionalGeneration
 
 import prefixkit
-from prefixkit.integrations.lm_eval import PrefixLM
+from prefixkit.integrations.lm_eval import PrefixLM, main
 from prefixkit.models import is_patched
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
@@ -297,10 +296,7 @@ def test_the_command_line_is_that_of_lm_eval_with_one_model_more(folders, tasks,
     command += ["--model_args", f"pretrained={folders['plain']},kv_budget=8MiB,dtype=float32"]
     command += ["--include_path", str(tasks), "--tasks", "choice", "--output_path", str(tmp_path), "--num_fewshot", "1"]
     monkeypatch.setattr(sys, "argv", command)
-    # In this process the model type is there already, and lm-eval takes each once.
-    monkeypatch.setattr("lm_eval.api.registry.register_model", lambda *names: lambda model: model)
-    monkeypatch.delitem(sys.modules, "prefixkit.integrations.lm_eval")
-    runpy.run_module("prefixkit.integrations.lm_eval", run_name="__main__")
+    main()
     (written,) = tmp_path.rglob("results_*.json")
     results = json.loads(written.read_text())
     assert results["config"]["model"] == "prefixkit" and "acc,none" in results["results"]["choice"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import runpy
 import secrets
 
 import pytest
@@ -13,76 +11,25 @@ import xgrammar
 
 import prefixkit
 from prefixkit.engine.policy import MemoryPolicy
-from prefixkit.extras import MissingExtra
-from prefixkit.integrations import llguidance as other
 from prefixkit.integrations import xgrammar as grammars
 from prefixkit.testing.tiny import ByteTokenizer
 from tests.integrations.constrained import (
-    EBNF,
     PADDING,
     REGEX,
     SCHEMA,
     assert_drawn_from,
-    in_brackets,
     is_valid,
     merging_tokenizer,
-    padded_model,
     spellings,
 )
 
 PROMPTS = [list(b"A person as JSON: "), list(b"Another one: ")]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return merging_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return padded_model(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def session(model, tokenizer):
-    with prefixkit.Session(model, tokenizer, kv_budget="16MiB") as session:
-        yield session
-
-
 def seed():
     found = secrets.randbits(32)
     print("seed", found)
     return found
-
-
-def test_all_samples_are_json_of_the_schema(session):
-    grammar = grammars.json_schema(SCHEMA, whitespace=False)
-    result = session.generate(PROMPTS, grammar=grammar, n=60, max_new_tokens=120, seed=seed())
-    assert all(is_valid(sample.text) for sample in result)
-    assert {sample.finish_reason for sample in result} == {"stop"}
-    assert len({sample.text for sample in result}) > 80
-    report = result.report
-    assert 0 < report.steps <= report.grammar_waits <= report.steps + 2, "one wait a step, and for first tokens"
-    assert "grammars allow" in str(report)
-
-
-@pytest.mark.parametrize(
-    ("grammar", "fits"),
-    [
-        (grammars.regex(REGEX), re.compile(REGEX).fullmatch),
-        (grammars.ebnf(EBNF), in_brackets),
-        (grammars.regex("[ -~é]{1,9}"), re.compile("[ -~é]{1,9}").fullmatch),
-    ],
-    ids=["regex", "ebnf", "any tokens but special ones and padding"],
-)
-def test_samples_are_of_the_grammar(session, tokenizer, grammar, fits):
-    filters = {"top_p": 0.95, "temperature": 1.2, "repetition_penalty": 1.1}
-    result = session.generate(PROMPTS, grammar=grammar, n=40, max_new_tokens=60, seed=seed(), **filters)
-    ended = [sample for sample in result if sample.finish_reason == "stop"]
-    assert len(ended) > 40
-    assert all(fits(sample.text) for sample in ended)
-    assert all(token < len(tokenizer) for sample in result for token in sample.tokens)
-    assert not any(set(sample.tokens[:-1]) & set(tokenizer.all_special_ids) for sample in result)
 
 
 def test_samples_are_drawn_from_the_models_distribution_over_what_may_follow(model, session, tokenizer):
@@ -104,27 +51,6 @@ def test_a_text_of_one_token_is_drawn_as_by_rejection(model, session):
     expected = {(token,): share for token, share in zip(may, logits[may].softmax(-1).tolist(), strict=True)}
     fields = {"n": 800, "max_new_tokens": 1, "stop_token_ids": (), "seed": seed(), "logprobs": "sampled"}
     assert_drawn_from(session.generate([prompt], grammar=grammars.regex("[a-j]"), **fields), expected)
-
-
-def test_another_backend_draws_the_same_samples(session):
-    fields = {"n": 20, "max_new_tokens": 40, "seed": seed()}
-    for kind, text in (("regex", REGEX), ("ebnf", EBNF)):
-        ours, theirs = (
-            session.generate(PROMPTS, grammar=getattr(module, kind)(text), **fields) for module in (grammars, other)
-        )
-        assert [s.tokens for s in ours] == [s.tokens for s in theirs]
-
-
-def test_a_head_may_have_more_tokens_than_the_models_config_or_fewer(tokenizer):
-    vocab = len(tokenizer) + PADDING
-    for width in (vocab + 70, vocab - 32):
-        model = padded_model(tokenizer)
-        more = model.get_input_embeddings().weight[torch.arange(width) % vocab]
-        model.lm_head.weight = torch.nn.Parameter(more)
-        for module in (grammars, other):
-            options = {"n": 8, "max_new_tokens": 9, "temperature": 5.0, "seed": seed()}
-            result = prefixkit.generate(model, tokenizer, PROMPTS, grammar=module.regex("[ab]{2}[0-9]"), **options)
-            assert all(re.fullmatch("[ab]{2}[0-9]", sample.text) for sample in result)
 
 
 def test_rows_without_a_grammar_are_unaffected(session):
@@ -223,37 +149,5 @@ def test_what_is_wrong_is_said_before_anything_runs(model, tokenizer, session):
         session.generate(PROMPTS, grammar="[a]")
     with pytest.raises(TypeError, match="no parameter is named 'grammar'; the fields of BeamParams"):
         session.beam_search(PROMPTS, num_beams=2, grammar=grammar)
-    for bad, said in (
-        (grammars.regex("a("), "regex is refused by xgrammar: Regex parsing error"),
-        (grammars.ebnf("root ::= nothing"), 'ebnf is refused by xgrammar: .*"nothing" is not defined'),
-        (grammars.json_schema({"type": "nope"}), 'json_schema is refused by xgrammar: Unsupported type "nope"'),
-    ):
-        with pytest.raises(ValueError, match=said):
-            session.stream(PROMPTS, grammar=bad)
-    with pytest.raises(ValueError, match=r"a regular expression must be text that UTF-8 can encode, .* 'a.ud800'"):
-        grammars.regex("a\ud800")
-    with pytest.raises(ValueError, match="must be JSON"):
-        grammars.json_schema("{")
-    with pytest.raises(TypeError, match="must be a dict"):
-        grammars.json_schema("[]")
     with pytest.raises(ValueError, match="xgrammar leaves out 'not' at #"):
         grammars.json_schema('{"not": {}}')
-
-
-@pytest.mark.parametrize("module", [grammars, other], ids=["xgrammar", "llguidance"])
-def test_a_missing_package_is_named_with_its_extra(module, monkeypatch):
-    name = module.__name__.rpartition(".")[2]
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else find(asked))
-    with pytest.raises(MissingExtra, match=rf"prefixkit\[{name}\]"):
-        runpy.run_path(module.__file__)
-
-
-def test_a_grammar_is_compiled_once_for_a_tokenizer(session, monkeypatch):
-    grammar, calls = grammars.regex("[ab]{3}"), []
-    compile_one = grammars.XGrammar.compile
-    monkeypatch.setattr(grammars.XGrammar, "compile", lambda *given: calls.append(given) or compile_one(*given))
-    for _ in range(2):
-        session.generate(PROMPTS, grammar=grammar)
-        session.generate(PROMPTS, grammar=grammars.regex("[ab]{3}"))
-    assert len(calls) == 1

@@ -65,7 +65,7 @@ def test_tokens_are_those_without_the_patch(kind, options, rng):
         ids[row, :pad], mask[row, :pad] = 0, 0
         ids[row, pad : pad + 6] = ids[0, :6]
     want, got, cache = compared(
-        make_model(kind, **KINDS[kind]), {"input_ids": ids, "attention_mask": mask}, max_new_tokens=12, **options
+        make_model(kind, **KINDS[kind]), {"input_ids": ids, "attention_mask": mask}, max_new_tokens=6, **options
     )
     assert isinstance(cache, TreeCache)
     assert torch.equal(got, want)
@@ -73,7 +73,7 @@ def test_tokens_are_those_without_the_patch(kind, options, rng):
 
 def test_a_session_saves_what_it_has_computed_and_another_finds_it(kind, tmp_path, rng):
     model = prefixkit.patch(make_model(kind, **KINDS[kind]))
-    prompt, options = rng.integers(3, VOCAB, 40).tolist(), {"n": 3, "max_new_tokens": 10, "stop_token_ids": ()}
+    prompt, options = rng.integers(3, VOCAB, 40).tolist(), {"n": 3, "max_new_tokens": 6, "stop_token_ids": ()}
     with prefixkit.Session(model, kv_budget="4MiB") as session:
         want = [sample.tokens for sample in session.generate([prompt], **options)]
         session.save(tmp_path / "prefixes", [prompt])

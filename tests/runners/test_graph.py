@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from prefixkit.engine.request import BeamParams, Request
-from prefixkit.runners import graph as graphs
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
@@ -59,9 +58,9 @@ def test_a_lone_row_runs_in_the_least_bucket(decoding):
     assert set(model.rows_per_step[1:]) == {2}
 
 
-def test_plans_are_made_anew_now_and_then(decoding, monkeypatch):
-    monkeypatch.setattr(graphs, "REPLAN_EVERY", 4)
+def test_plans_are_made_anew_now_and_then(decoding):
     made, _ = decoding()
+    made.runner.replan_every = 4
     params = SamplingParams(n=2, max_new_tokens=14, seed=1)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]

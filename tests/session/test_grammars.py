@@ -33,9 +33,8 @@ def test_tokens_have_the_bytes_that_they_add_and_special_ones_and_padding_none()
     assert tokens[tokenizer.convert_tokens_to_ids("\u0120")] == b" "
 
 
-def test_a_grammar_is_compiled_again_once_others_have_taken_its_place(monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_COMPILED", 2)
-    compiled = CompiledGrammars(byte_tokenizer(), 260)
+def test_a_grammar_is_compiled_again_once_others_have_taken_its_place():
+    compiled = CompiledGrammars(byte_tokenizer(), 260, most=2)
     first, second = (compiled.matcher(Residues(modulus)) for modulus in (2, 3))
     assert compiled.matcher(Residues(2)) is first
     compiled.matcher(Residues(4))

@@ -65,6 +65,12 @@ def test_values_of_its_head_are_its_own_logits(cls: Any, texts: list[list[int]])
         assert session.report.prompts == len(texts)
 
 
+def test_texts_longer_than_a_prefill_chunk_give_values_after_their_ends(reward: Any, texts: list[list[int]]) -> None:
+    with Session(reward, kv_budget="1MiB", prefill_chunk=4) as session:  # most steps have no token that is asked for
+        for found, tokens in zip(session.values(texts, reward.score), texts, strict=True):
+            torch.testing.assert_close(found[0].double(), logits(reward, tokens)[-1], rtol=1e-4, atol=1e-4)
+
+
 def test_a_bare_decoder_gives_values_too(texts: list[list[int]]) -> None:
     model = prefixkit.patch(tiny_llama().model)
     with Session(model, kv_budget="1MiB") as session, torch.no_grad():

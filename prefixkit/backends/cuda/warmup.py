@@ -6,7 +6,7 @@ And measuring, so that plans know the GPU that they are for.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,14 +51,14 @@ def targets(arch: str | None) -> list[str]:
     return sorted(archs)
 
 
-def warm_up(archs: list[str]) -> Iterator[Compiled]:
-    """Compile all units for some targets, one after the other.
+def warm_up(archs: list[str], units: Callable[[str], Sequence[Unit]] = compiled_ahead) -> Iterator[Compiled]:
+    """Compile the ``units`` of some targets, all by default, one after the other.
 
     Raises:
         NvrtcMissing, CompileError: from the compiler.
     """
     for arch in archs:
-        for unit in compiled_ahead(arch):
+        for unit in units(arch):
             cached = kernel_cache.read(kernel_cache.entry(unit, arch, nvrtc_version())) is not None
             began = time.perf_counter()
             jit.binary(unit, arch)

@@ -12,11 +12,17 @@ from torch import Tensor
 from prefixkit.ops.sampling_records import RECORD
 from prefixkit.sampling.weights import EXP2, FLOOR, LOG2E, TOP
 
-_ELEMENTS_AT_ONCE = 2**22  # of the sorted scores, which take 32 bytes each with all that is made of them
+ELEMENTS_AT_ONCE = 2**22  # of the sorted scores, which take 32 bytes each with all that is made of them
 
 
 def write_drawn(
-    logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, drawn: Tensor, allowed: Tensor | None = None
+    logits: Tensor,
+    records: Tensor,
+    seen: Tensor,
+    tokens: Tensor,
+    drawn: Tensor,
+    allowed: Tensor | None = None,
+    elements: int = ELEMENTS_AT_ONCE,
 ) -> None:
     """Write how tokens were drawn; see the op ``sample`` for its tensors.
 
@@ -26,8 +32,9 @@ def write_drawn(
         tokens: What it has sampled.
         drawn: Written in active rows.
         allowed: As for the op.
+        elements: Of the scores that are sorted at once, in whole rows.
     """
-    at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+    at_once = max(1, elements // logits.shape[1])
     for begin in range(0, len(logits), at_once):
         rows = slice(begin, min(begin + at_once, len(logits)))
         may = None if allowed is None else allowed[rows]

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefixkit.ops import state_ops
-from prefixkit.ops.state_ops import check_moves
-
 # By device: how many elements of states are taken at a time, at least those of one row.
 _AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 
@@ -21,10 +18,7 @@ _AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, source: Tensor, target: Tensor, silu: bool
 ) -> Tensor:
-    """``conv_step``."""
-    state_ops.conv_step(x, weight, bias, states, source, target, silu)
-    if x.device.type == "cpu":
-        check_moves("conv_step", states, source, target)
+    """``conv_step``; the op has checked its arguments."""
     inputs = torch.cat([states.index_select(0, source)[..., 1:], x[..., None]], -1)
     states.index_copy_(0, target.clamp(min=0), inputs)
     out = torch.einsum("bcw,cw->bc", inputs.float(), weight.float())
@@ -46,10 +40,7 @@ def mamba2_step(
     source: Tensor,
     target: Tensor,
 ) -> Tensor:
-    """``mamba2_step``."""
-    state_ops.mamba2_step(x, dt, rate, inward, outward, skip, bias, gate, states, source, target)
-    if x.device.type == "cpu":
-        check_moves("mamba2_step", states, source, target)
+    """``mamba2_step``, likewise."""
     inputs, (rows, heads, head_dim), (groups, size) = x.float(), x.shape, inward.shape[1:]
     step = F.softplus(dt.float() if bias is None else dt.float() + bias.float())
     decay = torch.exp(step * rate)[..., None, None]

@@ -50,13 +50,16 @@ def is_own_op(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target).startswith("prefixkit.")
 
 
-def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Function:
+def compile_packed(
+    graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, reads: Callable[[fx.Node], bool] = is_own_op
+) -> Function:
     """``compiler(graph, inputs)``, but a layer's q, k and v projections are one product over packed weights.
 
     Args:
         graph: As dynamo traced it, parameters among its inputs.  It is not changed.
         inputs: The inputs it was traced with.
         compiler: Makes a function of a graph's inputs.
+        reads: Which nodes depend on the products that are packed: prefixkit's ops.
 
     Returns:
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
@@ -67,7 +70,7 @@ def compile_packed(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compi
     # In the order of the inputs, also once some are gone.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
-    groups, pairs = projection_groups(copied.graph, given)
+    groups, pairs = projection_groups(copied.graph, given, reads)
     if mode is None or not (groups or pairs):
         return compiler(graph, inputs)
     packs = []
@@ -148,8 +151,10 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> tuple[list[list[_Product]], list[list[_Product]]]:
-    """Products of one input that can be one: those that prefixkit's ops depend on, directly or through other nodes.
+def projection_groups(
+    graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node], bool] = is_own_op
+) -> tuple[list[list[_Product]], list[list[_Product]]]:
+    """Products of one input that can be one: those that nodes of ``reads`` depend on, directly or through others.
 
     The ops depend on a layer's q, k and v, and on no other product of their input.
 
@@ -160,7 +165,7 @@ def projection_groups(graph: fx.Graph, given: dict[fx.Node, Any]) -> tuple[list[
     others: dict[Hashable, list[_Product]] = defaultdict(list)
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if is_own_op(node) or not needed.isdisjoint(node.users):
+        if reads(node) or not needed.isdisjoint(node.users):
             needed.add(node)
     writes = 0
     for node in graph.nodes:

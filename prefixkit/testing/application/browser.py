@@ -37,6 +37,7 @@ class Browser:
         self._number, self._rest = 0, b""
         self.events: list[dict[str, Any]] = []
         self._session: str | None = None
+        self._open: Path | None = None
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -59,11 +60,13 @@ class Browser:
         """Show a file at a width, and wait until it is loaded."""
         self.resize(width)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        for url in ("about:blank", path.as_uri()):
+        # A page that is open already would not be loaded again.
+        for url in ("about:blank", path.as_uri()) if path == self._open else (path.as_uri(),):
             self.events.clear()
             self.ask("Page.navigate", url=url)
             while not self.seen("Page.loadEventFired"):
                 self.events.append(self._next())
+        self._open = path
 
     def resize(self, width: int) -> None:
         """Show what is open at another width."""

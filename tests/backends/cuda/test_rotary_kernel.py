@@ -59,7 +59,7 @@ class Gpu:
 @pytest.fixture
 def gpu(library, monkeypatch):
     gpu = Gpu(library)
-    monkeypatch.setattr(Gpu, "append", kv.Append())
+    Gpu.append = kv.Append()
     pretend(monkeypatch, (9, 0))
     pretend_to_launch(monkeypatch, kv, gpu.load, lambda *args, **options: gpu.launch(*args, **options))
     return gpu
@@ -248,15 +248,16 @@ FORMS |= {
 
 
 @pytest.fixture
-def appended(monkeypatch):
-    """``kv_append`` on this GPU; counts."""
+def appended(gpu):
+    """Of each ``kv_append`` on this GPU how many tokens it appended."""
     calls = []
 
-    def kv_append(self, key, value, k_pages, v_pages, slots):
-        calls.append(len(slots))
-        torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
+    class Counting(kv.Append):
+        def kv_append(self, key, value, k_pages, v_pages, slots):
+            calls.append(len(slots))
+            torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
 
-    monkeypatch.setattr(kv.Append, "kv_append", kv_append)
+    Gpu.append = Counting()
     return calls
 
 

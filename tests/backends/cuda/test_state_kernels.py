@@ -17,7 +17,6 @@ pytest.importorskip("cuda.bindings.driver")
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import CONV_STEP, STATE_SIZES, mamba2_unit
 from prefixkit.backends.cuda.states import state_steps
-from prefixkit.checking import checked_mode
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch
 from tests.ops.state_steps import conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
@@ -150,11 +149,3 @@ def test_sizes_that_no_kernel_is_for_run_in_plain_torch_after_a_line_in_the_log(
     assert not gpu.launched
     said = [record.message for record in caplog.records if "plain torch" in record.message]
     assert len(said) == len(set(said)) == 3 and "width of 5" in said[0] and "10 x 24" in said[1]
-
-
-def test_checked_mode_refuses_slots_that_meet(gpu, generator):
-    given = mamba2_arguments(generator, torch.float32, 2)
-    given[-2:] = torch.tensor([1, 2]), torch.tensor([2, 1])
-    with checked_mode(), pytest.raises(ValueError, match="a row writes a slot that another one reads"):
-        state_steps.mamba2_step(*given)
-    assert not gpu.launched

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 
 from prefixkit.models.compile import packing
 from prefixkit.models.compile.packed_weights import movable, pack, packed_view
-from prefixkit.models.compile.packing import compile_packed, projection_groups
+from prefixkit.models.compile.packing import compile_packed, is_own_op, projection_groups
 from tests.models.compile.decode import Decode
 from tests.models.compile.weights import groups_of, storage_bytes
 from tests.models.driver import TreeDriver
@@ -45,10 +44,14 @@ def is_output(node):
 
 
 class Compiler:
-    """Runs graphs as they are, and keeps them."""
+    """Runs graphs as they are, and keeps them.
+
+    Attributes:
+        reads: Which nodes depend on the products that are packed.
+    """
 
     def __init__(self):
-        self.graphs = []
+        self.graphs, self.reads = [], is_output
 
     def __call__(self, graph, inputs):
         assert len(inputs) == len(graph.graph.find_nodes(op="placeholder"))
@@ -58,7 +61,7 @@ class Compiler:
     def of(self, function):
         """``function`` with packed products."""
         torch._dynamo.reset()
-        backend = functools.partial(compile_packed, compiler=self)
+        backend = functools.partial(compile_packed, compiler=self, reads=self.reads)
         made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return torch.inference_mode()(lambda *args: made(*args))
 
@@ -69,15 +72,7 @@ class Compiler:
 
 
 @pytest.fixture
-def every_product(monkeypatch):
-    """Products that outputs read are packed, or what a test puts in place of ``reader``."""
-    reads = SimpleNamespace(reader=is_output)
-    monkeypatch.setattr(packing, "is_own_op", lambda node: reads.reader(node))
-    return reads
-
-
-@pytest.fixture
-def compiler(every_product):
+def compiler():
     return Compiler()
 
 
@@ -125,7 +120,7 @@ def test_products_of_one_input_are_one_product_of_the_same_parameters(bias, comp
     assert all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
 
 
-def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, every_product):
+def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
     """Here those that a sine reads; of the others three are no pair.  In whole numbers, where float32 is exact."""
     parts, x = nn.ModuleList(nn.Linear(WIDTH, 8, bias=False) for _ in range(5)), input_of(rng).mul(9).round()
     for part in parts:
@@ -137,7 +132,7 @@ def test_only_products_that_certain_nodes_read_are_packed(compiler, rng, every_p
 
     with torch.inference_mode():
         expected = function(x)
-    every_product.reader = lambda node: "sin" in node.name
+    compiler.reads = lambda node: "sin" in node.name
     found = compiler.of(function)(x)
     assert compiler.products == [4]
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
@@ -164,7 +159,9 @@ def pairs(compiler):
 @pytest.fixture
 def plain():
     """A compiler of graphs in which no op of prefixkit's reads anything."""
-    return Compiler()
+    made = Compiler()
+    made.reads = is_own_op
+    return made
 
 
 @pytest.mark.parametrize("rows", [5, 200])
@@ -368,7 +365,7 @@ def test_an_input_that_is_written_is_another_one(write, compiler, rng):
     assert compiler.products == [2]
 
 
-def test_a_triton_kernel_of_the_model_may_write_its_input(every_product):
+def test_a_triton_kernel_of_the_model_may_write_its_input():
     graph = fx.Graph()
     x, weights = graph.placeholder("x"), [graph.placeholder(name) for name in "ab"]
     linear = nn.functional.linear
@@ -376,10 +373,10 @@ def test_a_triton_kernel_of_the_model_may_write_its_input(every_product):
     graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"x": x}})
     graph.output((first, graph.call_function(linear, (x, weights[1]))))
     given = {weight: nn.Parameter(torch.randn(8, WIDTH)) for weight in weights}
-    assert projection_groups(graph, given) == ([], [])
+    assert projection_groups(graph, given, is_output) == ([], [])
 
 
-def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng, every_product):
+def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng):
     """Rows and heads as one dimension: the parts of a product have its stride."""
     module, x = Heads(rows=(16, 16, 16)), input_of(rng)
 
@@ -387,7 +384,7 @@ def test_what_no_part_of_a_product_can_be_used_for_stays_as_it_was(rng, every_pr
         return [part(x).view(-1, 8) for part in module.parts]
 
     torch._dynamo.reset()
-    backend = functools.partial(compile_packed, compiler=aot_eager)
+    backend = functools.partial(compile_packed, compiler=aot_eager, reads=is_output)
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     with torch.inference_mode():
         assert [torch.equal(*pair) for pair in zip(compiled(x), function(x), strict=True)] == [True] * 3

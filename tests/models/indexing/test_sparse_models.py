@@ -74,7 +74,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(model, drive, dense_logit
     sequences.append(run.tree.insert(rng.integers(3, VOCAB, 5).tolist()))
     run.run(13)
     sequences += run.tree.fork(sequences[1], 2)
-    for _ in range(9):
+    for _ in range(4):
         run.tree.extend_each(sequences, rng.integers(3, VOCAB, len(sequences)).tolist())
         run.run()
     for sequence in sequences:
@@ -92,7 +92,7 @@ def test_what_is_selected_matters(family, dense_logits, rng):
 
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
 def test_tokens_are_those_without_the_patch(model, options, rng):
-    want, got, cache = compared(model, padded(rng), max_new_tokens=8, **options)
+    want, got, cache = compared(model, padded(rng), max_new_tokens=5, **options)
     assert isinstance(cache, TreeCache)
     assert torch.equal(got, want)
 
@@ -140,7 +140,7 @@ def test_a_cache_shows_and_pickles_what_transformers_caches(model, rng):
 
 def test_a_session_saves_what_it_has_computed_and_another_finds_it(model, tmp_path, rng):
     prefixkit.patch(model)
-    prompt, options = rng.integers(3, VOCAB, 40).tolist(), {"n": 3, "max_new_tokens": 10, "stop_token_ids": ()}
+    prompt, options = rng.integers(3, VOCAB, 40).tolist(), {"n": 3, "max_new_tokens": 5, "stop_token_ids": ()}
     with prefixkit.Session(model, kv_budget="4MiB") as session:
         want = [sample.tokens for sample in session.generate([prompt], **options)]
         session.save(tmp_path / "prefixes", [prompt])
@@ -174,15 +174,15 @@ def test_scores_are_the_log_probabilities_of_the_original_model(model, dense_log
 
 def test_a_search_finds_what_the_unpatched_model_finds(model, rng):
     ids = torch.from_numpy(rng.integers(3, VOCAB, (1, 24)))
-    want = generate(model, {"input_ids": ids}, do_sample=False, num_beams=3, max_new_tokens=10)
-    found = prefixkit.beam_search(prefixkit.patch(model), None, ids, num_beams=3, max_new_tokens=10)
+    want = generate(model, {"input_ids": ids}, do_sample=False, num_beams=3, max_new_tokens=6)
+    found = prefixkit.beam_search(prefixkit.patch(model), None, ids, num_beams=3, max_new_tokens=6)
     best = next(iter(found)).tokens
     assert list(best) == want[0, 24 : 24 + len(best)].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_it_errs_no_more_than_the_unpatched_model(family, dtype, drive, dense_logits, rng):
+def test_it_errs_no_more_than_the_unpatched_model(family, drive, dense_logits, rng):
     """Against the same weights in float64, at most tokens: rounding makes either select others now and then."""
+    dtype = (torch.bfloat16, torch.float16)[list(FAMILIES).index(family) % 2]
     theirs, ours = [], []
     for seed in range(3):
         model = make_model(family, seed, num_experts_per_tok=4, index_topk=24).to(dtype)

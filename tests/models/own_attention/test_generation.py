@@ -31,7 +31,7 @@ def test_tokens_are_those_without_the_patch(case, rng):
     model, inputs = own_model(case), padded(rng)
     alone = {name: value[:1] for name, value in inputs.items()}
     for given, options in [(inputs, {"do_sample": False}), (inputs, BEAMS), (alone, SAMPLED)]:
-        want, got, cache = compared(model, given, max_new_tokens=8, **options)
+        want, got, cache = compared(model, given, max_new_tokens=5, **options)
         assert isinstance(cache, TreeCache) and not cache.fell_back
         assert torch.equal(want, got)
 
@@ -55,11 +55,11 @@ def test_bfloat16_stays_as_close_to_float64_as_the_original_model(case, drive, d
 def test_a_session_generates_the_same(case):
     model, prompts = own_model(case), ["the quick brown fox", "the quick brown dog"]
     with Session(patch(model), ByteTokenizer(), kv_budget="4MiB") as session:
-        got = session.generate(prompts, n=1, max_new_tokens=8, temperature=0.0)
+        got = session.generate(prompts, n=1, max_new_tokens=5, temperature=0.0)
     unpatch(model)
     for one in got:
         ids = torch.tensor([list(prompts[one.prompt_index].encode())])
-        want = generate(model, {"input_ids": ids}, do_sample=False, max_new_tokens=8)
+        want = generate(model, {"input_ids": ids}, do_sample=False, max_new_tokens=5)
         assert one.tokens == want[0, ids.shape[1] :].tolist()
 
 

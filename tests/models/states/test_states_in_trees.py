@@ -51,7 +51,7 @@ def calls(session: Session, model: Any, rng: random.Random, turns: int = 2) -> N
             whole = rng.choice(known)
             prompts += [known[-1], whole + text(rng, 1, 5), whole[: rng.randint(1, len(whole))]]
         params = SamplingParams(
-            n=rng.randint(1, 4), max_new_tokens=rng.randint(4, 20), seed=turn, stop_token_ids=(5, 9)
+            n=rng.randint(1, 4), max_new_tokens=rng.randint(4, 12), seed=turn, stop_token_ids=(5, 9)
         )
         found = session.generate(prompts, params)
         assert_logprobs(model, prompts, [*found][:: 1 + len(found) // 4])

@@ -12,11 +12,8 @@ from torch import Tensor
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import CONV_STEP, CONV_WIDTHS, STATE_SIZES, conv_name, mamba2_name, mamba2_unit
 from prefixkit.backends.torch import plain_states
-from prefixkit.checking import checked
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
-from prefixkit.ops import state_ops
-from prefixkit.ops.state_ops import check_moves
 
 log = logging.getLogger("prefixkit")
 
@@ -29,16 +26,13 @@ _VECTOR = 16
 def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, source: Tensor, target: Tensor, silu: bool
 ) -> Tensor:
-    """``conv_step``."""
-    out = state_ops.conv_step(x, weight, bias, states, source, target, silu)
+    """``conv_step``; the op has checked its arguments."""
     channels, width = weight.shape
     vector = x.element_size() * (1 if width & (width - 1) else width)  # alignment of Window in conv_step.cu
     if width not in CONV_WIDTHS or (states.data_ptr() | weight.data_ptr()) % vector:
         _say("conv_step", x.device, f"no kernel is for a width of {width} of what lies so")
         return plain_states.conv_step(x, weight, bias, states, source, target, silu)
-    if checked():
-        check_moves("conv_step", states, source, target)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, out = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(x.shape)
     values = (*map(_address, (x, weight, bias, states, source, target, out)), x.stride(0), len(states), channels, silu)
     function = jit.load(CONV_STEP, x.device.index)[conv_name(_name(x.dtype), width)]
     grid, what = (-(-channels // _THREADS) * len(x), 1, 1), f"conv_step on {x.device}: {list(x.shape)} {x.dtype}"
@@ -59,16 +53,13 @@ def mamba2_step(
     source: Tensor,
     target: Tensor,
 ) -> Tensor:
-    """``mamba2_step``."""
+    """``mamba2_step``, likewise."""
     given = x, dt, rate, inward, outward, skip, bias, gate, states, source, target
-    out = state_ops.mamba2_step(*given)
     (rows, heads, dim), (groups, size) = x.shape, inward.shape[1:]
     if size not in STATE_SIZES or dim > _MOST_DIM or states.data_ptr() % _VECTOR:
         _say("mamba2_step", x.device, f"no kernel is for states of {dim} x {size} that lie so")
         return plain_states.mamba2_step(*given)
-    if checked():
-        check_moves("mamba2_step", states, source, target)
-    x, inward, outward = _rows(x), _rows(inward), _rows(outward)
+    x, inward, outward, out = _rows(x), _rows(inward), _rows(outward), x.new_empty(x.shape)
     dt, rate = dt if dt.stride(1) == 1 else dt.contiguous(), rate.contiguous()
     gate, skip, bias = (None if of is None else _rows(of) for of in (gate, skip, bias))
     strides = [0 if of is None else of.stride(0) for of in (x, dt, inward, outward, gate)]
