@@ -302,6 +302,20 @@ def trl(data: Any) -> Table:
     ]
 
 
+def kv_dtype(data: Any) -> Table:
+    rows: Table = [("K and V in", "nats per token", "rms difference", "largest", "programs that pass")]
+    return rows + [
+        (
+            row["kv_dtype"],
+            f"{row['nll']:.4f}",
+            f"{row['rms']:.3f}",
+            f"{row['most']:.2f}",
+            f"{row['passed']} of {row['of']}",
+        )
+        for row in data["rows"]
+    ]
+
+
 def rounding(data: Any) -> Table:
     rows: Table = [("filter", "samples", "differ by prefill chunk", "by KV budget", "by being alone")]
     return rows + [(row["filter"], row["of"], *row["differ"].values()) for row in data["rows"]]
@@ -340,6 +354,7 @@ SHOWS = {
         planning,
         grammar,
         trl,
+        kv_dtype,
         rounding,
         cpu_variants,
     )

@@ -22,7 +22,7 @@ def pool_of(dtype: torch.dtype, page_size: int, num_pages: int = 512, device: st
     """A pool of one layer whose slots are NaN, so that reading one that no token owns shows."""
     pool = prefixkit.kv_pool(1, KV_HEADS, DIM, num_pages, page_size, dtype=dtype, device=device)
     for pages in pool.pages(0):
-        pages.fill_(torch.nan)
+        pages.copy_(torch.full(pages.shape[-1:], torch.nan).to(dtype))
     return pool
 
 
@@ -50,21 +50,22 @@ class OwnModel:
         }
         # Of tokens that have KV, which is not written again, others.
         kv = torch.stack([kv_after(prefix_of.get(slot, (99,))) for slot in step.slots.tolist()])
-        prefixkit.append(step, 0, *kv.to(spec.dtype).to(spec.device).unbind(1))
+        prefixkit.append(step, 0, *kv.to(spec.compute_dtype).to(spec.device).unbind(1))
         out, lse = prefixkit.attend(step, 0, q)
-        assert out.dtype == spec.dtype and lse.dtype == torch.float32
+        assert out.dtype == spec.compute_dtype and lse.dtype == torch.float32
         return q[step.last_rows], out[step.last_rows], lse[step.last_rows]
 
     def seen_by(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
         """K and V ``[heads, tokens, DIM]`` of a sequence."""
         spec = self.attention.pool.spec
         found = torch.stack([kv_after(tuple(tokens[: end + 1].tolist())) for end in range(len(tokens))])
-        k, v = found.permute(1, 2, 0, 3).repeat_interleave(HEADS // KV_HEADS, 1).to(spec.dtype).to(spec.device)
+        k, v = found.permute(1, 2, 0, 3).repeat_interleave(HEADS // KV_HEADS, 1).to(spec.compute_dtype)
+        k, v = (of.to(spec.dtype).to(spec.compute_dtype).to(spec.device) for of in (k, v))  # as the pool holds them
         return k, v
 
     def random(self, rows: int, heads: int) -> Tensor:
-        numbers = torch.from_numpy(self.rng.standard_normal((rows, heads, DIM), dtype=np.float32))
-        return numbers.to(self.attention.pool.spec.dtype).to(self.attention.pool.spec.device)
+        spec, numbers = self.attention.pool.spec, self.rng.standard_normal((rows, heads, DIM), dtype=np.float32)
+        return torch.from_numpy(numbers).to(spec.compute_dtype).to(spec.device)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:

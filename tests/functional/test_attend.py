@@ -38,7 +38,7 @@ def set_up(
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 def test_samples_that_grow_fork_and_end_attend_as_dense_attention_does(dtype: torch.dtype, page_size: int) -> None:
     errors = Errors()
     for seed in range(4):

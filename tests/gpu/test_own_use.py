@@ -24,11 +24,11 @@ BEHIND = 0.1  # of a logit, by rounding in bfloat16; wrong tokens are over a uni
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_samples_that_grow_fork_and_end_attend_as_dense_attention_does(
     dtype: torch.dtype, page_size: int, implementation: str
 ) -> None:
-    """As on the CPU; in float32, and without our kernels, plain torch runs on the GPU."""
+    """As on the CPU; in float32, over e4m3, and without our kernels, plain torch runs on the GPU."""
     errors = Errors()
     for seed in range(4):
         print("seed", seed)

@@ -110,6 +110,16 @@ def test_the_models_own_generate(models: list[Any], prompts: list[list[int]]) ->
     assert found[0] == found[1]
 
 
+def test_what_leaves_the_tree_has_the_dtype_of_the_model(models: list[Any], prompts: list[list[int]]) -> None:
+    """A cache of transformers gets the numbers that the pool holds."""
+    ids = torch.tensor([prompts[0]])
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "return_dict_in_generate": True}
+    caches = [model.generate(ids, **how).past_key_values for model in models]
+    for ours, expected in zip(*(cache.layers for cache in caches), strict=True):
+        for one, other in ((ours.keys, expected.keys), (ours.values, expected.values)):
+            assert one.dtype == models[0].dtype and torch.equal(one, other)
+
+
 def test_a_pool_of_as_many_bytes_holds_as_many_times_the_tokens(models: list[Any]) -> None:
     ours, wide = (kv_spec(model) for model in models)
     assert ours.dtype == FP8 and ours.compute_dtype == wide.dtype
