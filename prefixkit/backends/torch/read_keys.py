@@ -11,7 +11,7 @@ from torch import Tensor
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.program.attention_calls import Call
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.ops.arguments import BadShape
+from prefixkit.ops.arguments import FP8, BadShape
 
 # K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of tokens whose cached tensors are ``[1, heads, n,
 # dim]`` each: a module's own code.
@@ -92,7 +92,9 @@ def gather(call: Call, pages: Tensor) -> Tensor:
     """``[batch, kv_heads, length, head_dim]`` a copy of a call's keys or values, from pages of any layout."""
     assert isinstance(call.slot, Tensor), "only a program for a CPU reads keys where they lie"
     size, (kv_heads, head_dim) = pages.shape[1], pages.shape[2:]
-    keys = pages[call.slot // size, call.slot % size]
+    # e4m3 as bytes, for which torch has every way to read.
+    read = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+    keys = read[call.slot // size, call.slot % size].view(pages.dtype)
     return keys.reshape(call.batch, call.length, kv_heads, head_dim).transpose(1, 2)
 
 
