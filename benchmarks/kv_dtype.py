@@ -5,8 +5,8 @@
 
 SmolLM2-135M-Instruct over HumanEval.  *nll*: nats per token of the reference solutions behind their heads; *rms*,
 *most*: of the difference of a token's log-probability from that under K and V in the model's dtype.  *passed*: of
-``--samples`` programs for each of the ``--problems`` with the shortest solutions, at temperature 0.6; *interval*: by how
-much that number differs at most between two runs of one model, 95 times in 100.
+``--samples`` programs for each of the ``--problems`` with the shortest solutions, at temperature 0.6; *interval*: how
+far that number of two runs of one model is apart at most, 95 times in 100.
 """
 
 import math
