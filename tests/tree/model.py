@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree import Node, PrefixTree, freeze
+from prefixkit.tree import Node, PrefixTree, Sequence, freeze
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
