@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.tree import Node, PrefixTree, freeze
+from prefixkit.tree import Node, PrefixTree, Sequence, freeze
 from prefixkit.tree.snapshot import TreeSnapshot
 
 
@@ -139,3 +139,17 @@ def hashes(tokens: tuple[int, ...]) -> NDArray[np.int64]:
         value = hash((value, token))
         result.append(value)
     return np.array(result, np.int64)
+
+
+def tokens_of(tree: PrefixTree) -> list[tuple[list[int], list[int], int]]:
+    """Nodes depth first as (tokens, pages, first_slot)."""
+    return [(node.tokens.tolist(), node.pages.tolist(), node.first_slot) for node in tree.nodes()]
+
+
+def structure_of(sequence: Sequence) -> list[int]:
+    """Lengths of the nodes from a sequence's end to the root."""
+    lengths, node = [], sequence.node
+    while node.parent is not None:
+        lengths.append(node.length)
+        node = node.parent
+    return lengths

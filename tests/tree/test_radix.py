@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from prefixkit.testing.integrity import check_tree
-from prefixkit.tree import OutOfPages, PrefixTree, Sequence
-from tests.tree.model import fingerprint, structure, uncomputed
+from prefixkit.tree import PrefixTree, Sequence
+from tests.tree.model import fingerprint, structure, tokens_of, uncomputed
 
 PAGE_SIZES = [1, 2, 16, 128]
-
-
-def tokens_of(tree: PrefixTree) -> list[tuple[list[int], list[int], int]]:
-    """Nodes depth first as (tokens, pages, first_slot)."""
-    return [(node.tokens.tolist(), node.pages.tolist(), node.first_slot) for node in tree.nodes()]
 
 
 class TestInsert:
@@ -103,45 +98,6 @@ class TestInsert:
         assert forked.tokens().tolist() == [1, 2, 3, 1, 2, 3]
 
 
-class TestReadiness:
-    def test_a_split_divides_it(self) -> None:
-        tree = PrefixTree(8, page_size=4)
-        sequence = tree.insert([1, 2, 3, 4, 5])
-        tree.mark_computed([sequence.node], [4])
-        tree.insert([1, 2, 9])
-        assert [(node.tokens.tolist(), node.computed) for node in tree.nodes()] == [
-            ([1, 2], 2),
-            ([3, 4, 5], 2),
-            ([9], 0),
-        ]
-        tree.insert([1, 2, 3, 4, 5, 6])
-        assert [(node.tokens.tolist(), computed, length) for node, computed, length in uncomputed(tree)] == [
-            ([3, 4, 5], 2, 3),
-            ([6], 0, 1),
-            ([9], 0, 1),
-        ]
-
-    def test_a_merge_adds_it(self) -> None:
-        tree = PrefixTree(8, page_size=4)
-        sequence, other = tree.insert([1, 2, 3, 4, 5]), tree.insert([1, 2, 9])
-        tree.mark_computed(tree.nodes()[:2], [2, 1])
-        tree.release(other)
-        assert (sequence.node.length, sequence.node.computed) == (5, 3)
-        check_tree(tree)
-
-    def test_only_tokens_of_living_nodes_can_be_computed(self) -> None:
-        tree = PrefixTree(8)
-        sequence, gone = tree.insert([1, 2]), tree.insert([3])
-        dead = gone.node
-        tree.release(gone)
-        for nodes, computed in (([sequence.node], [3]), ([sequence.node], [-1]), ([sequence.node, dead], [1, 1])):
-            with pytest.raises(ValueError, match="cannot mark"):
-                tree.mark_computed(nodes, computed)
-        with pytest.raises(ValueError, match="2 counts for 1 nodes"):
-            tree.mark_computed([sequence.node], [1, 1])
-        assert sequence.node.computed == 0
-
-
 class TestForkAndExtend:
     def test_a_fork_takes_no_pages(self) -> None:
         tree = PrefixTree(2, page_size=4)
@@ -226,72 +182,6 @@ class TestForkAndExtend:
                 apart.extend(sequence, [token])
             check_tree(together)
         assert structure(together) == structure(apart)
-
-
-class TestReserve:
-    def test_a_leaf_grows_on_its_reserved_pages(self) -> None:
-        tree = PrefixTree(8, page_size=2)
-        sequence, other = tree.insert([1, 2, 3]), tree.insert([9])
-        tree.reserve([sequence], [6])
-        assert tokens_of(tree)[0] == ([1, 2, 3], [0, 1, 3, 4, 5], 0)
-        snapshot = tree.snapshot()
-        assert (snapshot.pages.tolist(), snapshot.length.tolist()) == ([0, 1, 3, 4, 5, 2], [3, 1])
-        tree.extend_each([other, sequence], [8, 4])
-        tree.extend(sequence, [5, 6])
-        tree.extend_each([sequence], [7])
-        assert tokens_of(tree)[0] == ([1, 2, 3, 4, 5, 6, 7], [0, 1, 3, 4, 5], 0)
-        assert (sequence.node.reserved, tree.allocator.free) == (1, 2)
-        check_tree(tree)
-        tree.release(sequence)
-        assert tree.allocator.free == 7
-        check_tree(tree)
-
-    def test_it_sets_what_is_reserved_and_gives_back_what_is_more(self) -> None:
-        tree = PrefixTree(8, page_size=2)
-        sequence = tree.insert([1])
-        free = []
-        for tokens in (0, 1, 2, 9, 3, 3, 0):
-            before = tree.snapshot()
-            tree.reserve([sequence], [tokens])
-            free.append(tree.allocator.free)
-            after = tree.snapshot()
-            assert after.version > before.version or len(after.pages) >= len(before.pages)
-            check_tree(tree)
-        assert free == [7, 7, 6, 3, 6, 6, 7]
-
-    def test_the_first_child_inherits_it(self) -> None:
-        tree = PrefixTree(8, page_size=2)
-        sequence = tree.insert([1])
-        tree.reserve([sequence], [4])
-        fork = tree.fork(sequence)[0]
-        tree.extend_each([fork, sequence], [2, 3])
-        assert tokens_of(tree) == [([1], [0], 0), ([2], [0, 1, 2], 1), ([3], [3], 0)]
-        assert (fork.node.reserved, sequence.node.reserved) == (2, 0)
-        check_tree(tree)
-
-    def test_a_split_leaves_it_to_the_leaf(self) -> None:
-        tree = PrefixTree(8, page_size=2)
-        sequence = tree.insert([1, 2, 3])
-        tree.reserve([sequence], [3])
-        other = tree.insert([1, 4])
-        assert tokens_of(tree) == [([1], [0], 0), ([2, 3], [0, 1, 2], 1), ([4], [3], 0)]
-        tree.release(other)
-        tree.extend(sequence, [5, 6, 7])
-        assert tokens_of(tree) == [([1, 2, 3, 5, 6, 7], [0, 1, 2], 0)]
-        check_tree(tree)
-
-    def test_what_it_refuses_changes_nothing(self) -> None:
-        tree = PrefixTree(4, page_size=2)
-        sequence, second = tree.insert([1]), tree.insert([2])
-        before = fingerprint(tree)
-        with pytest.raises(OutOfPages, match="asked for 3 pages, but only 2 of 4"):
-            tree.reserve([sequence, second], [3, 5])
-        assert fingerprint(tree) == before
-        tree.fork(second)
-        before = fingerprint(tree)
-        with pytest.raises(ValueError, match="shares its last node"):
-            tree.reserve([sequence, second], [1, 1])
-        assert fingerprint(tree) == before
 
 
 class TestRelease:
@@ -421,37 +311,3 @@ class TestTrim:
         sequence = tree.insert([1, 2])
         with pytest.raises(ValueError, match="cannot trim"):
             tree.trim(sequence, length)
-
-
-class TestForget:
-    def test_only_sequences_stay_and_none_of_their_tokens_has_kv(self) -> None:
-        tree = PrefixTree(16, page_size=4)
-        whole, prefix, beside = (tree.insert(tokens) for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 9]))
-        tree.mark_computed(tree.nodes(), [node.length for node in tree.nodes()])
-        tree.exclude_from_snapshot(whole)
-        for sequence in (prefix, beside):
-            tree.retain(sequence)
-        tree.invalidate_kv()
-        check_tree(tree)
-        assert tree.num_cached == 0 and tree.match([1, 2, 9]).length == 2
-        assert whole.tokens().tolist() == [1, 2, 3, 4, 5, 6] and whole.node.computed == 0
-        assert structure_of(whole) == [6], "splits for what was kept are undone"
-        assert tree.allocator.free == 14
-
-    def test_what_is_kept_later_is_what_was_computed_since(self) -> None:
-        tree = PrefixTree(16, page_size=4)
-        sequence = tree.insert([1, 2, 3, 4, 5])
-        tree.mark_computed([sequence.node], [5])
-        tree.invalidate_kv()
-        assert tree.retain(sequence) is None
-        assert tree.allocator.free == 16
-        check_tree(tree)
-
-
-def structure_of(sequence: Sequence) -> list[int]:
-    """Lengths of the nodes from a sequence's end to the root."""
-    lengths, node = [], sequence.node
-    while node.parent is not None:
-        lengths.append(node.length)
-        node = node.parent
-    return lengths

@@ -1,11 +1,10 @@
-"""The torch executor: how plans become tiles, tiles calls, and calls results."""
+"""The torch executor: how calls become results, whose memory that takes, and how long programs live."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixkit.attention.bsr import OPEN
-from prefixkit.attention.plan import Plan
-from prefixkit.attention.queries import Queries, StepTree
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.reference import reference_attention
-from prefixkit.attention.sharing import CPU_COST, CostModel
+from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.variants import (
     CAUSAL,
     Variant,
@@ -31,206 +28,21 @@ from prefixkit.attention.variants import (
     soft_cap,
     variant,
 )
-from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.torch import tuning
 from prefixkit.backends.torch.host_planner import bind, find_plan
-from prefixkit.backends.torch.program.attention_calls import batches
 from prefixkit.backends.torch.program.layer_program import Program
-from prefixkit.backends.torch.program.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.read_keys import Scratch
-from prefixkit.backends.torch.tuning import Heads
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
-    Case,
     attend,
-    fill,
-    make_snapshot,
     plan_of,
     program_of,
     random_case,
     random_split_plan,
     run_on,
 )
-
-
-def tree_case(
-    parents: list[int],
-    lengths: list[int],
-    runs: list[tuple[int, int, int]],
-    *,
-    heads: tuple[int, int, int] = (6, 2, 32),
-    orderly: bool = True,
-    page_size: int = 16,
-) -> Case:
-    rng = np.random.default_rng(0)
-    snapshot, num_pages = make_snapshot(rng, parents, lengths, page_size, orderly=orderly)
-    queries = Queries(*(np.array(column, dtype=np.int32) for column in zip(*runs, strict=True)))
-    return fill(rng, snapshot, num_pages, queries, heads, torch.float32)
-
-
-def decode_case(shared: int, leaves: list[int]) -> Case:
-    """One shared node and leaves that decode."""
-    runs = [(leaf, length - 1, length) for leaf, length in enumerate(leaves, 1)]
-    return tree_case([-1] + [0] * len(leaves), [shared, *leaves], runs)
-
-
-# Tiles
-
-
-def step_tree(case: Case) -> StepTree:
-    return StepTree(case.snapshot, case.queries)
-
-
-def seen_by_items(plan: Plan, tree: StepTree) -> Counter[tuple[int, int]]:
-    """(query row, slot) of every key that an item shows to a query; straight from the meaning of a plan."""
-    seen: Counter[tuple[int, int]] = Counter()
-    for q_begin, q_end, _, first, shape, *_ in plan.items.tolist():
-        for node, begin, end in plan.segments[first : first + (shape >> 2)].tolist():
-            for offset in range(begin, min(end, int(tree.length[node]))):
-                slot = int(tree.snapshot.slots(np.array([node]), np.array([offset]))[0])
-                for row in range(q_begin, q_end):
-                    if not shape & 3 or tree.snapshot.start[node] + offset <= tree.positions[row]:
-                        seen[row, slot] += 1
-    return seen
-
-
-def seen_by_tiles(tiles: Tiles, q_positions: Array) -> Counter[tuple[int, int]]:
-    seen: Counter[tuple[int, int]] = Counter()
-    for tile in range(len(tiles)):
-        runs = range(tiles.indptr[tile], tiles.indptr[tile + 1])
-        keys = [(int(tiles.slot[r]) + i, int(tiles.position[r]) + i) for r in runs for i in range(tiles.count[r])]
-        for i in range(tiles.rows[tile]):
-            row = int(tiles.row[tile]) + i
-            for j, (slot, position) in enumerate(keys):
-                mask = tiles.mask[tile]
-                if mask == FULL or (mask == TRIANGLE and j <= i) or (mask == MASKED and position <= q_positions[row]):
-                    seen[row, slot] += 1
-    return seen
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    case = random_case(rng)
-    cost = (SHARE_ALL, SHARE_NONE, CPU_COST)[seed % 3]
-    plan = random_split_plan(rng, case, cost) if seed % 5 == 0 else plan_of(case, cost)
-    tree = step_tree(case)
-    tiles = make_tiles(plan, tree, ALL, None if seed % 2 else int(rng.integers(1, 9)))
-    assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
-    longest = rng.integers(1, 30, len(tiles))
-    detached = split_keys(tiles, int(rng.integers(1, 12)), longest)
-    assert seen_by_tiles(detached, tree.positions) == seen_by_items(plan, tree)
-
-
-def test_a_window_drops_keys_that_no_query_of_the_tile_sees() -> None:
-    case = tree_case([-1, 0], [100, 60], [(1, 0, 60)])
-    plan = plan_of(case, SHARE_NONE)
-    for most_rows, keys in ((None, 9 + 60), (20, 3 * (9 + 20))):
-        assert make_tiles(plan, step_tree(case), Visible(window=10), most_rows).tokens.sum() == keys
-
-
-def test_a_causal_item_may_span_positions_with_gaps() -> None:
-    """No planner makes them, but a plan may hold them: rows of two leaves, positions 3, 4, 3, 4, under one mask."""
-    case = tree_case([-1, 0, 0], [3, 2, 2], [(1, 0, 2), (2, 0, 2)])
-    # One item of both leaves' queries over the root and, as they stand at the same positions, the first leaf.
-    plan = Plan(
-        counts=np.array([1, 0, 4, 0, 0, 0, 0, 0], dtype=np.int32),
-        tile_items=np.array([[0, 4, -1, 0, 4 * 2 + 1, 0, 0, 3]], dtype=np.int32),
-        decode_items=np.zeros((0, 8), dtype=np.int32),
-        segments=np.array([[0, 0, 3], [1, 0, OPEN]], dtype=np.int32),
-        merge_indptr=np.zeros(5, dtype=np.int32),
-        merge_indices=np.zeros(0, dtype=np.int32),
-    )
-    tree = step_tree(case)
-    tiles = make_tiles(plan, tree, ALL, None)
-    assert seen_by_tiles(tiles, tree.positions) == seen_by_items(plan, tree)
-    assert MASKED in tiles.mask
-    out, _ = attend(case, plan)
-    k, v = (pages.flatten(0, 1).repeat_interleave(3, dim=1) for pages in (case.k_pages, case.v_pages))
-    slots = [*range(3), *range(16, 18)]
-    for row, length in enumerate((4, 5, 4, 5)):
-        score = case.scale * torch.einsum("hd,lhd->hl", case.q[row], k[slots[:length]])
-        expected = torch.einsum("hl,lhd->hd", score.softmax(-1), v[slots[:length]])
-        torch.testing.assert_close(out[row], expected)
-
-
-# Batches and calls
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    case = decode_case(50, rng.integers(1, 40, 30).tolist())
-    tiles = make_tiles(plan_of(case, SHARE_ALL), step_tree(case), ALL, None)
-    heads = Heads(6, 2, 32, 4, tuning=replace(tuning.CPU, batch_elements=1 << 12))
-    made = list(batches(tiles, heads, scored=None))
-    assert sorted(np.concatenate(made).tolist()) == list(range(len(tiles)))
-    for batch in made:
-        assert np.all(np.diff(tiles.row[batch]) >= 0)
-        assert len(batch) == 1 or len(batch) * tiles.tokens[batch].max() * heads.kv_elements <= 1 << 12
-
-
-def test_equal_leaves_are_one_call_without_mask_and_long_nodes_are_not_copied() -> None:
-    case = decode_case(800, [16] * 12)
-    program = program_of(case, plan_of(case, SHARE_ALL))
-    shared, leaves = program.calls
-    assert (shared.rows, shared.length, shared.slot) == (12, 800, 0)
-    assert (leaves.batch, leaves.rows, leaves.length, leaves.mask, leaves.row) == (12, 1, 16, None, 0)
-
-
-def test_ragged_leaves_take_few_calls() -> None:
-    rng = np.random.default_rng(0)
-    case = decode_case(800, rng.integers(1, 65, 32).tolist())
-    program = program_of(case, plan_of(case, SHARE_ALL))
-    assert len(program.calls) <= 4
-
-
-def test_a_fresh_prompt_is_one_call_bitwise_equal_to_sdpa() -> None:
-    case = tree_case([-1], [300], [(0, 0, 300)])
-    plan = plan_of(case, CPU_COST)
-    (call,) = program_of(case, plan).calls
-    assert call.causal and isinstance(call.slot, int)
-    out, _ = attend(case, plan)
-    k, v = (pages.flatten(0, 1)[:300].transpose(0, 1)[None] for pages in (case.k_pages, case.v_pages))
-    q = case.q.transpose(0, 1)[None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert torch.equal(out, expected[0].transpose(0, 1))
-
-
-@pytest.mark.parametrize("runs", [[(0, 0, 300)], [(1, 0, 30), (2, 29, 30)]], ids=["prefill", "mixed"])
-def test_a_window_wider_than_the_text_costs_what_causal_costs(runs: list[tuple[int, int, int]]) -> None:
-    case = tree_case([-1, 0, 0], [300, 30, 30], runs)
-    plan = plan_of(case, SHARE_ALL)
-
-    def work(program: Program) -> list[tuple[int, ...]]:
-        return sorted((c.batch, c.rows, c.length, c.causal, c.mask is None, c.grouped) for c in program.calls)
-
-    causal, window = program_of(case, plan), program_of(case, plan, sliding_window(4096))
-    assert all(call.mask is None for call in window.calls)
-    pairs = [sum(c.batch * c.rows * c.length for c in program.calls if not c.causal) for program in (causal, window)]
-    if runs[0][0] == 1:
-        assert work(causal) == work(window)
-    else:
-        # Rows are tiled for the mask's sake, so what was a triangle becomes full tiles and small triangles.
-        assert pairs[1] <= 300 * 300 / 2
-
-
-def test_a_narrow_window_reads_only_what_is_in_it() -> None:
-    case = decode_case(2000, [20] * 8)
-    plan = plan_of(case, SHARE_ALL)
-    assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(64)).calls) <= 64 + 8 * 20
-    assert sum(c.batch * c.length for c in program_of(case, plan, sliding_window(8)).calls) <= 8 * 8
-
-
-def test_gathers_are_bounded() -> None:
-    costs = replace(tuning.CPU, call_us=1e9, batch_elements=1 << 11, call_elements=1 << 12)
-    case = tree_case([-1, 0, 0], [500, 400, 30], [(1, 399, 400), (2, 29, 30)], orderly=False)
-    program = program_of(case, plan_of(case, SHARE_NONE), CAUSAL, costs)
-    assert len(program.calls) > 10
-    for call in program.calls:
-        assert isinstance(call.slot, int) or call.batch * call.length * 2 * 32 <= costs.call_elements
-
+from tests.backends.torch.cases import decode_case
 
 # Rows and merging
 

@@ -13,90 +13,19 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 
 from prefixkit.models.compile import packing
 from prefixkit.models.compile.packed_weights import movable, pack, packed_view
-from prefixkit.models.compile.packing import compile_packed, is_own_op, projection_groups
+from prefixkit.models.compile.packing import compile_packed, projection_groups
 from tests.models.compile.decode import Decode
+from tests.models.compile.products import WIDTH, Compiler, Heads, gamma, input_of, is_output, reach, unlike
 from tests.models.compile.weights import groups_of, storage_bytes
 from tests.models.driver import TreeDriver
 from tests.models.tiny_families import make_model
 
-WIDTH, PAIR = 32, torch.ops.prefixkit.linear_pair
 HEADS = ["q_proj k_proj", "k_proj v_proj"]
-
-
-class Heads(nn.Module):
-    """Three products of one input, of different widths, and one of another."""
-
-    def __init__(self, bias=False, rows=(24, 8, 16)):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, count, bias=bias) for count in rows)
-        self.last = nn.Linear(sum(rows), WIDTH, bias=bias)
-
-    def forward(self, x):
-        return self.last(torch.cat([part(x) for part in self.parts], -1))
-
-    def weights(self):
-        return [part.weight for part in self.parts]
-
-
-def is_output(node):
-    """Every product that counts is packed, not only those which prefixkit's ops read."""
-    return node.op == "output"
-
-
-class Compiler:
-    """Runs graphs as they are, and keeps them.
-
-    Attributes:
-        reads: Which nodes depend on the products that are packed.
-    """
-
-    def __init__(self):
-        self.graphs, self.reads = [], is_output
-
-    def __call__(self, graph, inputs):
-        assert len(inputs) == len(graph.graph.find_nodes(op="placeholder"))
-        self.graphs.append(graph)
-        return graph.forward
-
-    def of(self, function):
-        """``function`` with packed products."""
-        torch._dynamo.reset()
-        backend = functools.partial(compile_packed, compiler=self, reads=self.reads)
-        made = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-        return torch.inference_mode()(lambda *args: made(*args))
-
-    @property
-    def products(self):
-        """How many products each graph computes."""
-        return [sum("linear" in node.name for node in graph.graph.nodes) for graph in self.graphs]
 
 
 @pytest.fixture
 def compiler():
     return Compiler()
-
-
-def input_of(rng, rows=5):
-    return torch.from_numpy(rng.standard_normal((1, rows, WIDTH))).float()
-
-
-def unlike(module, x, found):
-    """Where ``found`` is further from the exact result of two products in a row than float32 allows, in any order."""
-    exact = copy.deepcopy(module).double()
-    inner = torch.cat([part(x.double()) for part in exact.parts], -1)
-    spread = torch.cat([_reach(part, x.double().abs()) for part in exact.parts], -1) * _gamma(WIDTH)
-    outer = _reach(exact.last, inner.abs() + spread) * _gamma(inner.shape[-1]) + spread @ exact.last.weight.abs().T
-    return (found.double() - exact.last(inner)).abs() > outer
-
-
-def _reach(linear, x):
-    return x @ linear.weight.abs().T + (0 if linear.bias is None else linear.bias.abs())
-
-
-def _gamma(terms):
-    """The bound on a sum of so many products and a bias, relative to the sum of magnitudes."""
-    unit = 2.0**-24
-    return (terms + 1) * unit / (1 - (terms + 1) * unit)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -138,76 +67,6 @@ def test_only_products_that_certain_nodes_read_are_packed(compiler, rng):
     assert packed_view([parts[0].weight, parts[3].weight]) is not None
     assert packed_view([parts[1].weight, parts[2].weight]) is None
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-class Gated(nn.Module):
-    """Two products of one input, of one shape unless told otherwise, that none of prefixkit's ops depends on."""
-
-    def __init__(self, rows=(24, 24), bias=False):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, count, bias=bias) for count in rows)
-
-    def forward(self, x):
-        gate, up = (part(x) for part in self.parts)
-        return torch.sigmoid(gate[..., :8]) * up[..., :8]
-
-
-def pairs(compiler):
-    return [len(graph.graph.find_nodes(op="call_function", target=PAIR)) for graph in compiler.graphs]
-
-
-@pytest.fixture
-def plain():
-    """A compiler of graphs in which no op of prefixkit's reads anything."""
-    made = Compiler()
-    made.reads = is_own_op
-    return made
-
-
-@pytest.mark.parametrize("rows", [5, 200])
-def test_two_other_products_of_one_shape_are_a_pair_of_the_same_parameters(rows, plain, rng):
-    """One product for few rows, two for many."""
-    module, x = Gated(), input_of(rng, rows)
-    before, size = [part.weight for part in module.parts], storage_bytes(module)
-    function = plain.of(module)
-    with torch.inference_mode():
-        expected = module(x)
-    for _ in range(2):
-        assert torch.allclose(function(x), expected, atol=1e-5)
-    assert pairs(plain) == [1] and plain.products == [1]
-    assert packed_view(before).shape == (48, WIDTH)
-    assert all(part.weight is weight for part, weight in zip(module.parts, before, strict=True))
-    assert storage_bytes(module) == size
-
-
-def test_a_graph_of_pairs_serves_any_number_of_rows(plain, rng):
-    module = Gated()
-    torch._dynamo.reset()
-    backend = functools.partial(compile_packed, compiler=plain)
-    function = torch.inference_mode()(torch.compile(module, backend=backend, fullgraph=True, dynamic=True))
-    for rows in (5, 128, 129, 300, 2):
-        x = input_of(rng, rows)
-        with torch.inference_mode():
-            assert torch.allclose(function(x), module(x), atol=1e-5), rows
-    assert pairs(plain) == [1]
-
-
-@pytest.mark.parametrize("module", [Gated((24, 16)), Gated(bias=True), Gated((16, 16)).half()], ids=str)
-def test_products_of_other_shapes_with_biases_or_under_autocast_are_no_pair(module, plain, rng):
-    x = input_of(rng)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=module.parts[0].weight.dtype == torch.half):
-        plain.of(module)(x)
-    assert pairs(plain) == [0]
-    assert packed_view([part.weight for part in module.parts]) is None
-
-
-def test_where_gradients_are_recorded_there_are_no_pairs(plain, rng):
-    module, x = Gated(), input_of(rng)
-    torch._dynamo.reset()
-    backend = functools.partial(compile_packed, compiler=plain)
-    torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
-    assert pairs(plain) == [0]
-    assert all(part.weight.grad is not None for part in module.parts)
 
 
 def test_layers_that_share_a_graph_have_their_own_weights(compiler, rng):
@@ -400,7 +259,7 @@ def test_a_graph_may_have_no_inputs_but_weights(compiler):
 
     with torch.inference_mode():
         expected = function()
-    bounds = [_reach(part, torch.ones(1, 5, WIDTH)) * 2 * _gamma(WIDTH) for part in module.parts]
+    bounds = [reach(part, torch.ones(1, 5, WIDTH)) * 2 * gamma(WIDTH) for part in module.parts]
     for one, other, bound in zip(compiler.of(function)(), expected, bounds, strict=True):
         assert ((one - other).abs() <= bound).all()
     assert compiler.products == [1]
