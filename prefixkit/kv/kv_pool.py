@@ -152,7 +152,8 @@ class KVPool:
         self._tensors = [tensor for of_kind in made for tensor in of_kind]
         self._layers = dict[int, tuple[Tensor, ...]]()
         for of_kind, at in zip(made, spec.tensors.values(), strict=True):
-            views = (tensor.view(spec.dtype) for tensor in of_kind)
+            with torch.inference_mode(False):
+                views = [tensor if tensor.dtype == spec.dtype else tensor.view(spec.dtype) for tensor in of_kind]
             self._layers |= zip(at, zip(*views, strict=True), strict=True)
 
     def _pages(self, tensor: CachedTensor, layers: int) -> Tensor:

@@ -33,6 +33,8 @@ from prefixkit.kv.prefixes.write import (
 )
 from prefixkit.paths import as_path
 
+_FP8 = "float8_e4m3fn"
+
 
 class PrefixFileError(ValueError):
     """A prefix file cannot be used; nothing was taken from it."""
@@ -182,9 +184,14 @@ def _check_model(path: Path, metadata: dict[str, str], spec: KVSpec, origin: Ori
     names, ours = ("dtype", "layers"), metadata_of(spec, origin)
     held, asked = ({name: facts.get(name) for name in names} for facts in (metadata, ours))
     if held["dtype"] != asked["dtype"]:
+        remedy = f"load the model in {held['dtype']}"
+        if held["dtype"] == _FP8:
+            remedy = 'patch it with kv_dtype="fp8"'
+        elif asked["dtype"] == _FP8:
+            remedy = "patch it without a kv_dtype"
         raise PrefixFileError(
-            f"{path} holds KV in {held['dtype']}, and the model's is {asked['dtype']}; load the model in that dtype, "
-            'with patch(model, kv_dtype="fp8") for float8_e4m3fn and without for others, or save its prefixes again'
+            f"{path} holds KV in {held['dtype']}, and the model's is {asked['dtype']}; {remedy}, or save its prefixes "
+            "again"
         )
     if held != asked:
         raise PrefixFileError(
