@@ -42,6 +42,49 @@ class Piece(NamedTuple):
     wave: int
 
 
+class _Need(NamedTuple):
+    """Who reads the state after a run of a step.
+
+    Attributes:
+        stays: Whether it is read after the step, or by several runs of it.
+        passes: Whether one run of the step goes on from it and nothing else does: where slots are short, that run
+            writes its own state over it, so that a path takes one slot however many nodes it has.
+        below: Slots that this one run needs, if this one's slot is not left to it.
+        passed_on: Whether it is itself such a run.
+    """
+
+    stays: bool
+    passes: bool
+    below: int
+    passed_on: bool
+
+    @property
+    def slots(self) -> int:
+        """How many it takes at least."""
+        return int(self.stays or self.passes)
+
+
+def _needs(nodes: Sequence[Node], begin: Sequence[int], end: Sequence[int], goes_on: Sequence[bool]) -> list[_Need]:
+    """Of each run of a step; see :meth:`StateSlots.plan`."""
+    runs = dict(zip(nodes, range(len(nodes)), strict=True))
+    below: list[list[int]] = [[] for _ in nodes]
+    for run, (node, first) in enumerate(zip(nodes, begin, strict=True)):
+        if first == 0 and node.parent in runs:
+            below[runs[node.parent]].append(run)
+    stays = [
+        more
+        or stop < node.length
+        or len(own) > 1
+        or any(one.computed == 0 and one not in runs for one in node.children)
+        for node, stop, more, own in zip(nodes, end, goes_on, below, strict=True)
+    ]
+    passes = [len(own) == 1 and not stay for own, stay in zip(below, stays, strict=True)]
+    slots = [stay or one for stay, one in zip(stays, passes, strict=True)]
+    after = {own[0] for own, one in zip(below, passes, strict=True) if one}
+    rows = enumerate(zip(stays, passes, below, strict=True))
+    return [_Need(stay, one, int(one and slots[own[0]]), run in after) for run, (stay, one, own) in rows]
+
+
 @dataclass(frozen=True, eq=False)
 class StateMoves:
     """What the layers that keep a state do in a step.
@@ -102,42 +145,52 @@ class StateSlots:
             OutOfStateSlots: nothing has changed but for states that nothing goes on from.
         """
         pieces, made = list[Piece](), list[tuple[Node, int, int]]()
-        last: dict[Node, Piece] = {}
-        stops = end.tolist()
-        # Of each run, whether tokens go on from its last.
-        needed = [
-            more or stop < node.length or bool(node.branches)
-            for node, stop, more in zip(nodes, stops, goes_on, strict=True)
-        ]
-        row, to_come, runs = 0, sum(needed), zip(nodes, begin.tolist(), stops, needed, ends, strict=True)
+        last, passed = dict[Node, Piece](), dict[Node, int]()
+        firsts, stops = begin.tolist(), end.tolist()
+        needs = _needs(nodes, firsts, stops, goes_on)
+        row, to_come = 0, sum(need.slots for need in needs if not need.passed_on)
         # No state that a later run of the step begins with makes room for what an earlier one writes.
-        self._busy = {node.state_at(first) for node, first in zip(nodes, begin.tolist(), strict=True)}
-        for node, first, stop, goes_on_here, prompt in runs:
+        runs = set(nodes)
+        begins = [(node, first) for node, first in zip(nodes, firsts, strict=True) if first or node.parent not in runs]
+        self._busy = {node.state_at(first) for node, first in begins}
+        for node, first, stop, need, prompt in zip(nodes, firsts, stops, needs, ends, strict=True):
             above = last.get(node.parent) if first == 0 and node.parent is not None else None
             source = node.state_at(first) if above is None else above.target
             assert source >= 0 or node.start + first == 0, f"no state after {first} tokens of {node}"
+            own = passed.get(node.parent, -1) if need.passed_on and node.parent is not None else -1
+            to_come -= need.slots if own < 0 else 0
             wave = 0 if above is None else above.wave + 1
             in_place = first > 0 and first == node.computed and not prompt and source >= 0
-            wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
-            wanted |= {stop - 1} if prompt and stop - first > _RERUN else set()
-            wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
             at = first
-            for offset in [*sorted(wanted), stop]:
+            for offset in [*self._checkpoints(node, first, stop, prompt), stop]:
                 if in_place and offset == stop and at == first:
                     slot = source
+                elif offset == stop and own >= 0:
+                    slot = own
                 else:
-                    slot = self._take(goes_on_here and offset == stop, leave=to_come)
+                    slot = self._take(need.stays and offset == stop, leave=to_come + (own < 0) * need.slots)
                 if slot < 0 and offset < stop:
                     continue
-                if slot >= 0:
+                if slot < 0 and need.passes:
+                    slot = own = self._take(needed=True)
+                if slot >= 0 and offset == stop and slot == own and need.passes:
+                    passed[node] = slot  # until the run below writes its own state there, and no node's meanwhile
+                elif slot >= 0:
                     made.append((node, offset, slot))
                 piece = last[node] = Piece(row, offset - at, source, slot, wave)
                 pieces.append(piece)
                 row, at, source, wave = row + offset - at, offset, slot, wave + 1
-            to_come -= goes_on_here
+            to_come += need.below if need.passes and node not in passed else 0
             if in_place and pieces[-1].target == pieces[-1].source:
                 node.state = -1  # it changes now, and is the node's again once the step is under way
         return StateMoves(pieces, made)
+
+    def _checkpoints(self, node: Node, first: int, stop: int, prompt: bool) -> list[int]:
+        """After how many tokens a run of a node has states beside the last, where there are slots."""
+        wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
+        wanted |= {stop - 1} if prompt and stop - first > _RERUN else set()
+        wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
+        return sorted(wanted)
 
     def commit(self, moves: StateMoves) -> None:
         """Note the states of a step that was launched, whose tokens are marked computed."""

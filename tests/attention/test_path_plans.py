@@ -154,7 +154,7 @@ def random_case(rng: np.random.Generator) -> Case:
 def test_attention_by_paths_is_within_torchs_error(name: str) -> None:
     """By the op and by other programs, whole rows and items for a GPU, whatever is shared."""
     errors = Errors()
-    for seed in range(16):
+    for seed in range(9):
         rng = np.random.default_rng([seed, sorted(VARIANTS).index(name)])
         case, chosen = random_case(rng), VARIANTS[name](rng)
         truth, tree = Truth.of(case, chosen), StepTree(case.snapshot, case.queries)

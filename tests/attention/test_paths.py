@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -162,8 +163,11 @@ def large_tree(name: str) -> TreeSnapshot:
     return beams(8, 2000) if name == "beams" else tree_of(name)
 
 
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("cost", [H200.sharing, SHARE_ALL, SHARE_NONE], ids=["H200", "all", "none"])
+@pytest.mark.parametrize(
+    ("name", "cost"),
+    [*((name, H200.sharing) for name in LARGE), *zip(LARGE, itertools.cycle((SHARE_ALL, SHARE_NONE)), strict=False)],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
 def test_lists_of_large_trees_follow_each_other_without_gap_or_overlap(name: str, cost: CostModel) -> None:
     """What a query meets are intervals of positions from 0 to its own, on the way from its root; partials are few."""
     snapshot = large_tree(name)

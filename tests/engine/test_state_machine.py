@@ -43,7 +43,7 @@ from prefixkit.tree.eviction import POLICIES
 from tests.engine.integrity import check_engine, check_idle
 from tests.tree.model import assert_snapshot_is_fresh, fingerprint
 
-RUNS = int(os.environ.get("PREFIXKIT_SOAK_RUNS", "8"))
+RUNS = int(os.environ.get("PREFIXKIT_SOAK_RUNS", "5"))
 STEPS = int(os.environ.get("PREFIXKIT_SOAK_STEPS", "30"))
 
 PICK = st.integers(0, 10**6)

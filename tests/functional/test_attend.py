@@ -41,7 +41,7 @@ def set_up(
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 def test_samples_that_grow_fork_and_end_attend_as_dense_attention_does(dtype: torch.dtype, page_size: int) -> None:
     errors = Errors()
-    for seed in range(4):
+    for seed in range(2):
         print("seed", seed)
         rng = np.random.default_rng(seed)
         tree, samples, model = set_up(rng, dtype, page_size)

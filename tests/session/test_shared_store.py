@@ -232,7 +232,7 @@ def calls_of(call: Any, prompts: list[list[int]], out: list[Any]) -> None:
 def test_two_threads_of_a_session_and_of_generate(model: Any, seed: int) -> None:
     rng, plain = np.random.default_rng(seed), tiny_llama()
     shared = rng.integers(5, 250, 40).tolist()
-    prompts = [shared + rng.integers(5, 250, 1 + call % 7).tolist() for call in range(32)]
+    prompts = [shared + rng.integers(5, 250, 1 + call % 7).tolist() for call in range(16)]
     expected = [generated(plain, prompt) for prompt in prompts]
     with Session(model) as session:
         found: list[Any] = []
@@ -258,7 +258,7 @@ def test_all_stores_together_stay_within_the_limit(model: Any, seed: int, little
     rng, stores = np.random.default_rng(seed), stores_of(model)
     held = []
     with Session(model) as session, Session(model, page_size=4) as other:
-        for call in range(21):
+        for call in range(11):
             prompt = rng.integers(5, 250, int(rng.integers(1, 90))).tolist()
             if call % 10 == 9:
                 held = [session.stream([prompt], **GREEDY)]

@@ -22,7 +22,7 @@ from prefixkit import Session
 from prefixkit.testing.tiny import tiny_llama
 
 PROMPT = [3 + 5 * index % 251 for index in range(48)]
-OPTIONS: dict[str, Any] = {"n": 1, "max_new_tokens": 3, "temperature": 0.0, "stop_token_ids": ()}
+OPTIONS: dict[str, Any] = {"n": 1, "max_new_tokens": 2, "temperature": 0.0, "stop_token_ids": ()}
 
 
 def large() -> Any:
@@ -227,7 +227,7 @@ class TestNoKVOfOtherWeightsIsUsed:
         make, change = WAYS[way]
         model = prefixkit.patch(make(), tree_cache="always")
         given = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
-        given |= {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "output_logits": True}
+        given |= {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "output_logits": True}
         given |= {"return_dict_in_generate": True, "pad_token_id": 0}
         model.generate(**given)
         change(model)

@@ -102,7 +102,7 @@ def assert_same(arrays, plan, case):
 
 
 SIZES = {
-    "small": (25, 8, 60, 3, 0.6),
+    "small": (12, 8, 60, 3, 0.6),
     "middling": (6, 300, 400, 2, 0.5),
     "chunks": (4, 20, 3000, 300, 0.5),
     "long": (6, 40, 200_000, 1, 0.7),

@@ -58,3 +58,16 @@ def test_texts_that_part_anywhere_have_slots_for_every_fork(chunk: int | None, m
         assert [score.total for score in scores] == pytest.approx(
             [total(model, prompt, one) for one in options], abs=1e-3
         )
+
+
+def test_a_text_that_passes_more_forks_than_there_are_slots_runs_once_more(model: Any, rng: random.Random) -> None:
+    tokens = text(rng, 40)
+    with prefixkit.Session(model, kv_budget="300KiB", page_size=1) as session:
+        for length in range(1, 40):
+            session.values([*tokens[:length], (tokens[length] + 1) % VOCAB], model.lm_head)
+        assert session.store is not None and session.store.tree.states is not None
+        assert session.store.tree.num_cached > 2 * session.store.tree.states.count, "there is a fork after each token"
+        found = session.values(tokens, model.lm_head, at="all")
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)

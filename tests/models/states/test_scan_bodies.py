@@ -109,7 +109,7 @@ def one_by_one(mixer: Any, texts: Tensor) -> Tensor:
 
 
 @FAMILIES
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_pieces_equal_one_whole_forward(family: str, seed: int) -> None:
     mixer, texts = mixer_of(family), torch.randn(2, TOKENS, 64)
     check(family, mixer, texts, in_pieces(family, mixer, texts, cuts_of(seed)))
@@ -128,7 +128,7 @@ def test_pieces_in_other_dtypes(family: str, dtype: torch.dtype) -> None:
 
 @FAMILIES
 @pytest.mark.parametrize("start", [0, 1, 2, 9])
-@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_pieces_shorter_than_the_convolution(family: str, start: int, tokens: int) -> None:
     """From no state, and from the state after as few tokens, and then the state goes on."""
     mixer, texts = mixer_of(family), torch.randn(3, TOKENS, 64)

@@ -171,7 +171,7 @@ def test_a_bias_errs_no_more_than_in_the_unpatched_model(seed):
     exact, model = (make("inkling_text", seed, rel_extent=9, num_experts_per_tok=4) for _ in range(2))
     prompt = padded(seed)["input_ids"][0, :13].tolist()
     found = prefixkit.generate(
-        prefixkit.patch(model.bfloat16()), None, [prompt], n=3, max_new_tokens=5, stop_token_ids=()
+        prefixkit.patch(model.bfloat16()), None, [prompt], n=6, max_new_tokens=5, stop_token_ids=()
     )
     assert_logprobs(model, [prompt], found, exact=exact, allowed=0)
 
