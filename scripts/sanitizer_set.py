@@ -97,6 +97,29 @@ def variants() -> None:
         assert bool(torch.isfinite(out).all())
 
 
+def groups() -> None:
+    """Plans as users make them: queries of 16 heads on the decode path, heads of 96, and attention of two parts."""
+    import prefixkit
+    from prefixkit.variants import streaming_llm
+
+    for heads, kv_heads, dim, variant in (
+        (32, 2, 128, prefixkit.CAUSAL),
+        (8, 4, 96, prefixkit.CAUSAL),
+        (8, 2, 64, streaming_llm(4, 24)),
+    ):
+        pool = prefixkit.kv_pool(1, kv_heads, dim, 64, 16, device="cuda")
+        attention = prefixkit.TreeAttention(pool, heads, variant)
+        tree, samples = prefixkit.tree_from_tokens(pool, [[*range(70), *[n] * n] for n in (3, 20, 41)])
+        for _ in range(2):
+            step = prefixkit.plan(attention, tree, samples)
+            q, k, v = (torch.randn(step.num_rows, of, dim, device=GPU).bfloat16() for of in (heads, kv_heads, kv_heads))
+            prefixkit.append(step, 0, k, v)
+            out, lse = prefixkit.attend(step, 0, q)
+            assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+            prefixkit.commit(step)
+            tree.extend_each(samples, np.zeros(3, dtype=np.int64))
+
+
 def latents() -> None:
     """Both parts of attention over latents, over random K and V, and their merge: without products, whose kernels in
     cuBLAS the tools complain of.
@@ -205,7 +228,7 @@ def sample() -> None:
         assert int(sampler.tokens[3]) == -1
 
 
-_EVERY = append, rotary_append, tree_attention, variants, latents, states, plan_tree, sample
+_EVERY = append, rotary_append, tree_attention, variants, groups, latents, states, plan_tree, sample
 PARTS = {part.__name__: part for part in _EVERY}
 
 
