@@ -309,17 +309,9 @@ def _refuse_gradients(*given: Any) -> None:
         _no_backward(None)
 
 
-def _without_gradients(check: Callable[..., None]) -> Callable[..., None]:
-    def both(*given: Any) -> None:
-        _refuse_gradients(*given)
-        check(*given)
-
-    return both
-
-
-def _runs(name: str, check: Callable[..., object] | None) -> Callable[..., Any]:
+def _runs(name: str, checks: tuple[Callable[..., object], ...]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        if check is not None:
+        for check in checks:
             check(*arguments)
         return getattr(backend_for(arguments[0].device), name)(*arguments)
 
@@ -327,30 +319,30 @@ def _runs(name: str, check: Callable[..., object] | None) -> Callable[..., Any]:
 
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-# Contract, the arguments that the op writes to, and what is checked before the backend is called; None where the
+# Contract, the arguments that the op writes to, and what is checked before the backend is called; nothing where the
 # backend checks: ours on GPUs cache which signatures they have checked.
-_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], Callable[..., object] | None], ...] = (
-    (kv_append, ("k_pages", "v_pages"), None),
-    (rotary_append, ("k_pages", "v_pages"), _refuse_gradients),
-    (index_append, ("pages",), None),
-    (linear_pair, (), _refuse_gradients),
-    (tree_attention, (), None),
-    (classify_blocks, (), None),
-    (latent_attention, (), None),
-    (merge_states, (), merge_states),
-    (advance, ("length", "tokens", "positions", "slots"), advance),
-    (sample, ("records", "seen", "tokens", "logprobs", "drawn"), sample),
-    (plan_tree, (*arguments.PACKED, "scratch"), plan_tree),
-    (expert_product, (), arguments.check_experts),
-    (conv_step, ("states",), _without_gradients(check_conv_step)),
-    (mamba2_step, ("states",), _without_gradients(check_mamba2_step)),
+_OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., object], ...]], ...] = (
+    (kv_append, ("k_pages", "v_pages"), ()),
+    (rotary_append, ("k_pages", "v_pages"), (_refuse_gradients,)),
+    (index_append, ("pages",), ()),
+    (linear_pair, (), (_refuse_gradients,)),
+    (tree_attention, (), ()),
+    (classify_blocks, (), ()),
+    (latent_attention, (), ()),
+    (merge_states, (), (merge_states,)),
+    (advance, ("length", "tokens", "positions", "slots"), (advance,)),
+    (sample, ("records", "seen", "tokens", "logprobs", "drawn"), (sample,)),
+    (plan_tree, (*arguments.PACKED, "scratch"), (plan_tree,)),
+    (expert_product, (), (arguments.check_experts,)),
+    (conv_step, ("states",), (_refuse_gradients, check_conv_step)),
+    (mamba2_step, ("states",), (_refuse_gradients, check_mamba2_step)),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 
-for _schema, (_op, _, _check) in zip(SCHEMAS, _OPS, strict=True):
+for _schema, (_op, _, _checks) in zip(SCHEMAS, _OPS, strict=True):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     for _key in ("CPU", "CUDA"):
-        _library.impl(_op.__name__, _runs(_op.__name__, _check), _key)  # type: ignore[no-untyped-call]
+        _library.impl(_op.__name__, _runs(_op.__name__, _checks), _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"prefixkit::{_op.__name__}", _op, lib=_library)
 for _name in ("tree_attention", "latent_attention"):
     torch.library.register_autograd(f"prefixkit::{_name}", _no_backward, lib=_library)
