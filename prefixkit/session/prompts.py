@@ -67,7 +67,7 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"prompt {index} is an empty string; give the model at least one token to continue")
-        tokens = tokenizer(prompt)["input_ids"]
+        tokens = text_tokens(tokenizer, prompt, f"prompt {index}")
     elif isinstance(prompt, Mapping):
         if "role" in prompt:
             raise TypeError(f"prompt {index} is one chat message; a prompt is a list of messages: pass [messages]")
@@ -91,6 +91,23 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
     if array.size == 0:
         raise ValueError(f"prompt {index} has no tokens; give the model at least one token to continue")
     return array.astype(np.int64)
+
+
+def text_tokens(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
+    """The token ids of a text, by a tokenizer with ``options``; ``where`` says whose it is.
+
+    Raises:
+        ValueError: it holds a lone surrogate, as JSON may, of which tokenizers say no more than that it is no text.
+    """
+    try:
+        return tokenizer(text, **options)["input_ids"]
+    except (TypeError, UnicodeEncodeError) as error:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(
+                f"{where} holds a lone surrogate, which UTF-8 cannot encode; replace it: "
+                "text.encode(errors='replace').decode()"
+            ) from error
+        raise
 
 
 def _is_chat(prompt: object) -> bool:

@@ -16,7 +16,7 @@ from prefixkit.models import ModelFacts
 from prefixkit.sampling.params import SamplingFields, SamplingParams, as_list
 from prefixkit.session.call_results import check_length
 from prefixkit.session.grammars import matchers_of
-from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding
+from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurrences, refuse_padding, text_tokens
 
 Prompts = Prompt | Iterable[Prompt]
 # Fields of transformers' GenerationConfig that are refused.
@@ -169,7 +169,7 @@ def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "toke
     if isinstance(one, str):
         if tokenizer is None:
             raise ValueError(f"{where}: {one!r} is text, but tokenizer is None; pass token ids")
-        one = tokenizer(one, add_special_tokens=False)["input_ids"]
+        one = text_tokens(tokenizer, one, where, add_special_tokens=False)
     tokens = np.asarray(one)
     if tokens.ndim != 1:
         raise ValueError(f"{where}: pass token ids of one dimension, got shape {list(tokens.shape)}")

@@ -17,7 +17,7 @@ from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.models import NotPatched
 from prefixkit.session.session import MemoryReleased, SessionBusy
 from prefixkit.testing.integrity import check_tree
-from prefixkit.testing.tiny import EOS, ByteTokenizer, tiny_llama
+from prefixkit.testing.tiny import EOS, ByteTokenizer, byte_tokenizer, tiny_llama
 from tests.covering import pairwise_cover
 
 HEAD = "Which of these is an animal? It has four legs and a tail, and it barks at strangers.\n"
@@ -203,6 +203,7 @@ def test_a_strings_own_tokens_without_special_ones_follow_the_prompt(model: Any,
         (torch.tensor([[EOS + 1, 2]]), ["x"], ValueError, "prompt 0 is padded on the left"),
         (["a", "b"], [["x"], []], ValueError, "prompt 1 has no continuations"),
         (["a", ""], ["x"], ValueError, "prompt 1 is an empty string"),
+        ("a", ["x", "\udfff"], ValueError, "continuation 1 holds a lone surrogate, which UTF-8 cannot encode; replace"),
         ({"input_ids": [[1]]}, ["x"], TypeError, "prompts must be a list of prompts, got a dict"),
         (5, ["x"], TypeError, "prompts must be a list of prompts.*, got int 5; put a single one into a list"),
         ([[1, 260]], ["x"], ValueError, "prompt 0: token 260 is outside"),
@@ -216,6 +217,12 @@ def test_bad_input_is_named_before_anything_runs(
     with pytest.raises(error, match=message):
         prefixkit.score(model, ByteTokenizer(), prompts, continuations)
     assert not session.report.steps
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), byte_tokenizer()], ids=["bytes", "transformers"])
+def test_text_that_utf8_cannot_encode_is_refused_by_its_place(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="prompt 1 holds a lone surrogate, which UTF-8 cannot encode; replace it"):
+        prefixkit.generate(model, tokenizer, ["a", "b\ud800"])
 
 
 def test_text_needs_a_tokenizer_a_model_its_patch_and_a_session_its_memory(model: Any) -> None:
