@@ -147,8 +147,10 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
     def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         _check(trainer)
         ids = [_encoded(trainer, prompt) for prompt in prompts]
-        completions, logprobs = sampler(trainer, ids)
-        sampler.end()
+        try:
+            completions, logprobs = sampler(trainer, ids)
+        finally:
+            sampler.end()
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
 
     return roll_out

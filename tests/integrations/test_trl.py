@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -20,6 +21,7 @@ from prefixkit.integrations.trl import (
     session_rollouts,
 )
 from prefixkit.integrations.trl_importance import importance_ratio
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 PROMPTS = ["one and one is", "the sum of two and two is", "a b c"]
@@ -314,6 +316,18 @@ def test_a_rollout_function_samples_for_the_trainer_as_it_is(made):
         rows = [tuple(ids.tolist()) for ids in batch["completion_ids"]]
         assert len(set(rows)) == 12
     assert batches[0]["sampling_per_token_logps"].shape == batches[0]["completion_ids"].shape
+
+
+def test_a_rollout_function_that_raises_gives_its_memory_back(made):
+    def pools():
+        gc.collect()
+        return [one for one in gc.get_objects() if type(one) is KVPool]
+
+    trainer = made(GRPOTrainer, more={"rollout_func": session_rollouts(Rollouts(kv_budget="8KiB"))})
+    before = pools()  # of other tests
+    with pytest.raises(prefixkit.KVBudgetTooSmall):
+        trainer.train()
+    assert {*map(id, pools())} <= {*map(id, before)}
 
 
 @pytest.mark.parametrize(
