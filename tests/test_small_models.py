@@ -19,7 +19,7 @@ from prefixkit import Session, variants
 from tests.models.generate.generating import compared
 from tests.small_models import ENDINGS, HEAD, PROMPTS, SMALL, TOKENIZER, small_model, tokens_of
 
-NEW = 16
+NEW = 10
 SOURCES = Path(prefixkit.__file__).parent / "tree"
 
 

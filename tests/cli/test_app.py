@@ -130,15 +130,19 @@ def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, mon
         assert len(list(RunFolder(folder).samples())) == 18
 
 
-def test_two_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkeypatch):
+def test_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkeypatch):
+    """One part is of this process, and all that is left of the one that ``--devices`` starts."""
     out = tmp_path / "run"
     arguments = ["--model", folders["plain"], "--input", prompts, "-n", "17", "--max-new-tokens", "2", "--run", out]
-    monkeypatch.chdir(Path(__file__).parents[2])  # the processes import prefixkit from there
-    command = ["sample", *map(str, arguments), "--devices", "cpu,cpu"]
-    monkeypatch.setattr(sys, "argv", ["prefixkit", *command])  # which the processes get
-    assert "[cpu] " in run(*command).stderr
-    assert len(list(RunFolder(out).samples())) == 51
-    assert {path.stem[:4] for path in (out / "samples").iterdir()} == {"0of2", "1of2"}
+    run("sample", *arguments, "--shard", "0/2")
+    before = len(list(RunFolder(out).samples()))
+    monkeypatch.chdir(Path(__file__).parents[2])  # the process imports prefixkit from there
+    command = ["sample", *map(str, arguments), "--devices", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["prefixkit", *command])  # which the process gets
+    said = run(*command).stderr
+    assert "[cpu] " in said and f"51 samples in {out}, {before} of them from before" in " ".join(said.split())
+    assert 0 < before < len(list(RunFolder(out).samples())) == 51
+    assert {path.stem[:4] for path in (out / "samples").iterdir()} == {"0of2", "0of1"}
     said = run("sample", *arguments).stderr
     assert "51 of them from before" in said
     assert "tokens computed" not in said, "nothing is missing"

@@ -35,6 +35,17 @@ def model(plain: Any) -> Any:
     return prefixkit.patch(copy.deepcopy(plain), variant=VARIANT)
 
 
+@pytest.fixture(scope="module")
+def thin() -> Any:
+    """Of one layer, where many steps are taken for what is held."""
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def thin_model(thin: Any) -> Any:
+    return prefixkit.patch(copy.deepcopy(thin), variant=VARIANT)
+
+
 @pytest.fixture
 def prompts() -> list[list[int]]:
     """They share more than a window; one is shorter than the sinks."""
@@ -68,12 +79,12 @@ def test_samples_are_exact_far_beyond_the_window(plain: Any, model: Any, prompts
     check(plain, prompts[1:], [samples[0], samples[2]])
 
 
-def test_pages_stay_as_they_are(model: Any, prompts: list[list[int]]) -> None:
+def test_pages_stay_as_they_are(thin_model: Any, prompts: list[list[int]]) -> None:
     """A store is enough that holds the prompts, and of a sample what it says; one prompt is shorter than the sinks."""
     held, most, prompts = Held(SINKS, WINDOW), list[int](), [prompts[0], prompts[3]]
-    spec = prefixkit.models.kv_spec(model)
+    spec = prefixkit.models.kv_spec(thin_model)
     pages = sum(held.most_pages(16) + -(-len(prompt) // 16) for prompt in prompts)
-    with Session(model, kv_budget=pages * 16 * spec.bytes_per_token) as session:
+    with Session(thin_model, kv_budget=pages * 16 * spec.bytes_per_token) as session:
         tree = session.store.tree
 
         def watch(sampled: int) -> None:
@@ -86,21 +97,21 @@ def test_pages_stay_as_they_are(model: Any, prompts: list[list[int]]) -> None:
     assert result.report.preempted_swapped == result.report.preempted_recomputed == 0
 
 
-def test_samples_wait_until_what_they_will_hold_fits(plain: Any, model: Any, prompts: list[list[int]]) -> None:
-    spec, pages = prefixkit.models.kv_spec(model), 2 * Held(SINKS, WINDOW).most_pages(16) + 9
-    with Session(model, kv_budget=pages * 16 * spec.bytes_per_token) as session:
+def test_samples_wait_until_what_they_will_hold_fits(thin: Any, thin_model: Any, prompts: list[list[int]]) -> None:
+    spec, pages = prefixkit.models.kv_spec(thin_model), 2 * Held(SINKS, WINDOW).most_pages(16) + 9
+    with Session(thin_model, kv_budget=pages * 16 * spec.bytes_per_token) as session:
         result = session.generate(prompts[2:], n=2, max_new_tokens=280, seed=2, **OPTIONS)
         assert len(result) == 4
         assert result.report.preempted_swapped == result.report.preempted_recomputed == 0
         check_tree(session.store.tree)
-        check(plain, prompts[2:], [result[3]])
+        check(thin, prompts[2:], [result[3]])
         with pytest.raises(KVBudgetTooSmall, match="one sequence of prompt 0"):
             session.generate([prompts[0] * 20], max_new_tokens=300, **OPTIONS)
 
 
-def test_what_is_left_of_samples_is_no_prefix(plain: Any, model: Any, prompts: list[list[int]]) -> None:
+def test_what_is_left_of_samples_is_no_prefix(thin: Any, thin_model: Any, prompts: list[list[int]]) -> None:
     """A text that goes on where a sample ended is computed anew from where tokens are gone; prompts are found."""
-    with Session(model) as session:
+    with Session(thin_model) as session:
         first = session.generate(prompts[:2], max_new_tokens=270, seed=5, **OPTIONS)
         texts = [[*prompt, *sample.tokens] for prompt, sample in zip(prompts, first, strict=False)]
         check_tree(session.store.tree)
@@ -108,15 +119,15 @@ def test_what_is_left_of_samples_is_no_prefix(plain: Any, model: Any, prompts: l
         again = session.generate([[*text, 9] for text in texts], max_new_tokens=5, temperature=0, **OPTIONS)
         found = session.report.prompt_tokens_found - before
         assert len(prompts[0]) + len(prompts[1]) <= found + 2 <= 2 * 60 + 100
-        check(plain, [[*text, 9] for text in texts], [again[0]])
+        check(thin, [[*text, 9] for text in texts], [again[0]])
         repeated = session.generate(prompts[:2], max_new_tokens=40, seed=5, **OPTIONS)
         assert [sample.tokens for sample in repeated] == [sample.tokens[:40] for sample in first]
 
 
-def test_steps_one_by_one_give_pages_back_too(plain: Any, model: Any, prompts: list[list[int]]) -> None:
+def test_steps_one_by_one_give_pages_back_too(thin: Any, thin_model: Any, prompts: list[list[int]]) -> None:
     """Logits processors look at each token, so that the tree takes each step."""
     most = list[int]()
-    with Session(model, page_size=4) as session:
+    with Session(thin_model, page_size=4) as session:
         store = session.store
 
         def watch(sampled: int) -> None:
@@ -126,7 +137,7 @@ def test_steps_one_by_one_give_pages_back_too(plain: Any, model: Any, prompts: l
         result = session.generate(prompts[:1], n=2, on_step=watch, **options)
     assert max(most) <= -(-len(prompts[0]) // 4) + 2 * Held(SINKS, WINDOW).most_pages(4)
     assert max(most[120:-4]) - min(most[120:-4]) <= 2 * (64 // 4 + 2), "flat but for what is not worth a new plan"
-    check(plain, prompts, [result[0]])
+    check(thin, prompts, [result[0]])
 
 
 def test_beams_are_refused_before_anything_runs(model: Any, prompts: list[list[int]]) -> None:
