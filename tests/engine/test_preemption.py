@@ -37,9 +37,7 @@ def requests_of(seed, n=4, tokens=28, **params):
 
 @cache
 def searches_of(seed):
-    return [
-        Request(i, prompt, BeamParams(2 + i % 4, 2, max_new_tokens=28)) for i, prompt in enumerate(prompts_of(seed))
-    ]
+    return [Request(i, prompt, BeamParams(2 + i, 2, max_new_tokens=28)) for i, prompt in enumerate(prompts_of(seed, 4))]
 
 
 @cache

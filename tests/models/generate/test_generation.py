@@ -17,7 +17,7 @@ from tests.models.tiny_families import PECULIAR, VOCAB, make_model
 def test_the_tokens_of_each_family_are_those_without_the_patch(family, padded):
     model = make_model(family)
     for options in (SAMPLED, BEAMS):
-        want, got, cache = compared(model, padded, max_new_tokens=5, **options)
+        want, got, cache = compared(model, padded, max_new_tokens=4, **options)
         assert isinstance(cache, TreeCache)
         assert torch.equal(got, want), options
 
