@@ -23,6 +23,8 @@ from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, one_of_two, results, save_models
 
+pytestmark = pytest.mark.slow  # begun late, two workers would wait for one of them
+
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):

@@ -137,6 +137,7 @@ def browser() -> Iterator[Browser]:
     one.close()
 
 
+@pytest.mark.slow
 def test_no_page_is_wider_than_a_phone(browser: Browser, pages: dict[Path, Page], site: Path) -> None:
     wide = []
     browser.ask("Network.setBlockedURLs", urls=["*.js*"])  # scripts take longer than the pages, and change no width
@@ -148,6 +149,7 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, pages: dict[Path, Page]
     assert not wide
 
 
+@pytest.mark.slow
 def test_pages_that_are_opened_from_a_folder_can_be_searched(browser: Browser, site: Path) -> None:
     browser.open(site / "index.html", 1300)
     assert (site / "howto" / "memory.html").as_uri() in {found.partition("#")[0] for found in browser.value(SEARCH)}
