@@ -32,14 +32,14 @@ def merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None
     """
     top = parts[0].lse.clone() if sinks is None else torch.maximum(parts[0].lse, sinks)
     for part in parts[1:]:
-        head = _first(top, len(part.lse))
+        head = _first(top, part.lse.shape[0])
         torch.maximum(head, part.lse, out=head)
     if may_be_empty:
         top.masked_fill_(top == -math.inf, 0.0)  # -inf minus -inf would be NaN
-    weights = [torch.sub(part.lse, _first(top, len(part.lse))).exp_() for part in parts]
+    weights = [torch.sub(part.lse, _first(top, part.lse.shape[0])).exp_() for part in parts]
     total = weights[0].clone()
     for weight in weights[1:]:
-        _first(total, len(weight)).add_(weight)
+        _first(total, weight.shape[0]).add_(weight)
     if sinks is not None:
         total.add_(torch.exp(sinks - top))
     lse = top.add_(total.log())
@@ -47,7 +47,7 @@ def merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None
         total.masked_fill_(total == 0, 1.0)
     out = parts[0].out * weights[0].div_(total).unsqueeze(-1)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
-        rows = len(weight)
+        rows = weight.shape[0]
         _first(out, rows).addcmul_(part.out, weight.div_(_first(total, rows)).unsqueeze(-1))
     return State(out, lse)
 
@@ -68,4 +68,4 @@ def _spread(state: State, rows: Tensor, num_rows: int) -> State:
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:
-    return tensor if count == len(tensor) else tensor.narrow(0, 0, count)
+    return tensor if count == tensor.shape[0] else tensor.narrow(0, 0, count)

@@ -53,6 +53,8 @@ Positions = NDArray[np.intp]
 
 GREEDY = SamplingParams(temperature=0)  # of a beam: the log-probability of its likeliest token says those of others
 _ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
+_scratch = Scratch()  # five times as much at most, or a row of each
 _SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
 _SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
 
@@ -76,7 +78,7 @@ def sample_tokens(
     """Sample one token for every row.
 
     Args:
-        logits: ``[rows, vocab]`` float32, read only.  ``-inf`` masks a token.
+        logits: ``[rows, vocab]`` float32, bfloat16 or float16, read only.  ``-inf`` masks a token.
         params: One for all rows, or one for each.
         uniforms: ``[rows]`` float64 in [0, 1), one for each row (``rng.uniforms``); greedy rows ignore theirs.
         histories: For each row the tokens its sequence holds, prompt included, in any order and as often as they occur;
@@ -90,7 +92,7 @@ def sample_tokens(
         logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
 
     Raises:
-        TypeError: the logits are not float32.
+        TypeError: the logits have another dtype.
         ValueError: shapes disagree, or a penalised row has no history.
         BrokenLogits: a row holds NaN, +inf or no finite logit, or its scores leave float32.
         NothingAllowed: of a row's allowed tokens none has a finite score.
@@ -101,17 +103,23 @@ def sample_tokens(
     tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
     logprobs = torch.empty(rows, dtype=torch.float32, device="cpu")
     at_once = max(1, min(_ELEMENTS_AT_ONCE // max(vocab, 1), rows))
-    scratch, log_softmax = Scratch(at_once, vocab), torch.empty(at_once, vocab, dtype=torch.float32, device="cpu")
     for begin in range(0, rows, at_once):
         part = slice(begin, begin + at_once)
-        some = logits[part].detach().cpu()
-        raw = torch.log_softmax(some, dim=-1, out=log_softmax[: len(some)])
+        some = _float32(logits[part].detach().cpu())
+        raw = torch.log_softmax(some, dim=-1, out=torch.from_numpy(_scratch.rows("log_softmax", *some.shape)))
         _check_finite(raw, logits, begin)
         scores = _scores(some.numpy(), each[part], seen[part], may[part])
         own = None if drawn is None else drawn[part]
-        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], scratch, own), device="cpu")
+        tokens[part] = torch.tensor(_sample_rows(scores, each[part], uniforms[part], own), device="cpu")
         logprobs[part] = raw.gather(1, tokens[part, None])[:, 0]
     return tokens.to(logits.device), logprobs.to(logits.device)
+
+
+def _float32(logits: Tensor) -> Tensor:
+    """The same numbers in float32."""
+    if logits.dtype == torch.float32:
+        return logits
+    return torch.from_numpy(_scratch.rows("logits", *logits.shape)).copy_(logits)
 
 
 def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
@@ -145,8 +153,8 @@ def _check(
     histories: Sequence[Ids] | None,
 ) -> tuple[list[SamplingParams], Sequence[Ids | None]]:
     """Parameters and history of each row, or an error that says which argument does not fit."""
-    if logits.dtype != torch.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}; convert them with .float()")
+    if logits.dtype not in _FLOATS:
+        raise TypeError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}; convert them with .float()")
     if logits.ndim != 2 or (logits.shape[0] and not logits.shape[1]):
         raise ValueError(f"logits must have shape [rows, vocab], got {list(logits.shape)}")
     rows = len(logits)
@@ -225,7 +233,6 @@ def _sample_rows(
     scores: Floats,
     params: Sequence[SamplingParams],
     uniforms: NDArray[np.float64],
-    scratch: Scratch,
     drawn: Floats | None,
 ) -> list[int]:
     tokens, whole = [0] * len(params), []
@@ -242,7 +249,7 @@ def _sample_rows(
             whole.append(row)
     if whole:
         some_scores = scores if len(whole) == len(params) else scores[whole]
-        weights = weigh(some_scores, [params[row].temperature for row in whole], scratch)
+        weights = weigh(some_scores, [params[row].temperature for row in whole], _scratch)
         sums = block_sums(weights)
         for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
             tokens[row], left = _sample_weighed(score, weight, blocks, params[row], float(uniforms[row]))

@@ -6,6 +6,7 @@ The arithmetic is part of the specification in ``sampling``; ``csrc/sampling/sam
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,11 +36,20 @@ def rate(temperature: float) -> np.float32:
         return np.float32(max(LOG2E / np.float32(temperature), np.finfo(np.float32).tiny))
 
 
-class Scratch:
-    """Workspace for the weights of some rows: fresh pages each time would take as long as the arithmetic."""
+class Scratch(threading.local):
+    """Workspace for rows of numbers, which a thread keeps: fresh pages each time would take as long as the
+    arithmetic.
+    """
 
-    def __init__(self, rows: int, vocab: int) -> None:
-        self.power, self.whole, self.weights = (np.empty((rows, vocab), dtype=np.float32) for _ in range(3))
+    def __init__(self) -> None:
+        self._buffers: dict[str, Floats] = {}
+
+    def rows(self, use: str, rows: int, tokens: int) -> Floats:
+        """``[rows, tokens]`` with anything in it, good until the next that is asked for the same use."""
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.size < rows * tokens:
+            buffer = self._buffers[use] = np.empty(rows * tokens, dtype=np.float32)
+        return buffer[: rows * tokens].reshape(rows, tokens)
 
 
 def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None = None) -> Floats:
@@ -48,14 +58,13 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
     Args:
         scores: ``[rows, vocab]`` penalised logits, the largest of each row finite.
         temperatures: ``[rows]`` above 0.
-        scratch: Where to put them, for at least as many rows.
+        scratch: Where to put them; None: they are the caller's.
 
     Returns:
         ``[rows, vocab]`` float32 that hold whole numbers from 0 to 2**39.
     """
-    rows = len(scores)
-    space = scratch or Scratch(*scores.shape)
-    power, whole, weights = space.power[:rows], space.whole[:rows], space.weights[:rows]
+    space = Scratch() if scratch is None else scratch
+    power, whole, weights = (space.rows(use, *scores.shape) for use in ("power", "whole", "weights"))
     with np.errstate(over="ignore"):  # to -inf, which has no weight
         np.subtract(scores, scores.max(1, keepdims=True), out=power)
         power *= np.array([rate(temperature) for temperature in temperatures])[:, None]

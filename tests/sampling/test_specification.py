@@ -245,6 +245,13 @@ def test_log_probabilities_are_the_models_own(params):
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_count_as_the_same_numbers_in_float32(dtype):
+    logits, u = normal(6, 4, 2000, 4.0).to(dtype), np.array([0.1, 0.4, 0.7, 0.99])
+    found, expected = (sample_tokens(of, SamplingParams(top_p=0.9), u) for of in (logits, logits.float()))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("params", FILTERS, ids=label)
 def test_the_callers_logits_are_left_alone(params):
     logits = normal(7, 3, 500, 2.0)
@@ -303,8 +310,8 @@ def test_logits_that_cannot_be_sampled_from_name_their_row(value, message, param
 
 def test_arguments_that_do_not_fit_say_so():
     logits, u = torch.zeros(2, 5), np.zeros(2)
-    with pytest.raises(TypeError, match=r"float32, got torch.bfloat16; convert them with .float"):
-        sample_tokens(logits.bfloat16(), SamplingParams(), u)
+    with pytest.raises(TypeError, match=r"float32, bfloat16 or float16, got torch.float64; convert them with .float"):
+        sample_tokens(logits.double(), SamplingParams(), u)
     with pytest.raises(ValueError, match=r"\[rows, vocab\], got \[5\]"):
         sample_tokens(logits[0], SamplingParams(), u)
     with pytest.raises(ValueError, match="uniforms must have one entry for each of the 2 rows of logits, got 3"):

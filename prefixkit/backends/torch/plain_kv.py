@@ -63,16 +63,16 @@ def append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Te
 
 
 def _append_on_cpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
-    num_slots = pages[0].shape[0] * pages[0].shape[1]
-    # Plus one, and seen as unsigned, only what is neither -1 nor a slot lies above num_slots; and -1 is 0.
-    shifted = slots.numpy().view(np.uint64) + np.uint64(1)
-    if len(shifted) and int(shifted.max()) > num_slots:
-        raise IndexError(
-            f"{op}: slots {int(slots.min())}..{int(slots.max())}, but the pages hold slots 0..{num_slots - 1}, and "
-            "only -1 says that a row writes nothing"
-        )
-    if not shifted.all():
-        rows = torch.from_numpy(np.flatnonzero(shifted))
+    num_slots, numbers = pages[0].shape[0] * pages[0].shape[1], slots.numpy()
+    # Seen as unsigned, -1 and all that is no slot lie beyond them.
+    if numbers.view(np.uint64).max(initial=0) >= num_slots:
+        writes = numbers != -1
+        if (numbers[writes].view(np.uint64) >= num_slots).any():
+            raise IndexError(
+                f"{op}: slots {int(numbers.min())}..{int(numbers.max())}, but the pages hold slots "
+                f"0..{num_slots - 1}, and only -1 says that a row writes nothing"
+            )
+        rows = torch.from_numpy(np.flatnonzero(writes))
         states, slots = [of[rows] for of in states], slots[rows]
     for each, values in zip(pages, states, strict=True):
         page_size = each.shape[1]

@@ -53,7 +53,7 @@ def _sample(
     if allowed is not None:
         for place in np.flatnonzero(table["masked"][rows]).tolist():
             may[place] = tokens_of(allowed[rows[place]])
-    sampled, sampled_logprobs = _sample_rows(active.float(), table[rows], seen if every else seen[rows], how, may)
+    sampled, sampled_logprobs = _sample_rows(active, table[rows], seen if every else seen[rows], how, may)
     tokens[rows], logprobs[rows] = sampled, sampled_logprobs
     if drawn is not None:
         drawn[rows] = how

@@ -175,8 +175,7 @@ def _finish(
     own: Own = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """The program's result in the op's dtype."""
-    state = run_reading(program, q, read, scale, variant, sinks, own)
-    return state.out if variant.is_part else state.out.to(q.dtype), state.lse
+    return run_reading(program, q, read, scale, variant, sinks, own, torch.float32 if variant.is_part else q.dtype)
 
 
 def run_reading(
@@ -187,33 +186,21 @@ def run_reading(
     variant: Variant,
     sinks: Tensor | None = None,
     own: Own = NOTHING,
+    dtype: torch.dtype = torch.float32,
 ) -> State:
-    """The state of queries over K and V that ``read`` gives; what is computed on a CPU is float32."""
-    sinks = None if sinks is None else sinks.to(torch.float32)
-    return _run(program, q.to(torch.float32) if program.on_cpu else q, read, scale, variant, sinks, own)
-
-
-def _run(
-    program: Program,
-    q: Tensor,
-    read: Read,
-    scale: float,
-    variant: Variant,
-    sinks: Tensor | None,
-    own: Own,
-) -> State:
-    """One program on queries ``[T, heads, head_dim]``; the state comes back contiguous, in query-head order."""
-    heads = program.heads
-    q = grouped = q.contiguous()
-    if any(call.grouped for call in program.calls):
-        grouped = q.view(-1, heads.kv_heads, heads.gqa_group, heads.head_dim).transpose(1, 2).contiguous()
+    """The state of queries ``[T, heads, head_dim]`` over K and V that ``read`` gives, contiguous, its output in a
+    dtype; what is computed on a CPU is float32.
+    """
+    heads, inside = program.heads, torch.float32 if program.on_cpu else q.dtype
+    by_group = q.view(q.shape[0], heads.kv_heads, heads.gqa_group, heads.head_dim).transpose(1, 2)
+    queries = {way: _dense(by_group if way else q, inside) for way in {call.grouped for call in program.calls}}
     numbers = heads.numbers(q.device) if variant.score_mods else None
     states = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
         k, v = read(call)
         count = call.batch * call.rows
-        rows = pick(grouped if call.grouped else q, call.row, count)
+        rows = pick(queries[call.grouped], call.row, count)
         if call.places is not None and not call.biased:
             out, lse = scored_attention(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
         else:
@@ -227,22 +214,30 @@ def _run(
         lse = lse.transpose(1, 2).reshape(count, heads.heads)
         state = State(out, lse)
         states.append(_in_query_order(state, heads) if call.grouped and not program.grouped else state)
-    if sinks is not None and program.grouped:
-        sinks = sinks.view(heads.kv_heads, heads.gqa_group).T.reshape(-1)
-    shape = len(q), heads.heads, heads.value_dim
+    if sinks is not None:
+        sinks = sinks.to(torch.float32)
+        if program.grouped:
+            sinks = sinks.view(heads.kv_heads, heads.gqa_group).T.reshape(-1)
+    shape = q.shape[0], heads.heads, heads.value_dim
     state = run_merge(program.merge, states, shape, q.device, program.may_be_empty, sinks)
-    state = _in_query_order(state, heads) if program.grouped else state
-    out = state.out * state.lse.exp()[..., None] if variant.sums else state.out  # means become sums
-    return State(out.contiguous(), state.lse.contiguous())
+    if variant.sums:  # means become sums
+        state = State(state.out * state.lse.exp()[..., None], state.lse)
+    if program.grouped:
+        return _in_query_order(state, heads, dtype)
+    return State(_dense(state.out, dtype), state.lse.contiguous())
 
 
-def _in_query_order(state: State, heads: Heads) -> State:
-    """Heads from the order ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``, contiguous."""
-    if heads.gqa_group == 1:
-        return state
-    out = state.out.view(-1, heads.gqa_group, heads.kv_heads, heads.value_dim).transpose(1, 2)
-    lse = state.lse.view(-1, heads.gqa_group, heads.kv_heads).transpose(1, 2)
-    return State(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
+def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in a dtype; copied once if at all."""
+    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _in_query_order(state: State, heads: Heads, dtype: torch.dtype = torch.float32) -> State:
+    """Heads from the order ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``; contiguous, ``out`` in a dtype."""
+    rows, group, kv_heads = state.lse.shape[0], heads.gqa_group, heads.kv_heads
+    out = state.out.view(rows, group, kv_heads, heads.value_dim).transpose(1, 2)
+    lse = state.lse.view(rows, group, kv_heads).transpose(1, 2)
+    return State(_dense(out, dtype).view(state.out.shape), lse.reshape(state.lse.shape))
 
 
 def _kernel(

@@ -33,7 +33,7 @@ def pick(tensor: Tensor, index: Index, count: int) -> Tensor:
     """``[count, ...]`` rows of a tensor; a view where they are consecutive."""
     if isinstance(index, Tensor):
         return tensor.index_select(0, index)
-    return tensor if count == len(tensor) else tensor.narrow(0, index, count)
+    return tensor if count == tensor.shape[0] else tensor.narrow(0, index, count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def run_merge(
     merged = parts[0] if len(parts) == 1 and sinks is None else merge_parts(parts, may_be_empty, sinks)
     if merge.sorted_index is None:
         return merged
-    if len(merged.lse) < shape[0]:
+    if merged.lse.shape[0] < shape[0]:
         merged = _with_empty_rows(merged, shape, device, sinks)
     return State(*(tensor.index_select(0, merge.sorted_index) for tensor in merged))
 
