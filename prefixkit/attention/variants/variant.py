@@ -26,7 +26,7 @@ from prefixkit.attention.variants.expression import Captured, Expression, Type
 from prefixkit.attention.variants.function_digest import captured, fingerprint
 from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
 from prefixkit.attention.variants.transforms import Streaming, Transform, Transforms
-from prefixkit.attention.variants.visibility import mask_bounds, without_causality
+from prefixkit.attention.variants.visibility import by_distance, mask_bounds, without_causality
 from prefixkit.attention.visible import ALL, Visible
 
 
@@ -143,6 +143,16 @@ class Variant:
         found = [None if mod.expression is None else mod.expression.bias for mod in self.score_mods]
         biases = tuple(bias for bias in found if bias is not None)
         return biases if len(biases) == len(found) else None
+
+    @cached_property
+    def by_distance(self) -> bool:
+        """Whether what it adds to scores, and what it hides, are the same wherever a query and a key are as far apart;
+        False where it adds nothing.
+        """
+        masks = [mod.expression for mod in self.mask_mods]
+        return bool(self.biases) and all(
+            each is not None and not each.reads("b") and by_distance(each) for each in (*(self.biases or ()), *masks)
+        )
 
     @cached_property
     def captured(self) -> tuple[Captured, ...]:

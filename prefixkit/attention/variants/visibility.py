@@ -13,6 +13,7 @@ from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node,
 _Q, _KV = ARGUMENTS.index("q_idx"), ARGUMENTS.index("kv_idx")
 # a OP b as a sum that is at least 0: which operand counts as positive, and what is added to integers.
 _ORDERS = {"ge": (0, 0), "gt": (0, -1), "le": (1, 0), "lt": (1, -1)}
+_COMPARISONS = (*_ORDERS, "eq", "ne")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def without_causality(mask: Expression) -> Expression | None:
         nodes.append(Node("and", (left[0] if len(nodes) == len(mask.nodes) else len(nodes) - 1, number), Type.BOOL))
     result = left[0] if len(left) == 1 else len(nodes) - 1
     return closed(nodes, result, mask.scalars, mask.tensors) if left else None
+
+
+def by_distance(expression: Expression) -> bool:
+    """Whether a value provably depends on positions by the distance from query to key alone."""
+    found = list[bool]()
+    for number, node in enumerate(expression.nodes):
+        if node.op in _COMPARISONS and (difference := _difference(expression, *node.args)) is not None:
+            found.append(difference.q + difference.kv == 0 or all(found[arg] for arg in node.args))
+        elif (linear := _linear(expression, number)) is not None:
+            found.append(linear.q + linear.kv == 0)
+        else:
+            found.append(all(found[arg] for arg in node.args))
+    return found[-1]
 
 
 def _term_numbers(mask: Expression, number: int) -> list[int]:

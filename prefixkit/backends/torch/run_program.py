@@ -11,7 +11,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.variants import Variant, lookup
 from prefixkit.backends.torch.host_planner import BoundPlan, find_plan
 from prefixkit.backends.torch.plain_scores import NOTHING, Own, scored_attention
-from prefixkit.backends.torch.program.attention_calls import Call, bias_of, flash_mask, hidden_rows
+from prefixkit.backends.torch.program.attention_calls import Call, biased_mask, hidden_rows
 from prefixkit.backends.torch.program.layer_program import Program
 from prefixkit.backends.torch.program.merge import pick, run_merge
 from prefixkit.backends.torch.read_keys import Expand, Read, check_layout, check_layouts, expand_keys, read_kv
@@ -206,8 +206,8 @@ def run_reading(
         else:
             assert isinstance(k, Tensor), "scores are computed for others"
             mask = call.mask
-            if call.biased and call.places is not None:
-                mask = flash_mask(mask, bias_of(variant, call.places, heads), call.rows, heads, grouped=call.grouped)
+            if call.biased:
+                mask = biased_mask(call, variant, heads)
             out, lse = _kernel(call, mask, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
         out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)

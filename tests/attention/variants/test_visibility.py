@@ -9,7 +9,7 @@ import torch
 
 from prefixkit.attention.variants.evaluate import evaluate
 from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
-from prefixkit.attention.variants.visibility import MaskBounds, mask_bounds, without_causality
+from prefixkit.attention.variants.visibility import MaskBounds, by_distance, mask_bounds, without_causality
 
 CAUSAL, NOTHING = MaskBounds(causal=True), MaskBounds()
 CASES: list[tuple[Any, MaskBounds]] = [
@@ -83,3 +83,22 @@ def test_a_bias_is_what_is_added_to_scores_and_does_not_depend_on_them(score_mod
         assert not found.reads("score")
         got = evaluate(found, q_idx=q, kv_idx=kv).expand(30, 30)
         torch.testing.assert_close(got, bias(q, kv).float().expand(30, 30))
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (lambda b, h, q, kv: kv <= q, True),
+        (lambda b, h, q, kv: (q - kv) ** 2 + h < 7, True),
+        (lambda b, h, q, kv: (kv + 3 - q).abs() // 2 == h, True),
+        (lambda b, h, q, kv: q - (kv - 1) != 4, True),
+        (lambda b, h, q, kv: h == b, True),
+        (lambda b, h, q, kv: q + kv < 9, False),
+        (lambda b, h, q, kv: q // 2 == kv // 2, False),
+        (lambda b, h, q, kv: (q - kv < 3) | (kv < 4), False),
+        (lambda b, h, q, kv: 2 * q - kv > q, False),
+    ],
+)
+def test_what_depends_on_distances_alone_is_known(mask: Any, expected: bool) -> None:
+    """``2 * q`` is a product, which is not looked into: what is not known counts as dependent on positions."""
+    assert by_distance(trace(mask, MASK_MOD)) == expected

@@ -54,6 +54,7 @@ class Call:
             that is ``biased``.
         biased: torch's flash attention serves, but the biases that are added to scores as its mask are made
             in each run, for they are too large to hold; ``mask`` is what is visible, bool.
+        descending: ``row`` goes down by one, so that a mask by distance is a view: see :func:`distance_mask`.
     """
 
     batch: int
@@ -67,6 +68,7 @@ class Call:
     empty: Tensor | None
     places: Places | None
     biased: bool = False
+    descending: bool = False
 
 
 def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
@@ -163,6 +165,12 @@ def make_call(
         kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
         places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
+    if views and len(runs) == 1:
+        slot: Index = int(tiles.slot[runs[0]])
+    else:
+        slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
+    if flash and places is not None and _by_distance(mask, places, heads, variant):
+        return _descending(row[0], slot, places, heads, variant, room)
     last = torch.from_numpy(tree.reach[row])[:, None, :, None] if variant.looks_ahead else None
     if mask == LIMITED:
         each = tiles.limit_begin[batch][:, None] + row - tiles.row[batch][:, None]
@@ -174,10 +182,6 @@ def make_call(
         visible = _narrowed(by_tile, allowed, (len(batch), -1, most, longest))
     if visible is not None and not bool(visible.any()):
         return None
-    if views and len(runs) == 1:
-        slot: Index = int(tiles.slot[runs[0]])
-    else:
-        slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
     call = Call(
         batch=len(batch),
         rows=most,
@@ -213,6 +217,46 @@ def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant:
     mask = flash_mask(call.mask, bias, call.rows, heads, grouped=grouped)
     empty = None if mask is None else hidden_rows(mask)
     return replace(call, mask=mask, empty=empty if empty is not None and bool(empty.any()) else None, places=None)
+
+
+def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> bool:
+    """Whether a call is one tile of consecutive queries and keys, whose biases and masks are those of distances."""
+    return (
+        variant.by_distance
+        and mask in (FULL, TRIANGLE)
+        and places.q.shape[0] == 1
+        and places.q.shape[2] >= heads.tuning.group_rows
+        and bool((places.q.diff(dim=2) == 1).all())
+        and bool((places.kv.diff(dim=3) == 1).all())
+    )
+
+
+def _descending(row: Array, slot: Index, places: Places, heads: Heads, variant: Variant, room: int) -> Call:
+    """The call for such a tile."""
+    call = Call(
+        batch=1,
+        rows=len(row),
+        length=places.kv.shape[3],
+        row=index_of(row[::-1].copy()),
+        slot=slot,
+        causal=False,
+        grouped=False,
+        mask=None,
+        empty=None,
+        places=Places(places.b, places.q.flip(2), places.kv),
+        biased=True,
+        descending=True,
+    )
+    mask = biased_mask(call, variant, heads)
+    if elements_of(mask) > room:
+        return call
+    empty = hidden_rows(mask)
+    return replace(call, mask=mask, empty=empty if bool(empty.any()) else None, places=None, biased=False)
+
+
+def elements_of(mask: Tensor) -> int:
+    """What a mask takes in memory."""
+    return mask.untyped_storage().nbytes() // mask.itemsize
 
 
 def _padded(values: Array, tokens: Array) -> Array:
@@ -253,6 +297,33 @@ def bias_of(variant: Variant, places: Places, heads: Heads) -> Tensor:
     found = sum(others, start=first).to(torch.float32)
     found = found[(None,) * (4 - found.ndim)]
     return found.expand(*found.shape[:3], places.kv.shape[3])
+
+
+def biased_mask(call: Call, variant: Variant, heads: Heads) -> Tensor:
+    """The mask of a call that is ``biased``."""
+    assert call.places is not None, "biases are made of them"
+    if call.descending:
+        return distance_mask(call.places, variant, heads)
+    mask = flash_mask(call.mask, bias_of(variant, call.places, heads), call.rows, heads, grouped=call.grouped)
+    assert mask is not None, "there are biases"
+    return mask
+
+
+def distance_mask(places: Places, variant: Variant, heads: Heads) -> Tensor:
+    """Biases and masks by distance as a mask ``[1, heads or 1, rows, length]`` of torch's flash attention.
+
+    Where queries go down by one and keys go up, query i and key j are as far apart as the first query and key i + j.
+    So the mask is a view of the first query's row, which goes on for as many keys as there are queries: the mask is
+    never written, and its values stay in the caches.
+    """
+    rows, length = places.q.shape[2], places.kv.shape[3]
+    first = Places(places.b[:, :, :1], places.q[:, :, :1], places.kv[..., :1] + torch.arange(rows + length - 1))
+    values = bias_of(variant, first, heads)
+    if not variant.looks_ahead:
+        values = values.masked_fill(first.kv > first.q, -torch.inf)
+    if variant.mask_mods:
+        values = values.masked_fill(~variant.shows(first.b, heads.numbers(), first.q, first.kv), -torch.inf)
+    return values[:, :, 0].contiguous().unfold(2, length, 1)
 
 
 def flash_mask(visible: Tensor | None, bias: Tensor | None, rows: int, heads: Heads, *, grouped: bool) -> Tensor | None:

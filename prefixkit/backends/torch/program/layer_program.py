@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import UNNUMBERED, StepTree, UnnumberedSequences
 from prefixkit.attention.variants import Variant
-from prefixkit.backends.torch.program.attention_calls import Call, batches, make_call
+from prefixkit.backends.torch.program.attention_calls import Call, batches, elements_of, make_call
 from prefixkit.backends.torch.program.merge import Merge, plan_merge
 from prefixkit.backends.torch.program.row_blocks import LIMITED_ROWS
 from prefixkit.backends.torch.program.tiles import LIMITED, Array, Tiles, make_tiles, split_keys
@@ -95,7 +95,10 @@ def compile_program(
     one_size = expanded or heads.value_dim == heads.head_dim
     flash = on_cpu and not scored and variant.biases is not None and one_size
     scored = not flash or bool(variant.mods)
-    most_rows = (heads.tuning.masked_rows if flash else heads.tuning.scored_rows) if scored else None
+    most_rows = None
+    if scored:
+        masked = heads.tuning.distance_rows if variant.by_distance else heads.tuning.masked_rows
+        most_rows = masked if flash else heads.tuning.scored_rows
     most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
     limited_rows = None if expanded else LIMITED_ROWS  # the keys of each tile would be expanded anew
@@ -109,13 +112,16 @@ def compile_program(
     calls: list[Call] = []
     room = heads.tuning.call_elements  # for biases that are made once
     call_of, first = np.full((2, len(tiles)), -1, dtype=np.int64)
+    descending = np.zeros(len(tiles), dtype=bool)
     for batch in batches(tiles, heads, most if scored else None):
         call = make_call(tiles, batch, tree, plan.limits, heads, variant, device, flash=flash, views=on_cpu, room=room)
         if call is not None:
-            room -= 0 if call.mask is None else call.mask.numel()
+            room -= 0 if call.mask is None else elements_of(call.mask)
             call_of[batch], first[batch] = len(calls), np.arange(len(batch)) * call.rows
+            descending[batch] = call.descending
             calls.append(call)
     row, tile, within = _partials(plan, tree.queries.num_rows, tiles, call_of)
+    within = np.where(descending[tile], tiles.rows[tile] - 1 - within, within)
     heights = np.array([call.batch * call.rows for call in calls], dtype=np.int64)
     return Program(
         heads=heads,
