@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,6 +77,26 @@ def _of_floats(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda x: function(_float(x))
 
 
+# Elements for which oneDNN's tanh is faster, copies of them included: fewer cost more than the arithmetic, and fresh
+# memory for more does.  It errs by 7.9e-8 of its value at most, and torch's by 6.0e-8; on CPUs other than x86 it is
+# another function.
+_ONEDNN_FEWEST, _ONEDNN_MOST = 1 << 14, 1 << 17
+
+
+@cache
+def _onednn_on_x86() -> bool:
+    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """2.8 times as fast as torch's where that calls MKL's (Zen 4, with AVX-512)."""
+    fits = x.dtype == torch.float32 and _ONEDNN_FEWEST <= x.numel() <= _ONEDNN_MOST
+    if fits and x.device.type == "cpu" and _onednn_on_x86():
+        return torch.tanh(x.reshape(-1).to_mkldnn()).to_dense().view(x.shape)
+    return torch.tanh(x)
+
+
 def _minimum(x: Any, y: Any) -> Any:
     return torch.where(torch.as_tensor(x < y), x, y)
 
@@ -119,7 +140,7 @@ OPERATIONS: dict[str, Operation] = {
     "log": Operation(1, _always(Type.FLOAT), _of_floats(torch.log)),
     "log2": Operation(1, _always(Type.FLOAT), _of_floats(torch.log2)),
     "log1p": Operation(1, _always(Type.FLOAT), _of_floats(torch.log1p)),
-    "tanh": Operation(1, _always(Type.FLOAT), _of_floats(torch.tanh)),
+    "tanh": Operation(1, _always(Type.FLOAT), _of_floats(_tanh)),
     "sigmoid": Operation(1, _always(Type.FLOAT), _of_floats(torch.sigmoid)),
     "logsigmoid": Operation(1, _always(Type.FLOAT), _of_floats(torch.nn.functional.logsigmoid)),
     "sqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.sqrt)),

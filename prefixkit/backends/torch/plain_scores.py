@@ -11,7 +11,7 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.program.attention_calls import Call, Places
 from prefixkit.backends.torch.program.merge import pick
-from prefixkit.backends.torch.read_keys import Keys
+from prefixkit.backends.torch.read_keys import Keys, scratch
 from prefixkit.backends.torch.tuning import Heads
 
 
@@ -28,6 +28,9 @@ class Own(NamedTuple):
 
 
 NOTHING = Own()
+# Scores that a variant changes at once on a CPU: 512 KiB, so that what it makes on the way stays in the second-level
+# cache, and in memory that the allocator does not give back.
+_CHANGED_AT_ONCE = 1 << 17
 
 
 def _shown(call: Call, places: Places, selected: Tensor | None) -> Tensor | None:
@@ -44,6 +47,18 @@ def _biases(call: Call, places: Places, bias: Tensor) -> Tensor:
     mine = pick(bias, call.row, call.batch * call.rows)
     mine = mine.view(call.batch, call.rows, *mine.shape[1:]).transpose(1, 2)
     return mine.gather(3, places.kv.expand(-1, *mine.shape[1:3], -1))
+
+
+def _changed(score: Tensor, places: Places, variant: Variant, numbers: Tensor) -> Tensor:
+    """Scores ``[batch, heads, rows, length]`` as the variant changes them; on a CPU some heads at a time, in place."""
+    shape = score.shape
+    heads = shape[1] if score.is_cuda else max(1, _CHANGED_AT_ONCE * shape[1] // max(1, score.numel()))
+    if heads >= shape[1]:
+        changed = variant.change(score, places.b, numbers, places.q, places.kv).to(torch.float32)
+        return changed if changed.shape == shape else changed.expand(shape).clone()  # without the products in it
+    for part, h in zip(torch.split(score, heads, 1), torch.split(numbers, heads), strict=True):
+        part.copy_(variant.change(part, places.b, h, places.q, places.kv))
+    return score
 
 
 def scored_attention(
@@ -66,14 +81,13 @@ def scored_attention(
         states.reshape(batch * kv_heads, call.length, states.shape[3])
         for states in (*(k if isinstance(k, tuple) else (k,)), v)
     )
-    score = _scores(q, keys, scale).view(batch, heads.heads, rows, call.length)
+    # A call's scores are weights before the next call's are computed.
+    space = None if q.is_cuda else scratch.matrix(2, batch * heads.heads * rows, call.length, torch.float32)
+    score = _scores(q, keys, scale, space).view(batch, heads.heads, rows, call.length)
     if own.bias is not None:
         score += _biases(call, places, own.bias)
     if numbers is not None:
-        shape = score.shape
-        score = variant.change(score, places.b, numbers, places.q, places.kv).to(torch.float32)
-        if score.shape != shape:  # it does not depend on the products
-            score = score.expand(shape).clone()
+        score = _changed(score, places, variant, numbers)
     if (shown := _shown(call, places, own.selected)) is not None:
         score.masked_fill_(~shown, -torch.inf)
     # On a GPU at once takes no less time, and errs more once parts are merged.
@@ -94,7 +108,7 @@ def _weights(score: Tensor, *, normalized: bool) -> tuple[Tensor, Tensor | None,
         weight = score.sub_(top.masked_fill(hidden, 0.0)[..., None]).exp_()
         total = weight.sum(dim=-1)
         return weight, total.masked_fill(hidden, 1.0)[..., None], top + total.log()
-    weight = torch.softmax(score, dim=-1)
+    weight = torch.softmax(score, dim=-1, out=score)
     # The largest weight is one over the sum of exponentials below the largest score.
     lse = top - weight.amax(dim=-1).log()
     if bool(hidden.any()):
@@ -103,10 +117,12 @@ def _weights(score: Tensor, *, normalized: bool) -> tuple[Tensor, Tensor | None,
     return weight, None, lse
 
 
-def _scores(q: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
-    """``[batch, rows, length]`` float32 ``scale * q k``; keys' elements lie in several tensors, one after another."""
+def _scores(q: Tensor, keys: Sequence[Tensor], scale: float, space: Tensor | None) -> Tensor:
+    """``[batch, rows, length]`` float32 ``scale * q k``, in ``space`` if it is given; keys' elements lie in several
+    tensors, one after another.
+    """
     first, *others = keys
-    score = _product(q[..., : first.shape[2]], first.transpose(1, 2), scale)
+    score = _product(q[..., : first.shape[2]], first.transpose(1, 2), scale, space)
     done = first.shape[2]
     for part in others:
         score += _product(q[..., done : done + part.shape[2]], part.transpose(1, 2), scale)
@@ -114,9 +130,9 @@ def _scores(q: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
     return score
 
 
-def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale * a @ b`` for batches of matrices, summed and returned in float32."""
-    if a.dtype == torch.float32 or a.device.type != "cuda":
-        found = torch.bmm(a.float(), b.float())
-        return found if scale == 1.0 else found.mul_(scale)
-    return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
+def _product(a: Tensor, b: Tensor, scale: float = 1.0, space: Tensor | None = None) -> Tensor:
+    """``scale * a @ b`` for batches of matrices, summed and returned in float32, in ``space`` if it is given."""
+    if a.dtype != torch.float32 and a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32).mul_(scale)
+    found = torch.bmm(a.float(), b.float(), out=None if space is None else space.view(*a.shape[:2], b.shape[2]))
+    return found if scale == 1.0 else found.mul_(scale)  # as a factor of the product it would round otherwise

@@ -43,15 +43,16 @@ class Scratch(threading.local):
     """Buffers that a CPU thread keeps until it ends: fresh ones would cost a page fault per 4 KB, as much as filling
     them.
 
-    There are ten at most, for keys and for values in five dtypes, each of up to ``Tuning.call_elements`` elements, so a
-    thread keeps 416 MiB at most, and 128 MiB while all is float32.  What a call needs beyond that is its own.
+    There are eleven at most, for keys and for values in five dtypes and for scores, each of up to
+    ``Tuning.call_elements`` elements, so a thread keeps 480 MiB at most, and 128 MiB while all is float32 and no scores
+    are in memory.  What a call needs beyond that is its own.
     """
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def matrix(self, use: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """``[rows, width]`` for keys (``use`` 0) or values (1), with anything in it."""
+        """``[rows, width]`` for keys (``use`` 0), values (1) or scores (2), with anything in it."""
         elements = rows * width
         buffer = self.buffers.get((use, dtype))
         if buffer is None or buffer.shape[0] < elements:
@@ -62,7 +63,7 @@ class Scratch(threading.local):
         return buffer.as_strided((rows, width), (width, 1))
 
 
-_scratch = Scratch()
+scratch = Scratch()
 _NUMBERS = torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float()  # of e4m3, by their bytes
 
 
@@ -74,14 +75,14 @@ def read_keys(call: Call, pages: Tensor, use: int) -> Tensor:
     if isinstance(call.slot, int):
         keys = slots.narrow(0, call.slot, tokens)
     else:
-        keys = _scratch.matrix(use, tokens, width, slots.dtype)
+        keys = scratch.matrix(use, tokens, width, slots.dtype)
         torch.index_select(slots, 0, call.slot, out=keys)
     if keys.dtype == FP8:  # by a table: torch converts e4m3 number by number, a quarter as fast
-        index = _scratch.matrix(use, tokens, width, torch.int32).copy_(keys.view(torch.uint8))
-        keys = _scratch.matrix(use, tokens, width, torch.float32)
+        index = scratch.matrix(use, tokens, width, torch.int32).copy_(keys.view(torch.uint8))
+        keys = scratch.matrix(use, tokens, width, torch.float32)
         torch.index_select(_NUMBERS, 0, index.view(-1), out=keys.view(-1))
     elif keys.dtype != torch.float32:
-        keys = _scratch.matrix(use, tokens, width, torch.float32).copy_(keys)
+        keys = scratch.matrix(use, tokens, width, torch.float32).copy_(keys)
     step = keys.stride(0)
     shape = (call.batch, kv_heads, call.length, head_dim)
     return keys.as_strided(shape, (call.length * step, head_dim, step, 1))

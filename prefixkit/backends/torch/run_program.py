@@ -192,15 +192,14 @@ def run_reading(
     dtype; what is computed on a CPU is float32.
     """
     heads, inside = program.heads, torch.float32 if program.on_cpu else q.dtype
-    by_group = q.view(q.shape[0], heads.kv_heads, heads.gqa_group, heads.head_dim).transpose(1, 2)
-    queries = {way: _dense(by_group if way else q, inside) for way in {call.grouped for call in program.calls}}
+    queries = _queries(program, q, inside)
     numbers = heads.numbers(q.device) if variant.score_mods else None
     states = []
     for call in program.calls:
         # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
         k, v = read(call)
         count = call.batch * call.rows
-        rows = pick(queries[call.grouped], call.row, count)
+        rows = pick(queries[call.grouped, call.descending], call.row, count)
         if call.places is not None and not call.biased:
             out, lse = scored_attention(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
         else:
@@ -225,6 +224,15 @@ def run_reading(
     if program.grouped:
         return _in_query_order(state, heads, dtype)
     return State(_dense(state.out, dtype), state.lse.contiguous())
+
+
+def _queries(program: Program, q: Tensor, dtype: torch.dtype) -> dict[tuple[bool, bool], Tensor]:
+    """The queries as calls read them: by whether they are ``grouped``, and whether they are ``descending``."""
+    heads, found = program.heads, {}
+    for grouped, descending in {(call.grouped, call.descending) for call in program.calls}:
+        rows = q.view(q.shape[0], heads.kv_heads, heads.gqa_group, -1).transpose(1, 2) if grouped else q
+        found[grouped, descending] = _dense(rows.flip(0) if descending else rows, dtype)
+    return found
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -54,7 +54,8 @@ class Call:
             that is ``biased``.
         biased: torch's flash attention serves, but the biases that are added to scores as its mask are made
             in each run, for they are too large to hold; ``mask`` is what is visible, bool.
-        descending: ``row`` goes down by one, so that a mask by distance is a view: see :func:`distance_mask`.
+        descending: Rows are counted from the last one on, and so are those of the result, so that a mask by distance is
+            a view: see :func:`distance_mask`.
     """
 
     batch: int
@@ -170,7 +171,7 @@ def make_call(
     else:
         slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
     if flash and places is not None and _by_distance(mask, places, heads, variant):
-        return _descending(row[0], slot, places, heads, variant, room)
+        return _descending(tree.queries.num_rows - 1 - int(row[0, -1]), slot, places, heads, variant, room)
     last = torch.from_numpy(tree.reach[row])[:, None, :, None] if variant.looks_ahead else None
     if mask == LIMITED:
         each = tiles.limit_begin[batch][:, None] + row - tiles.row[batch][:, None]
@@ -223,7 +224,7 @@ def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> b
     """Whether a call is one tile of consecutive queries and keys, whose biases and masks are those of distances."""
     return (
         variant.by_distance
-        and mask in (FULL, TRIANGLE)
+        and (mask in (FULL, TRIANGLE) or (mask == MASKED and not variant.looks_ahead))
         and places.q.shape[0] == 1
         and places.q.shape[2] >= heads.tuning.group_rows
         and bool((places.q.diff(dim=2) == 1).all())
@@ -231,13 +232,13 @@ def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> b
     )
 
 
-def _descending(row: Array, slot: Index, places: Places, heads: Heads, variant: Variant, room: int) -> Call:
-    """The call for such a tile."""
+def _descending(row: int, slot: Index, places: Places, heads: Heads, variant: Variant, room: int) -> Call:
+    """The call for such a tile; ``row``: the place of its last query row, counted from the end."""
     call = Call(
         batch=1,
-        rows=len(row),
+        rows=places.q.shape[2],
         length=places.kv.shape[3],
-        row=index_of(row[::-1].copy()),
+        row=row,
         slot=slot,
         causal=False,
         grouped=False,

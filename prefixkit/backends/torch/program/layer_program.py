@@ -102,7 +102,8 @@ def compile_program(
     most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
     limited_rows = None if expanded else LIMITED_ROWS  # the keys of each tile would be expanded anew
-    tiles = make_tiles(plan, tree, variant.visible, most_rows, reach, limited_rows)
+    whole_from = heads.tuning.group_rows if flash and variant.by_distance else None
+    tiles = make_tiles(plan, tree, variant.visible, most_rows, reach, limited_rows, whole_from)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
     tiles = split_keys(
         tiles,

@@ -75,6 +75,7 @@ def make_tiles(
     most_rows: int | None,
     reach: Array | None = None,
     limited_rows: int | None = LIMITED_ROWS,
+    whole_from: int | None = None,
 ) -> Tiles:
     """Split a plan's items into tiles.
 
@@ -85,10 +86,12 @@ def make_tiles(
         most_rows: Rows of a tile at most, so that each sees few keys it must mask; None leaves them together.
         reach: ``[rows]`` the last position that each query row may see; None: its own.
         limited_rows: The same as ``most_rows`` for tiles with masks by limits.
+        whole_from: Rows from which on consecutive ones and one node's keys stay one MASKED tile; None: they are cut as
+            drawn above.
     """
     items = plan.items.astype(np.int64)
     blocks, nodes = split_rows(plan, items, most_rows, limited_rows), with_runs(tree.arrays(), plan.runs)
-    slices = _slices(plan, tree, nodes, items[blocks.item], blocks, visible, reach)
+    slices = _slices(plan, tree, nodes, items[blocks.item], blocks, visible, reach, whole_from)
     block, mask, node, low, high, skipped = slices[:, np.argsort(slices[0] * 4 + slices[1], kind="stable")]
     opens = _changes(block, mask, np.where(mask == TRIANGLE, np.arange(len(mask)), -1))
     first = np.flatnonzero(opens)
@@ -122,6 +125,7 @@ def _slices(
     blocks: RowBlocks,
     visible: Visible,
     reach: Array | None,
+    whole_from: int | None,
 ) -> Array:
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
     node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
@@ -144,6 +148,10 @@ def _slices(
     split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))
     split = np.maximum(low, np.where(causal, split, high))
     by_position, skipped = np.where(adjacent, TRIANGLE, MASKED), np.where(adjacent, split - q_low, 0)
+    if whole_from is not None:
+        whole = adjacent & causal & ((count == 1) & (blocks.rows >= whole_from))[block]
+        split, skipped = np.where(whole, low, split), np.where(whole, 0, skipped)
+        by_position = np.where(whole, MASKED, by_position)
     if blocks.limited.any():
         limited, masked = blocks.limited[block], blocks.masked[block]
         low, high = np.maximum(low, blocks.low[block]), np.minimum(high, blocks.high[block])
