@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_variants --out benchmarks/results/cpu_variants.json
 
-CPU time of one layer in float32, its plan made, masks and biases that are held across layers made.  Variants take turns in a random
-order, each after a pass of causal attention, which leaves the same caches to all.  The median of each variant's time
-over that of the causal pass behind it counts.
+CPU time of one layer in float32, its plan made, masks and biases that are held across layers made.  Variants take
+turns in a random order, each after a pass of causal attention, which leaves the same caches to all.  The median of
+each variant's time over that of the causal pass behind it counts.
 """
 
 import statistics
