@@ -80,8 +80,10 @@ def attention_index(module: nn.Module) -> int | None:
     cls = original_class(module)
     if (own := own_code(cls)) is not None:  # type: ignore[arg-type]  # classes hash
         return module.__dict__.get(own.index)
+    if not _follows_interface(cls):  # type: ignore[arg-type]  # known by class; few modules are asked for more
+        return None
     index = numbered_by_model.get(module, getattr(module, "layer_idx", None))
-    return index if isinstance(index, int) and _follows_interface(cls) else None  # type: ignore[arg-type]
+    return index if isinstance(index, int) else None
 
 
 def _note_number(name: str, module: nn.Module) -> None:

@@ -43,7 +43,7 @@ def is_mixer(module: nn.Module) -> bool:
     cls = original_class(module)
     if states_body(cls) is not None:  # type: ignore[arg-type]  # classes hash
         return True
-    return isinstance(getattr(module, _INDEX, None), int) and keeps_state(cls)  # type: ignore[arg-type]
+    return keeps_state(cls) and isinstance(getattr(module, _INDEX, None), int)  # type: ignore[arg-type]
 
 
 @functools.cache
