@@ -77,6 +77,7 @@ Config = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
+KVDtype = Annotated[str | None, typer.Option(help="fp8: pages hold K and V, rounded, in 8 bits.", metavar="DTYPE")]
 Seed = Annotated[
     int,
     typer.Option(
@@ -132,14 +133,7 @@ def sample(
         str | None, typer.Option(help="Tokens that end a sample, with commas.  [default: the model's]", metavar="IDS")
     ] = None,
     dtype: Dtype = "auto",
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="fp8: pages hold K and V in 8 bits each, for more samples at once; they are then rounded.  [default: "
-            "the model's dtype]",
-            metavar="fp8",
-        ),
-    ] = None,
+    kv_dtype: KVDtype = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a free GPU, else the CPU.")] = "auto",
     devices: Annotated[
         str | None, typer.Option(help="A process for each, with its part of the samples: 0,1.", metavar="LIST")
