@@ -14,20 +14,33 @@ from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
-APPEND = Unit(
-    "kv/append.cu",
-    tuple(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
-    headers=(layouts.MOVE.header,),
-)
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
-def rotary_name(dtype: str) -> str:
-    """The kernel that rotates and appends, for a dtype."""
-    return f"prefixkit::rotary_append<{FLOATS[dtype]}>"
+def append_e4m3_name(dtype: str, each: int) -> str:
+    """The kernel that appends rows of a dtype to pages in e4m3, so many elements at once: 1, or 16 bytes of them."""
+    return f"prefixkit::kv_append_e4m3<{FLOATS[dtype]}, {each}>"
 
 
-ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)), headers=(layouts.ROTARY.header,))
+def rotary_name(dtype: str, e4m3: bool = False) -> str:
+    """The kernel that rotates and appends, for a dtype, to pages in that or in e4m3."""
+    return f"prefixkit::rotary_append<{FLOATS[dtype]}, {str(e4m3).lower()}>"
+
+
+APPEND = Unit(
+    "kv/append.cu",
+    (
+        *(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
+        *(append_e4m3_name(*of) for of in product(("bfloat16", "float16"), (8, 1))),
+        *(append_e4m3_name("float32", each) for each in (4, 1)),
+    ),
+    headers=(layouts.MOVE.header,),
+)
+ROTARY = Unit(
+    "kv/rotary_append.cu",
+    tuple(rotary_name(*of) for of in product(FLOATS, (False, True))),
+    headers=(layouts.ROTARY.header,),
+)
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
 PLAN_NODES = 2304  # in trees whose arrays of nodes all fit in shared memory
 
