@@ -9,7 +9,7 @@
 //            also move two of V.  Consecutive threads take a head's vectors, then a token's heads, those of KV last.
 // cost       reads and writes each byte once: (2 heads + 4 kv_heads + 2) x tokens x head_dim x itemsize bytes.
 // limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.
-#include "common/e4m3.cuh"
+#include "kv/narrow.cuh"
 #include "layouts/rotary.h"
 
 namespace prefixkit {

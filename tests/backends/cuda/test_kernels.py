@@ -94,7 +94,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
 
     ``scripts/compile_all.py`` compiles all of them, and ``scripts/gpu_check.sh`` runs it.
     """
-    portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
+    portable: dict[tuple[str, str, tuple[str, bool, bool]], Unit] = {}
     hopper: dict[tuple[str, str, tuple[tuple[str, str], ...]], Unit] = {}
     sampling, others = [], list[tuple[str, Unit]]()
     for arch in ARCHS:
@@ -103,7 +103,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
             if unit is SAMPLE:
                 sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
             elif unit.file == PORTABLE:
-                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
+                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines, "PREFIXKIT_KV_FP8" in defines
                 portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
             elif unit.file == HOPPER:
                 of = defines.pop("PREFIXKIT_HEAD_DIM"), defines.pop("PREFIXKIT_HALF")
@@ -115,7 +115,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
     for arch, unit in cover(others, 1):
         yield unit, arch
     # Variants in heads of 128 spill the most; each of the four takes as long as all others of its target.
-    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True))]):
+    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True, False))]):
         yield portable[case], case[0]
     for arch, dtype, cached in cover(sampling, 1):
         yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch

@@ -16,7 +16,12 @@ static inline float __int_as_float(unsigned x) { return emulation::as<float>(x);
 static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
 static inline int __float_as_int(float x) { return emulation::as<int>(x); }
-static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned) { return a >> 16 | (b & 0xffff0000u); }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const uint64_t bytes = a | uint64_t(b) << 32;
+    unsigned x = 0;
+    for (int i = 0; i < 4; ++i) x |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return x;
+}
 static inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
 static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
 struct Dim { int x; };
@@ -114,6 +119,12 @@ DEVICE float load_global1(const float* p) { return *p; }
 DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
+DEVICE u32 scaled_pair(u32 x, u32 factor) {
+    const float by = from_bfloat16(u16(factor));
+    return pack(from_bfloat16(u16(x)) * by, from_bfloat16(u16(x >> 16)) * by);
+}
+DEVICE void store_two(float* to, float x, float y) { to[0] = x, to[1] = y; }
+DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
 DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
 DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }

@@ -1,4 +1,4 @@
-// Numbers of e4m3, which have a sign, 4 bits of exponent (bias 7) and 3 of mantissa; 0x7f and 0xff are NaN.
+// Numbers rounded to e4m3, which has a sign, 4 bits of exponent (bias 7) and 3 of mantissa; 0x7f and 0xff are NaN.
 #pragma once
 #include "common/ptx.cuh"
 
