@@ -172,8 +172,11 @@ def attend(
     classes: bool = False,
     limits: np.random.Generator | None = None,
     paths: bool = False,
+    tiles: bool = False,
 ) -> tuple[Tensor, ...]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
+
+    ``tiles``: plans have items of any number of rows, not of decode items alone.
 
     ``limits`` draws a limit for each query, and the mask that means the same is returned too.
     """
@@ -188,7 +191,7 @@ def attend(
     tree = StepTree(snapshot, case.queries)
     rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
     of = kernel_for("sm_90a", dim, case.shape.gqa_group, e4m3=e4m3)
-    formats = [narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
+    formats = [rows_of if tiles else narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
     cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, cost)

@@ -43,3 +43,7 @@ extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stag
     if (!flying.empty()) std::abort();
     return sizeof(Attention);
 }
+
+#ifdef EMULATED_TILES
+#include "tiles.cuh"
+#endif

@@ -108,9 +108,14 @@ DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v,
 }
 DEVICE void copy16(u32, const void*, bool) { std::abort(); }
 DEVICE u64 policy_stream() { return 0; }
+DEVICE u64 policy_keep() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
 DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
 template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
+DEVICE int4 load_shared_int4(u32 a) { return load_address<int4>(a); }
+DEVICE void store_shared16(u32 to, int4 x) { std::memcpy(at_address(to), &x, 16); }
+DEVICE bool elected() { return lane_anew() == 0; }
+DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE void async_fence() {}
 DEVICE void fence_device() {}
 DEVICE u32 load_acquire(const u32* p) { return *p; }
