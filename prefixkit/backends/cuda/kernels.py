@@ -187,9 +187,7 @@ class Kernel:
         return self.maps is not Maps.NONE
 
 
-def kernel_for(
-    arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None, e4m3: bool = False
-) -> Kernel | None:
+def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None, e4m3: bool = False) -> Kernel | None:
     """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them.
 
     ``v_dim``: the size of V's heads, where it is another; ``e4m3``: what pages hold.

@@ -67,10 +67,12 @@ DEVICE void gather_rows(
     const int page = mine ? a.pages[pages + index] : 0;
     const u32 begin = mine ? row_of(a, page, slot + token - index * a.page_size, head) : 0;
     const u32 present = __ballot_sync(~0u, mine);
+    constexpr int VECTORS = GROUP * STORED_VECTORS;
 #pragma unroll 1
-    for (int i = lane; i < GROUP * STORED_VECTORS; i += 32) {
+    for (int i = lane; i < (VECTORS + 31) / 32 * 32; i += 32) {
         const int row = i / STORED_VECTORS, column = i % STORED_VECTORS;
         const long long from = __shfl_sync(~0u, begin, row);
+        if (VECTORS % 32 != 0 && i >= VECTORS) continue;  // all lanes shuffle
         copy16(to + vector_at<ROWS>(row, column), base + from * 8 + column * 8, present >> row & 1);
     }
 }

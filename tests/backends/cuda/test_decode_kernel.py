@@ -25,7 +25,7 @@ from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.attention.variants.gallery import streaming
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
-from prefixkit.backends.cuda.layouts import ATTENTION, Maps
+from prefixkit.backends.cuda.layouts import ATTENTION
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.cuda.nvrtc import Unit
 from prefixkit.cuda.tensor_maps import in_words
@@ -173,6 +173,7 @@ def attend(
     limits: np.random.Generator | None = None,
     paths: bool = False,
     tiles: bool = False,
+    arch: str = "sm_90a",
 ) -> tuple[Tensor, ...]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
 
@@ -190,7 +191,7 @@ def attend(
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
     tree = StepTree(snapshot, case.queries)
     rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
-    of = kernel_for("sm_90a", dim, case.shape.gqa_group, e4m3=e4m3)
+    of = kernel_for(arch, dim, case.shape.gqa_group, e4m3=e4m3)
     formats = [rows_of if tiles else narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
     cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
@@ -207,8 +208,8 @@ def attend(
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0
     kinds = classes_of(case, plan, variant, length) if classes else np.zeros((1, 0), dtype=np.uint32)
-    given = ATTENTION[Maps.KV].packer.pack(
-        *fake_maps(k, v, boxes),
+    given = ATTENTION[of.maps].packer.pack(
+        *(fake_maps(k, v, boxes) if of.uses_tma else ()),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
         *(x.ctypes.data for x in (*work, *nodes)),
@@ -428,7 +429,9 @@ def test_pages_in_e4m3(built, dim, heads, variant):
             check(run, case, stages=3, blocks=1 + seed % 3)
         out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant, classes=variant.mods and seed == 0)
         where = case.snapshot, case.row_node, case.positions.numpy()
-        exact = reference_attention(*where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale, variant)
+        exact = reference_attention(
+            *where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale, variant
+        )
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 

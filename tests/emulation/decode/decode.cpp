@@ -1,4 +1,7 @@
 // One block of Hopper's decode path after the other on the CPU: two loading warps, and the four that compute.
+#ifdef EMULATED_PORTABLE
+#include "portable.cuh"
+#else
 #define PREFIXKIT_MAPS 1
 #include "common/ptx.cuh"
 #include "attention/sm90/decode_load.cuh"
@@ -46,4 +49,5 @@ extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stag
 
 #ifdef EMULATED_TILES
 #include "tiles.cuh"
+#endif
 #endif

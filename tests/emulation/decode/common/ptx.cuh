@@ -106,7 +106,24 @@ DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 ba
 DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) {
     tma_copy_of(to, map, {x, y, z, w, v}, barrier);
 }
-DEVICE void copy16(u32, const void*, bool) { std::abort(); }
+// Copies of 16 bytes land when their thread waits for them, no earlier.
+struct Copy { u32 to; const void* from; bool valid; };
+static std::vector<std::vector<Copy>> copies[EMULATED_THREADS];  // in groups; the last one is open
+DEVICE std::vector<std::vector<Copy>>& copies_of_thread() {
+    auto& groups = copies[emulation::current];
+    if (groups.empty()) groups.emplace_back();
+    return groups;
+}
+DEVICE void copy16(u32 to, const void* from, bool valid) { copies_of_thread().back().push_back({to, from, valid}); }
+DEVICE void copy_commit() { copies_of_thread().emplace_back(); }
+template <int PENDING> DEVICE void copy_wait() {
+    auto& groups = copies_of_thread();
+    for (; groups.size() > PENDING + 1; groups.erase(groups.begin()))
+        for (const Copy& c : groups.front()) {
+            if (c.valid) std::memcpy(at_address(c.to), c.from, 16);
+            else std::memset(at_address(c.to), 0, 16);
+        }
+}
 DEVICE u64 policy_stream() { return 0; }
 DEVICE u64 policy_keep() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
@@ -130,6 +147,8 @@ DEVICE u32 scaled_pair(u32 x, u32 factor) {
 }
 DEVICE void store_two(float* to, float x, float y) { to[0] = x, to[1] = y; }
 DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
+DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
+DEVICE void store_four(u16* to, const float4& x) { store_two(to, x.x, x.y), store_two(to + 2, x.z, x.w); }
 DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
 DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
