@@ -1,11 +1,10 @@
-"""The portable kernel's own source, but for its merge, run on the CPU thread by thread: against float64, without a GPU."""
+"""The portable kernel but for its merge, its own source run on the CPU thread by thread: against float64."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 
-import numpy as np
 import pytest
 import torch
 

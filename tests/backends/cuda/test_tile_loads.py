@@ -1,11 +1,10 @@
-"""The loads of Hopper's tile path, their own source run on the CPU thread by thread: consumers find every token's K and V."""
+"""Loads of the tile path on Hopper, run on the CPU thread by thread: consumers find K and V of every token."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
