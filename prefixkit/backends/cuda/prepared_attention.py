@@ -109,7 +109,8 @@ def prepare_attention(
     if not kernel.uses_tma and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
             f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page "
-            f"{page * k_pages.element_size()} bytes, got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+            f"{page * k_pages.element_size()} bytes, got {k_pages.shape[0]} pages; make a smaller pool, or one tensor "
+            "per layer"
         )
     return _prepared(kernel, q, (k_pages, v_pages, rotary_pages), k_pages.shape[2], v_dim, variant, key)
 
