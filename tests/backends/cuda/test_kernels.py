@@ -58,6 +58,15 @@ def test_two_warps_take_groups_of_9_to_16_together_on_hopper():
     assert dict(attention_unit(kernel_for("sm_90a", 128, 16), 128, True, CAUSAL).defines)["PREFIXKIT_ROW_PARTS"] == "2"
 
 
+def test_pages_in_e4m3_have_kernels_where_k_and_v_have_one_head_size():
+    assert all(kernel_for(arch, dim, 4, e4m3=True).e4m3 for arch in ("sm_80", "sm_90a") for dim in (64, 128, 256))
+    assert kernel_for("sm_90a", 192, 4, 128, e4m3=True) is None
+    tiles = [kernel_for("sm_90a", dim, 4, e4m3=e4m3).decode_kv_tile for dim in (64, 128) for e4m3 in (False, True)]
+    assert tiles == [32, 32, 16, 32]
+    unit = attention_unit(kernel_for("sm_90a", 128, 4, e4m3=True), 128, False, CAUSAL)
+    assert dict(unit.defines)["PREFIXKIT_KV_FP8"] == "1"
+
+
 def test_the_portable_kernel_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
     assert kernel_for("sm_90a", 128, 4).file == PORTABLE

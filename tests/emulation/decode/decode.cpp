@@ -26,6 +26,10 @@ static DecodeShared shared() {
 }
 }  // namespace prefixkit
 
+extern "C" void widen_pairs(unsigned* to) {
+    for (unsigned two = 0; two < 65536; ++two) to[two] = prefixkit::widen_by_words(two);
+}
+
 // stages: of each ring.
 extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stages) {
     using namespace prefixkit;

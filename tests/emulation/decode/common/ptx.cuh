@@ -142,8 +142,9 @@ DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
 DEVICE u32 scaled_pair(u32 x, u32 factor) {
-    const float by = from_bfloat16(u16(factor));
-    return pack(from_bfloat16(u16(x)) * by, from_bfloat16(u16(x >> 16)) * by);
+    using T = std::conditional_t<PREFIXKIT_HALF, Half, BFloat>;
+    const float by = widen(T{u16(factor)});
+    return pack<T>(widen(T{u16(x)}) * by, widen(T{u16(x >> 16)}) * by);
 }
 DEVICE void store_two(float* to, float x, float y) { to[0] = x, to[1] = y; }
 DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
