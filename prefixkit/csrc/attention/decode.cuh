@@ -1,8 +1,8 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (32 where rows have up to 128 bytes on Hopper) pass through a warp's own ring, filled by TMA (Hopper) or
-//            by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
+// tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring, filled
+//            by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
 //            O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4 registers.
 //            Each warp works alone; two that take an item together share its ring and have 8 of its rows each, for 16
 //            would not fit their registers.
@@ -237,15 +237,15 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         if constexpr (FP8) add_e4m3_scores(keys, s.q, dot[g]);
         else
 #pragma unroll
-        for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
-            u32 m[4][4];
+            for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
+                u32 m[4][4];
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k)
-                load_matrix(m[k - first], keys.at(k));
+                for (int k = first; k < first + 4 && k < D / 16; ++k)
+                    load_matrix(m[k - first], keys.at(k));
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k)
-                mma(dot[g][k & 3], m[k - first], s.q[k][0], s.q[k][1]);
-        }
+                for (int k = first; k < first + 4 && k < D / 16; ++k)
+                    mma(dot[g][k & 3], m[k - first], s.q[k][0], s.q[k][1]);
+            }
     }
     const int low = c.low, high = c.high, flags = c.flags;
     const u32 values = stage + DECODE_KV_TILE_BYTES;

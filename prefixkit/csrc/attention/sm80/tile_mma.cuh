@@ -33,8 +33,8 @@ DEVICE int end_seen(const Attention& a, const KVTile& item, int query) {
     return end_seen(a, item.flags() & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
 }
 
-// Pairs of columns 0, 2, 4, 6 of a row's 16, then 1, 3, 5, 7: where pages hold e4m3, a lane's four neighbours of a key are
-// columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a product (see e4m3_products.cuh).
+// Pairs of columns 0, 2, 4, 6 of a row's 16, then 1, 3, 5, 7: where pages hold e4m3, a lane's four neighbours of a key
+// are columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a product (see e4m3_products.cuh).
 DEVICE void store_parted(u32 q, int row, int i, const u16* from) {
     const int4 x = ((const int4*)from)[0], y = ((const int4*)from)[1];
     store_shared16(q + vector_at<TILE>(row, 2 * i), make_int4(x.x, x.z, y.x, y.z));
@@ -100,20 +100,20 @@ template <int S> DEVICE void tile_scores(Scores& x, u32 q, u32 k) {
     if constexpr (FP8) e4m3_scores<S>(x, q_row, k);
     else
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-        u32 mq[S][4], mk[KV_TILE / 16][4];
+        for (int i = 0; i < D / 16; ++i) {
+            u32 mq[S][4], mk[KV_TILE / 16][4];
 #pragma unroll
-        for (int s = 0; s < S; ++s) load_matrix(mq[s], q_row.at(i) + s * 64 * 128);
+            for (int s = 0; s < S; ++s) load_matrix(mq[s], q_row.at(i) + s * 64 * 128);
 #pragma unroll
-        for (int n = 0; n < KV_TILE / 16; ++n) load_matrix(mk[n], k_row.at(i) + n * 2048);
+            for (int n = 0; n < KV_TILE / 16; ++n) load_matrix(mk[n], k_row.at(i) + n * 2048);
 #pragma unroll
-        for (int n = 0; n < KV_TILE / 16; ++n)
+            for (int n = 0; n < KV_TILE / 16; ++n)
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
-                mma(x[s][2 * n + 1], mq[s], mk[n][2], mk[n][3]);
-            }
-    }
+                for (int s = 0; s < S; ++s) {
+                    mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
+                    mma(x[s][2 * n + 1], mq[s], mk[n][2], mk[n][3]);
+                }
+        }
 }
 
 // Values in e4m3: of 16 tokens 32 columns at a time, of which w.o has the even ones of each 16 before the odd ones.
@@ -127,7 +127,8 @@ template <int S> DEVICE void e4m3_values(TileState& w, u32 v) {
             load_matrix_transposed(m, row.at(i) + n * 2048);
 #pragma unroll
             for (int k = 2 * i; k < 2 * i + 2 && k < D / 16; ++k) {
-                const u32 low = __byte_perm(m[2 * (k & 1)], 0, 0x3120), high = __byte_perm(m[2 * (k & 1) + 1], 0, 0x3120);
+                const u32 low = __byte_perm(m[2 * (k & 1)], 0, 0x3120);
+                const u32 high = __byte_perm(m[2 * (k & 1) + 1], 0, 0x3120);
                 const u32 even[2] = {widen_e4m3(low), widen_e4m3(high)};
                 const u32 odd[2] = {widen_e4m3(low >> 16), widen_e4m3(high >> 16)};
 #pragma unroll
@@ -155,17 +156,17 @@ template <int S> DEVICE void tile_values(TileState& w, u32 v) {
     if constexpr (FP8) e4m3_values<S>(w, v);
     else
 #pragma unroll
-    for (int n = 0; n < KV_TILE / 16; ++n)
+        for (int n = 0; n < KV_TILE / 16; ++n)
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            u32 m[4];
-            load_matrix_transposed(m, row.at(i) + n * 2048);
+            for (int i = 0; i < D / 16; ++i) {
+                u32 m[4];
+                load_matrix_transposed(m, row.at(i) + n * 2048);
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
-                mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
+                for (int s = 0; s < S; ++s) {
+                    mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
+                    mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
+                }
             }
-        }
 }
 
 DEVICE int stripe_row(int stripe, int half) {
