@@ -24,8 +24,7 @@ template <int ROWS> struct MatrixRow {
     u32 base, swizzle;
 
     DEVICE MatrixRow(u32 tile, int row, int column) : base(tile + row * 128), swizzle(((column ^ row) & 7) << 4) {}
-    DEVICE u32 at(int i) const { return vector(2 * i); }
-    DEVICE u32 vector(int i) const { return base + (i / 8) * (ROWS * 128) + (swizzle ^ ((i & 7) << 4)); }
+    DEVICE u32 at(int i) const { return base + (i / 4) * (ROWS * 128) + (swizzle ^ ((2 * i & 7) << 4)); }
 };
 
 // Whether each group of 16 slots lies in one page.
