@@ -2,6 +2,7 @@
 
 python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--before EARLIER.json] [--out FILE]    the 87 workloads
 python -m benchmarks.attention --scales | --deep | --groups         larger trees; deep ones; other groups and head sizes
+python -m benchmarks.attention --e4m3                               own tokens in e4m3 beside bfloat16
 python -m benchmarks.attention --prefill                            prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 
@@ -17,9 +18,9 @@ from typing import Any
 
 from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, ceilings, geomean, identity, replay_us
 from benchmarks.tree_attention import prefill
-from benchmarks.tree_attention.inputs import Pool, captured_plan_us, make, ours
+from benchmarks.tree_attention.inputs import Pool, captured_plan_us, in_e4m3, make, ours
 from benchmarks.tree_attention.rivals import RIVALS, outcome
-from benchmarks.tree_attention.workloads import DECODE, DEEP, GROUPS, HEADS, SCALES, workload
+from benchmarks.tree_attention.workloads import DECODE, DEEP, GROUPS, HEADS, OWN, SCALES, workload
 
 
 @cache
@@ -43,6 +44,8 @@ def line(row: Row) -> str:
         text += f" of share {row['share']:.2f}"
     if anchor := row.get("anchor"):
         text += f" | anchor {anchor['best']:12s} {anchor['us']:8.1f} {anchor['us'] / us:5.2f}x"
+    if "e4m3_us" in row:
+        text += f" | e4m3 {row['e4m3_us']:.1f} us = {row['e4m3_us'] / us:.2f} of that"
     text += f" | plan {row['plan_ms']:.1f} ms"
     return text + (f", {row['plan_us']:.0f} us in a graph" if "plan_us" in row else "")
 
@@ -127,6 +130,8 @@ def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_hea
     us = replay_us(partial(ours, inputs), inputs.sets)
     row: Row = {"floor_us": round(inputs.workload.floor_us, 2), "us": round(us, 2)}
     row |= {"plan_ms": round(inputs.plan_ms, 2), "input_sets": inputs.sets, "rivals": {}}
+    if options.e4m3:
+        row["e4m3_us"] = round(replay_us(partial(ours, in_e4m3(inputs)), inputs.sets), 2)
     if options.deep:
         row["plan_us"] = round(captured_plan_us(inputs.workload), 2)
     if anchor := anchors().get((heads, kv_heads, name)):
@@ -142,7 +147,8 @@ def measure(run: Run, options: argparse.Namespace) -> None:
     """A row for each workload, or for each of the prompts."""
     key, name = ("prefill", "prompts") if options.prefill else ("workloads", "workload")
     usual = [(*heads, name) for heads in HEADS for name in DECODE]
-    named = DEEP if options.deep else SCALES if options.scales else GROUPS if options.groups else usual
+    lists = {"deep": DEEP, "scales": SCALES, "groups": GROUPS, "e4m3": OWN}
+    named = next((of for flag, of in lists.items() if getattr(options, flag)), usual)
     pool, there = Pool(), run.taken_up(key, ("heads", name))
     for heads, kv_heads, of in prefill.PROMPTS if options.prefill else named:
         row: Row = {"heads": [heads, kv_heads], name: of.name if options.prefill else of}
@@ -161,7 +167,7 @@ def measure(run: Run, options: argparse.Namespace) -> None:
 
 def main() -> None:
     files: Row = {"before": {"type": Path}, "plot": {"type": Path, "nargs": 2, "metavar": ("RESULTS", "PICTURE")}}
-    flags = dict.fromkeys(("scales", "deep", "groups", "prefill", "shuffled"), False)
+    flags = dict.fromkeys(("scales", "deep", "groups", "e4m3", "prefill", "shuffled"), False)
     options = arguments(__doc__, only="", rivals="all", **flags, **files, seconds=240.0, resume=True)
     if options.plot:
         plot(*options.plot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,20 +16,37 @@ from prefixkit.ops import library as ops
 GPU = torch.device("cuda")
 
 
+FP8 = torch.float8_e4m3fn
+
+
 def append() -> None:
-    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 20), (torch.float16, 3)):
+    for dtype, head_dim, held in (
+        (torch.bfloat16, 128, torch.bfloat16),
+        (torch.float32, 20, torch.float32),
+        (torch.float16, 3, torch.float16),
+        (torch.bfloat16, 128, FP8),
+        (torch.float32, 20, FP8),
+        (torch.float16, 3, FP8),
+    ):
         key, value = (torch.randn(9, 3, head_dim, device=GPU).to(dtype) for _ in "kv")
-        k_pages, v_pages = (torch.zeros(4, 3, 5, head_dim, device=GPU, dtype=dtype).transpose(1, 2) for _ in "kv")
+        k_pages, v_pages = (torch.zeros(4, 3, 5, head_dim, device=GPU).to(held).transpose(1, 2) for _ in "kv")
         slots = torch.tensor([7, 1, 19, -1, 0, 3, 12, 5, 4], device=GPU)
         torch.ops.prefixkit.kv_append(key, value, k_pages, v_pages, slots)
 
 
 def rotary_append() -> None:
     """Parts of one product, slots that are missing, and forms that run as torch and ``kv_append``."""
-    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float16, 16), (torch.float32, 80), (torch.bfloat16, 6)):
+    for dtype, head_dim, held in (
+        (torch.bfloat16, 128, torch.bfloat16),
+        (torch.float16, 16, torch.float16),
+        (torch.float32, 80, torch.float32),
+        (torch.bfloat16, 6, torch.bfloat16),
+        (torch.bfloat16, 128, FP8),
+        (torch.float32, 80, FP8),
+    ):
         parts = torch.randn(9, 4 + 2 * 2, head_dim, device=GPU).to(dtype).split([4, 2, 2], 1)
         cos, sin = (torch.randn(9, head_dim, device=GPU).to(dtype) for _ in "cs")
-        pages = [torch.zeros(4, 2, 5, head_dim, device=GPU, dtype=dtype).transpose(1, 2) for _ in "kv"]
+        pages = [torch.zeros(4, 2, 5, head_dim, device=GPU).to(held).transpose(1, 2) for _ in "kv"]
         slots = torch.tensor([7, 1, 19, -1, 0, 3, 12, 5, 20], device=GPU)
         rotated = torch.ops.prefixkit.rotary_append(*parts, cos, sin, *pages, slots)
         assert bool(torch.isfinite(rotated).all())
@@ -37,7 +55,7 @@ def rotary_append() -> None:
 def tree_attention() -> None:
     """A chain with a star at its end: tile and decode items, partial states, nodes that begin inside pages, a prompt.
 
-    Then the same with rows that the plan does not have, as a captured graph pads its batch.
+    Then the same with rows that the plan does not have, as a captured graph pads its batch; all of it over e4m3 too.
     """
     from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot
     from prefixkit.testing.gpu_forests import attend, fill, step_of
@@ -55,17 +73,18 @@ def tree_attention() -> None:
         begin = snapshot.length[last] - np.array([1, 1, 1, snapshot.length[5]], dtype=np.int32)
         queries = Queries(last, begin, snapshot.length[last])
         snapshot.computed[last] = begin
-        case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
-        step = step_of(case, cost, multiprocessors)
-        out, lse = attend(case, step)
-        assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
-        q, positions = pad(case.q, (0, 0, 0, 0, 0, 5)), pad(step.positions, (0, 5))
-        plan = [*step.plan[:4], pad(step.plan[4], (0, 5)), *step.plan[5:]]  # merge_indptr, longer
-        padded, padded_lse = torch.ops.prefixkit.tree_attention(
-            q, case.k_pages, case.v_pages, positions, plan, case.scale, "causal"
-        )
-        assert torch.equal(padded[:-5], out) and torch.equal(padded_lse[:-5], lse)
-        assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
+        whole = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
+        for case in (whole, replace(whole, k_pages=whole.k_pages.to(FP8), v_pages=whole.v_pages.to(FP8))):
+            step = step_of(case, cost, multiprocessors)
+            out, lse = attend(case, step)
+            assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+            q, positions = pad(case.q, (0, 0, 0, 0, 0, 5)), pad(step.positions, (0, 5))
+            plan = [*step.plan[:4], pad(step.plan[4], (0, 5)), *step.plan[5:]]  # merge_indptr, longer
+            padded, padded_lse = torch.ops.prefixkit.tree_attention(
+                q, case.k_pages, case.v_pages, positions, plan, case.scale, "causal"
+            )
+            assert torch.equal(padded[:-5], out) and torch.equal(padded_lse[:-5], lse)
+            assert not bool(padded[-5:].any()) and bool((padded_lse[-5:] == -torch.inf).all())
 
 
 def variants() -> None:

@@ -4,7 +4,7 @@
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -101,6 +101,16 @@ def prepare(workload: Workload, queries: Queries, pool: Pool) -> Inputs:
     k, v = pool.take(sets * pages, workload.kv_heads, workload.head_dim)
     q = [torch.randn(rows, workload.heads, workload.head_dim, device=GPU).bfloat16() for _ in range(sets)]
     return Inputs(workload, q, list(k.split(pages)), list(v.split(pages)), snapshot.pages, step, plan_ms)
+
+
+def in_e4m3(inputs: Inputs) -> Inputs:
+    """The same step over pages that hold its numbers in e4m3."""
+    of = inputs.workload
+    shape, tokens = HeadShape(of.heads, of.kv_heads, of.head_dim, 1), np.zeros(of.queries.num_rows, dtype=np.int64)
+    planner = backend_for(GPU).planner_for(shape, GPU, torch.bfloat16)
+    step = build_step(StepTree(of.snapshot, of.queries), tokens, tokens[:0], planner, GPU)
+    k, v = ([pages.to(torch.float8_e4m3fn) for pages in sets] for sets in (inputs.k, inputs.v))
+    return replace(inputs, k=k, v=v, step=step)
 
 
 def captured_plan_us(workload: Workload) -> float:

@@ -42,6 +42,8 @@ GROUPS = [
     (16, 8, "2L b256 p1024 s64 x96"),
     (16, 8, f"{FEW_SHOT} x256"),
 ]
+# Where bytes of own tokens are all that counts, and one prefix that many share.
+OWN = [(32, 8, "2L b32 p16 s16384"), (32, 8, "2L b64 p16 s32768 x64"), (32, 8, "2L b256 p16384 s64")]
 SCALES = [(*heads, name) for heads, names in SCALES_OF.items() for name in names]
 
 

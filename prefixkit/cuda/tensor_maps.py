@@ -44,9 +44,9 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = 
     """The six maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
     group of slots, of one slot, and of a group over the whole head size.  Of rotary pages the first two follow.
 
-    Pages are in 16 bits, with strides that are multiples of 8 elements.
+    Strides of pages are multiples of 16 bytes.
     """
-    maps = []
+    maps, k_pages, v_pages = [], in_words(k_pages), in_words(v_pages)
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
         for pages in (k_pages, v_pages):
             exists = rows == 1 or (holds_groups(pages.shape[1]) and not (whole and pages.shape[3] % COLUMNS))
@@ -57,6 +57,11 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = 
         )
         maps.append(_encode(rotary_pages, 1, False))
     return tuple(maps)
+
+
+def in_words(pages: Tensor) -> Tensor:
+    """Pages in e4m3 as half as many numbers of 16 bits, which kernels load; other pages as they are."""
+    return pages.view(torch.bfloat16) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def _encode(pages: Tensor, rows: int, whole: bool) -> bytes:

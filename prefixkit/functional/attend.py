@@ -91,7 +91,7 @@ class TreeAttention:
             )
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
         planner_for, parts = backend_for(spec.device).planner_for, self.variant.parts
-        planners = tuple(planner_for(shape, spec.device, spec.dtype, part.visible) for part in parts)
+        planners = tuple(planner_for(shape, spec.device, spec.compute_dtype, part.visible) for part in parts)
         object.__setattr__(self, "keys", tuple(map(register, parts)))
         object.__setattr__(self, "planners", planners)
 

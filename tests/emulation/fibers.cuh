@@ -38,8 +38,12 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 }  // namespace prefixkit
 
+#ifndef EMULATED_STACK
+#define EMULATED_STACK (64 * 1024)  // bytes of a fiber
+#endif
+
 namespace emulation {
-constexpr int THREADS = EMULATED_THREADS, BLOCKS = EMULATED_BLOCKS, LANES = 32, STACK = 64 * 1024;
+constexpr int THREADS = EMULATED_THREADS, BLOCKS = EMULATED_BLOCKS, LANES = 32, STACK = EMULATED_STACK;
 
 struct Meeting {
     int arrived = 0, gone = 0;

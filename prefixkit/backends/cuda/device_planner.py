@@ -30,6 +30,7 @@ from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu, planned_tree
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.ops.arguments import FP8
 from prefixkit.threads import once
 from prefixkit.tree.arrays import Ints, ranges
 
@@ -226,13 +227,15 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:
-    """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads."""
+    """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads.
+
+    ``dtype`` is that of queries; pages have it too, but for those whose elements have one byte, which hold e4m3.
+    """
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
-    kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim)
+    kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim, e4m3=shape.itemsize == FP8.itemsize)
     if kernel is None or dtype not in (torch.bfloat16, torch.float16):
         size = str(shape.head_dim) if shape.value_dim == shape.head_dim else f"{shape.head_dim} and {shape.value_dim}"
-        no_dtype = NO_FLOAT32 if dtype == torch.float32 else f"pages of {dtype} have no kernel"
-        say_plain_torch(no_dtype if kernel else f"head size {size} has no kernel")
+        say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
     gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile)

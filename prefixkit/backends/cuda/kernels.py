@@ -14,20 +14,33 @@ from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
-APPEND = Unit(
-    "kv/append.cu",
-    tuple(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
-    headers=(layouts.MOVE.header,),
-)
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
-def rotary_name(dtype: str) -> str:
-    """The kernel that rotates and appends, for a dtype."""
-    return f"prefixkit::rotary_append<{FLOATS[dtype]}>"
+def append_e4m3_name(dtype: str, each: int) -> str:
+    """The kernel that appends rows of a dtype to pages in e4m3, so many elements at once: 1, or 16 bytes of them."""
+    return f"prefixkit::kv_append_e4m3<{FLOATS[dtype]}, {each}>"
 
 
-ROTARY = Unit("kv/rotary_append.cu", tuple(map(rotary_name, FLOATS)), headers=(layouts.ROTARY.header,))
+def rotary_name(dtype: str, e4m3: bool = False) -> str:
+    """The kernel that rotates and appends, for a dtype, to pages in that or in e4m3."""
+    return f"prefixkit::rotary_append<{FLOATS[dtype]}, {str(e4m3).lower()}>"
+
+
+APPEND = Unit(
+    "kv/append.cu",
+    (
+        *(f"prefixkit::kv_append<{vector}>" for vector in VECTORS.values()),
+        *(append_e4m3_name(*of) for of in product(("bfloat16", "float16"), (8, 1))),
+        *(append_e4m3_name("float32", each) for each in (4, 1)),
+    ),
+    headers=(layouts.MOVE.header,),
+)
+ROTARY = Unit(
+    "kv/rotary_append.cu",
+    tuple(rotary_name(*of) for of in product(FLOATS, (False, True))),
+    headers=(layouts.ROTARY.header,),
+)
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
 PLAN_NODES = 2304  # in trees whose arrays of nodes all fit in shared memory
 
@@ -158,6 +171,7 @@ class Kernel:
     own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
     decode_rows: int = DECODE_ROWS  # query heads of a decode item
     decode_kv_tile: int = 16  # tokens of a KV tile of decode items, where no mask hides some
+    e4m3: bool = False  # what pages hold
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
@@ -173,28 +187,29 @@ class Kernel:
         return self.maps is not Maps.NONE
 
 
-def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None) -> Kernel | None:
+def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None, e4m3: bool = False) -> Kernel | None:
     """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them.
 
-    ``v_dim``: the size of V's heads, where it is another.
+    ``v_dim``: the size of V's heads, where it is another; ``e4m3``: what pages hold.
     """
     v_dim = v_dim or head_dim
+    if e4m3 and v_dim != head_dim:
+        return None
     hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= 128
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
         # Two warps take an item of the decode path together where that makes it hold a query's rows.
         wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
-        decode_kv_tile = 32 if head_dim <= 64 else 16  # as in decode.cuh
-        return Kernel(
-            "attention/sm90/tree_attention.cu", ATTENTION, 128, 512, 1, None, Maps.KV, None, rows, decode_kv_tile
-        )
+        decode_kv_tile = 32 if head_dim * (1 if e4m3 else 2) <= 128 else 16  # as in decode.cuh
+        file = "attention/sm90/tree_attention.cu"
+        return Kernel(file, ATTENTION, 128, 512, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3)
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
     # Two blocks keep tensor cores busy while one of them waits; where memory is short they fit with small heads only.
     blocks = 2 if total >= 164 or head_dim <= 64 else 1
     tile_rows, shared = 128 if head_dim <= 128 else 64, (total // blocks - 1) * 1024
-    return Kernel("attention/sm80/tree_attention.cu", ATTENTION, tile_rows, 128, blocks, shared)
+    return Kernel("attention/sm80/tree_attention.cu", ATTENTION, tile_rows, 128, blocks, shared, e4m3=e4m3)
 
 
 def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
@@ -234,6 +249,8 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
     if v_dim is not None and v_dim != head_dim:
         defines += (("PREFIXKIT_VALUE_DIM", str(v_dim)),)
+    if kernel.e4m3:
+        defines += (("PREFIXKIT_KV_FP8", "1"),)
     if kernel.own_dim is not None:
         defines += (("PREFIXKIT_OWN_DIM", str(kernel.own_dim)),)
     if kernel.name == LATENT_ATTENTION:
@@ -270,6 +287,8 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     for head_dim in (64, 128):
+        if e4m3 := kernel_for(arch, head_dim, 1, e4m3=True):
+            plain += [attention_unit(e4m3, head_dim, half, CAUSAL) for half in (False, True)]
         wide = kernel_for(arch, head_dim, 16)
         if wide is not None and wide.decode_rows > DECODE_ROWS:
             plain += [attention_unit(wide, head_dim, half, CAUSAL) for half in (False, True)]

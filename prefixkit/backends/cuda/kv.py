@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, rotary_name
-from prefixkit.backends.torch import plain_kv
+from prefixkit.backends.cuda.kernels import ADVANCE, APPEND, ROTARY, VECTORS, append_e4m3_name, rotary_name
 from prefixkit.backends.torch.plain_kv import rotate
 from prefixkit.checking import checked
 from prefixkit.cuda import jit
@@ -49,8 +48,6 @@ class Append:
         prepared = self._appends.get(signature)
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
-            if k_pages.dtype == FP8:
-                return plain_kv.append("kv_append", (key, value), (k_pages, v_pages), slots)
             if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
                 self.kv_append(key, key, k_pages, k_pages, slots)
                 return self.kv_append(value, value, v_pages, v_pages, slots)
@@ -71,12 +68,10 @@ class Append:
         known = self._rotations.get(signature)
         if known is None:
             check_rotary(*tensors)
-            alike, exact = k_pages.shape == v_pages.shape, k_pages.dtype != FP8
-            served = aligned and alike and exact
-            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if served else None,))
+            alike = k_pages.shape == v_pages.shape
+            known = self._rotations.store(signature, (_prepare_rotary(*tensors) if aligned and alike else None,))
             if known[0] is None:
                 why = "not all of it lies at 16 bytes" if alike else "K and V differ in head size"
-                why = why if exact else "pages hold e4m3"
                 log.info("rotary_append on %s runs as torch and kv_append: %s", q.device, why)
         if (prepared := known[0]) is None:
             self.kv_append(rotate(key, cos, sin), value, k_pages, v_pages, slots)
@@ -103,13 +98,24 @@ def describe(op: str, *tensors: Tensor) -> Callable[[], str]:
 def _prepare_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, aligned: int) -> _Appending:
     tokens, kv_heads, head_dim = key.shape
     num_pages, page_size = k_pages.shape[:2]
-    strides, head = _byte_strides(key, value, k_pages, v_pages), head_dim * key.element_size()
-    widest = math.gcd(16, aligned or 16, head, *strides)
-    width = next(width for width in VECTORS if widest % width == 0)
-    vectors = head // width
-    constants = (*(stride // width for stride in strides), num_pages * page_size, tokens, kv_heads, vectors, page_size)
-    function = jit.load(APPEND, k_pages.device.index)[f"prefixkit::kv_append<{VECTORS[width]}>"]
+    rows, pages = _byte_strides(key, value), _byte_strides(k_pages, v_pages)
+    size, head = key.element_size(), head_dim * key.element_size()
+    widest = math.gcd(_VECTOR, aligned or _VECTOR, head, *rows, *pages)
+    if k_pages.dtype == FP8:
+        each = _VECTOR // size if widest == _VECTOR else 1
+        name, width = append_e4m3_name(_name_of(key), each), each * size
+    else:
+        width = next(width for width in VECTORS if widest % width == 0)
+        name, each = f"prefixkit::kv_append<{VECTORS[width]}>", width // size
+    vectors, in_page = head // width, each * k_pages.element_size()
+    strides = (*(stride // width for stride in rows), *(stride // in_page for stride in pages))
+    constants = (*strides, num_pages * page_size, tokens, kv_heads, vectors, page_size)
+    function = jit.load(APPEND, k_pages.device.index)[name]
     return layouts.MOVE.check(function), constants, (-(-tokens * kv_heads * vectors // _THREADS), 1, 1)
+
+
+def _name_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _byte_strides(*tensors: Tensor) -> list[int]:
@@ -127,15 +133,17 @@ def _prepare_rotary(
     """None where vectors of 16 bytes do not fit."""
     (tokens, heads, head_dim), kv_heads = q.shape, key.shape[1]
     num_pages, page_size = k_pages.shape[:2]
-    strides, half = _byte_strides(q, key, value, cos, sin, k_pages, v_pages), head_dim * q.element_size() // 2
+    rows, pages = _byte_strides(q, key, value, cos, sin), _byte_strides(k_pages, v_pages)
+    half, e4m3 = head_dim * q.element_size() // 2, k_pages.dtype == FP8
     adjacent = all(x.stride(-1) == 1 for x in (q, key, value, cos, sin)) and slots.is_contiguous()
     threads = tokens * (heads + kv_heads) * (half // _VECTOR)
-    if not adjacent or any(stride % _VECTOR for stride in (half, *strides)) or threads >= 2**32 - _THREADS:
+    if not adjacent or any(stride % _VECTOR for stride in (half, *rows, *pages)) or threads >= 2**32 - _THREADS:
         return None
     device = k_pages.device.index
-    function = layouts.ROTARY.check(jit.load(ROTARY, device)[rotary_name(str(q.dtype).removeprefix("torch."))])
-    vectors = (stride // _VECTOR for stride in strides)
-    constants = (*vectors, num_pages * page_size, tokens, heads, kv_heads, half // _VECTOR, page_size)
+    function = layouts.ROTARY.check(jit.load(ROTARY, device)[rotary_name(_name_of(q), e4m3)])
+    in_page = _VECTOR // q.element_size() * k_pages.element_size()
+    strides = (*(stride // _VECTOR for stride in rows), *(stride // in_page for stride in pages))
+    constants = (*strides, num_pages * page_size, tokens, heads, kv_heads, half // _VECTOR, page_size)
     return function, constants, (-(-threads // _THREADS), 1, 1), torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -23,8 +23,8 @@ from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import signature_of
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.cuda.tensor_maps import holds_groups
-from prefixkit.ops.arguments import BadShape, check_attention, check_latents
+from prefixkit.cuda.tensor_maps import holds_groups, in_words
+from prefixkit.ops.arguments import FP8, BadShape, check_attention, check_latents
 
 # Without tensor maps a row's address is a 32-bit number of 16 bytes.
 MOST_BYTES = 2**36
@@ -87,7 +87,7 @@ def prepare_attention(
     gqa_group = heads // k_pages.shape[2]
     v_dim = v_pages.shape[3]
     if rotary_pages is None:
-        kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
+        kernel = kernel_for(arch, head_dim, gqa_group, v_dim, e4m3=k_pages.dtype == FP8)
     else:
         kernel = expanded_kernel_for(arch, k_pages.shape[3], rotary_pages.shape[3], v_dim) if gqa_group == 1 else None
         _check_strides("tree_attention", rotary_pages)
@@ -104,11 +104,13 @@ def prepare_attention(
             f"tree_attention: k_pages and v_pages must have the same strides, got {k_pages.stride()} and "
             f"{v_pages.stride()}; make them with KVPool"
         )
+    k_pages, v_pages = in_words(k_pages), in_words(v_pages)
     page = k_pages.stride(0)
     if not kernel.uses_tma and k_pages.shape[0] * page * k_pages.element_size() > MOST_BYTES:
         raise BadShape(
-            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page {page} elements, "
-            f"got {k_pages.shape[0]} pages; make a smaller pool, or one tensor per layer"
+            f"tree_attention: this kernel reaches {MOST_BYTES >> 30} GiB of keys, from page to page "
+            f"{page * k_pages.element_size()} bytes, got {k_pages.shape[0]} pages; make a smaller pool, or one tensor "
+            "per layer"
         )
     return _prepared(kernel, q, (k_pages, v_pages, rotary_pages), k_pages.shape[2], v_dim, variant, key)
 
@@ -141,8 +143,12 @@ def prepare_latents(
 def _check_strides(op: str, *pages: Tensor) -> None:
     """Raise BadShape unless rows of pages begin at multiples of 16 bytes."""
     for each in pages:
-        if any(stride % 8 for stride in each.stride()[:3]):
-            raise BadShape(f"{op}: strides of pages must be multiples of 8, got {each.stride()}; make them with KVPool")
+        vector = 16 // each.element_size()
+        if any(stride % vector for stride in each.stride()[:3]):
+            raise BadShape(
+                f"{op}: strides of pages in {each.dtype} must be multiples of {vector}, got {each.stride()}; make them "
+                "with KVPool"
+            )
 
 
 def _prepared(
@@ -154,7 +160,7 @@ def _prepared(
     variant: Variant,
     key: str,
 ) -> Prepared:
-    """What is launched for pages that a kernel serves."""
+    """What is launched for pages that a kernel serves, those in e4m3 as words of 16 bits."""
     k_pages = pages[0]
     half, device, (heads, head_dim) = q.dtype == torch.float16, k_pages.device.index, q.shape[1:]
     function = jit.load(attention_unit(kernel, head_dim, half, variant, v_dim), device)[kernel.name]

@@ -1,25 +1,25 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (32 where D is 64 on Hopper) pass through a warp's own ring, filled by TMA (Hopper) or
-//            by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
+// tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring, filled
+//            by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
 //            O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4 registers.
 //            Each warp works alone; two that take an item together share its ring and have 8 of its rows each, for 16
 //            would not fit their registers.
-// cost       2 x 2 D bytes per token; D / 8 matrix instructions per 16 tokens and warp.
+// cost       2 x 2 D bytes per token (2 D in e4m3, see below); D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
 #include "attention/block_classes.cuh"
-#include "attention/gather.cuh"
+#include "attention/e4m3_products.cuh"
 #include "attention/merge.cuh"
 
 namespace prefixkit {
 
-// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of D 128 does, so that what a KV tile
+// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that what a KV tile
 // costs besides its products is paid for as many bytes.  Masks hide groups one by one.
-constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && D <= 64 && !Variant::HAS_MASK ? 2 : 1;
+constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && WORDS <= 64 && !Variant::HAS_MASK ? 2 : 1;
 constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
-constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * COLUMNS * 128;  // of K, and of V
+constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * STORED_COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
 struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
@@ -175,11 +175,11 @@ struct DecodeState {
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
 DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew(), n = first_of_part() + lane / 4;
-    const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + 2 * (lane & 3);
+    const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + (FP8 ? 4 : 2) * (lane & 3);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         s.q[k][0] = n < c.rows ? *(const u32*)(q + 16 * k) : 0;
-        s.q[k][1] = n < c.rows ? *(const u32*)(q + 16 * k + 8) : 0;
+        s.q[k][1] = n < c.rows ? *(const u32*)(q + 16 * k + (FP8 ? 2 : 8)) : 0;
     }
 }
 
@@ -212,47 +212,59 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
 // Clears the values outside tokens [low, high): TMA loads whatever lies there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
 #pragma unroll 1
-    for (int i = lane_anew(); i < DECODE_KV_TILE * ROW_VECTORS; i += 32) {
-        const int row = i / ROW_VECTORS;
-        if (row < low || row >= high) store_zeros(values + vector_at<DECODE_KV_TILE>(row, i % ROW_VECTORS));
+    for (int i = lane_anew(); i < DECODE_KV_TILE * STORED_VECTORS; i += 32) {
+        const int row = i / STORED_VECTORS;
+        if (row < low || row >= high) store_zeros(values + vector_at<DECODE_KV_TILE>(row, i % STORED_VECTORS));
     }
     async_fence();  // TMA writes here next
     __syncwarp();
 }
 
+// The row of values, of the 16 from number `first` on, that a lane tells ldmatrix.
+DEVICE MatrixRow<DECODE_KV_TILE> values_of_lane(u32 values, int first, int lane) {
+    if (FP8) return {values, first + (lane & 15), lane >> 4};
+    return {values, first + (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1};
+}
+
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const int lane = lane_anew();
     // Independent sums: on Hopper each dependent product would wait for the tile warps' too.
-    float dot[DECODE_GROUPS][4][4] = {};
+    constexpr int SUMS = FP8 ? 2 : 4;
+    float dot[DECODE_GROUPS][SUMS][4] = {};
 #pragma unroll
     for (int g = 0; g < DECODE_GROUPS; ++g) {
         const MatrixRow<DECODE_KV_TILE> keys(stage, g * GROUP + (lane & 15), lane >> 4);
+        if constexpr (FP8) add_e4m3_scores(keys, s.q, dot[g]);
+        else
 #pragma unroll
-        for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
-            u32 m[4][4];
+            for (int first = 0; first < D / 16; first += 4) {  // four loads in flight at a time
+                u32 m[4][4];
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k)
-                load_matrix(m[k - first], keys.at(k));
+                for (int k = first; k < first + 4 && k < D / 16; ++k)
+                    load_matrix(m[k - first], keys.at(k));
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k)
-                mma(dot[g][k & 3], m[k - first], s.q[k][0], s.q[k][1]);
-        }
+                for (int k = first; k < first + 4 && k < D / 16; ++k)
+                    mma(dot[g][k & 3], m[k - first], s.q[k][0], s.q[k][1]);
+            }
     }
     const int low = c.low, high = c.high, flags = c.flags;
     const u32 values = stage + DECODE_KV_TILE_BYTES;
     if (PREFIXKIT_MAPS && a.tma_groups && (low > 0 || high < DECODE_KV_TILE)) clear_absent(values, low, high);
-    const MatrixRow<DECODE_KV_TILE> value_row(values, (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1);
+    const MatrixRow<DECODE_KV_TILE> value_row = values_of_lane(values, 0, lane);
+    constexpr int LOADS = FP8 ? E4M3_LOADS : D / 16;
     u32 v[4][4];  // the first loads overlap the exponentials
 #pragma unroll
-    for (int k = 0; k < 4 && k < D / 16; ++k) load_matrix_transposed(v[k], value_row.at(k));
+    for (int k = 0; k < 4 && k < LOADS; ++k) load_matrix_transposed(v[k], value_row.at(k));
     float x[4 * DECODE_GROUPS];
 #pragma unroll
     for (int i = 0; i < 4 * DECODE_GROUPS; ++i) {
         const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
         bool visible = token >= low && token < high;
         if (flags & CLIPPED) visible = visible && position < s.end[i & 1];
-        const float(&d)[4][4] = dot[i / 4];
-        const float sum = (d[0][i % 4] + d[1][i % 4]) + (d[2][i % 4] + d[3][i % 4]);
+        const float(&d)[SUMS][4] = dot[i / 4];
+        float sum = d[0][i % 4] + d[1][i % 4];
+#pragma unroll
+        for (int k = 2; k < SUMS; k += 2) sum += d[k][i % 4] + d[k + 1][i % 4];
         x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1],
                         c.position + lane / 4, 8 * (i / 2), a.words);
         if (Variant::HAS_MASK && (flags & MASKED))
@@ -281,25 +293,32 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 #pragma unroll
     for (int g = 0; g < DECODE_GROUPS; ++g) {
-        const MatrixRow<DECODE_KV_TILE> more(values, g * GROUP + (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1);
+        const MatrixRow<DECODE_KV_TILE> more = values_of_lane(values, g * GROUP, lane);
         const float* w = x + 4 * g;
         const u32 p0 = transpose8(pack_rounded(w[0], w[1])), p1 = transpose8(pack_rounded(w[2], w[3]));
 #pragma unroll
-        for (int first = 0; first < D / 16; first += 4) {
+        for (int first = 0; first < LOADS; first += 4) {
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k) {
+            for (int k = first; k < first + 4 && k < LOADS; ++k) {
                 if (g > 0) load_matrix_transposed(v[k - first], more.at(k));
                 else if (first > 0) load_matrix_transposed(v[k - first], value_row.at(k));
             }
 #pragma unroll
-            for (int k = first; k < first + 4 && k < D / 16; ++k) mma(s.o[k], v[k - first], p0, p1);
+            for (int k = first; k < first + 4 && k < LOADS; ++k) {
+                if constexpr (FP8) add_e4m3_values(s.o, v[k - first], k, p0, p1);
+                else mma(s.o[k], v[k - first], p0, p1);
+            }
         }
     }
 }
 
-// Two elements that lie 8 apart.
-DEVICE void store_apart(float* to, float x, float y) { to[0] = x, to[8] = y; }
+// Two elements that lie 8 apart, or are neighbours where pages hold e4m3 (e4m3_products.cuh).
+DEVICE void store_apart(float* to, float x, float y) {
+    if (FP8) store_two(to, x, y);
+    else to[0] = x, to[8] = y;
+}
 DEVICE void store_apart(u16* to, float x, float y) {
+    if (FP8) return store_two(to, x, y);
     const u32 both = pack(x, y);
     to[0] = u16(both), to[8] = u16(both >> 16);
 }
@@ -314,7 +333,7 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
         const float lse = sum > 0.f ? (s.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
         const long long at =
-            finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + lane / 4;
+            finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + (FP8 ? 2 : 1) * (lane / 4);
         if (c.partial >= 0) {
 #pragma unroll
             for (int k = 0; k < D / 16; ++k)

@@ -12,7 +12,8 @@ namespace prefixkit {
 
 constexpr int GROUP = 16;
 constexpr int COLUMNS = (D + 63) / 64, V_COLUMNS = (V_DIM + 63) / 64;
-constexpr bool EVEN = 32 % ROW_VECTORS == 0;  // a warp copies whole rows
+constexpr int STORED_COLUMNS = (WORDS + 63) / 64;  // of words, as pages hold them
+constexpr bool EVEN = 32 % STORED_VECTORS == 0;  // a warp copies whole rows
 
 template <int ROWS> DEVICE u32 vector_at(int row, int column) {
     return (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
@@ -32,7 +33,7 @@ DEVICE bool pages_are_aligned(const Attention& a) {
 }
 // Whether groups can be copied whole; on Hopper the host decides, because TMA copies them.
 DEVICE bool holds_groups(const Attention& a) {
-    return PREFIXKIT_MAPS ? a.tma_groups : EVEN && pages_are_aligned(a) && a.slot_stride == D;
+    return PREFIXKIT_MAPS ? a.tma_groups : EVEN && pages_are_aligned(a) && a.slot_stride == WORDS;
 }
 // The page of a slot, and its place there; page sizes are powers of two here.
 DEVICE int page_index(const Attention& a, int slot) { return slot >> (__ffs(a.page_size) - 1); }
@@ -41,14 +42,15 @@ DEVICE int place_in_page(const Attention& a, int slot) { return slot & (a.page_s
 // A complete group in one page, whose slots lie `stride` elements apart, to rows of a tile from `to` on.
 template <int ROWS> DEVICE void copy_group(u32 to, const u16* from, long long stride) {
     // A warp copies BLOCK vectors of STEP rows at a time; BLOCK is the largest power of two that divides a row.
-    constexpr int BLOCK = ROW_VECTORS & -ROW_VECTORS, STEP = 32 / BLOCK;
+    constexpr int BLOCK = STORED_VECTORS & -STORED_VECTORS, STEP = 32 / BLOCK;
     const int lane = lane_anew(), column = lane % BLOCK, sub = lane / BLOCK;
     const u32 base = to + (column >> 3) * (ROWS * 128) + sub * 128, swizzle = ((column ^ sub) & 7) << 4;
     from += sub * stride + column * 8;
+    if (STEP > GROUP && sub >= GROUP) return;
 #pragma unroll
     for (int row = 0; row < GROUP; row += STEP)
 #pragma unroll
-        for (int c = 0; c < ROW_VECTORS; c += BLOCK)
+        for (int c = 0; c < STORED_VECTORS; c += BLOCK)
             copy16(base + (c >> 3) * (ROWS * 128) + row * 128 + (swizzle ^ (((row ^ c) & 7) << 4)),
                    from + row * stride + c * 8, true);
 }
@@ -64,10 +66,12 @@ DEVICE void gather_rows(
     const int page = mine ? a.pages[pages + index] : 0;
     const u32 begin = mine ? row_of(a, page, slot + token - index * a.page_size, head) : 0;
     const u32 present = __ballot_sync(~0u, mine);
+    constexpr int VECTORS = GROUP * STORED_VECTORS;
 #pragma unroll 1
-    for (int i = lane; i < GROUP * ROW_VECTORS; i += 32) {
-        const int row = i / ROW_VECTORS, column = i % ROW_VECTORS;
+    for (int i = lane; i < (VECTORS + 31) / 32 * 32; i += 32) {
+        const int row = i / STORED_VECTORS, column = i % STORED_VECTORS;
         const long long from = __shfl_sync(~0u, begin, row);
+        if (VECTORS % 32 != 0 && i >= VECTORS) continue;  // all lanes shuffle
         copy16(to + vector_at<ROWS>(row, column), base + from * 8 + column * 8, present >> row & 1);
     }
 }

@@ -14,7 +14,15 @@ namespace prefixkit {
 #define PREFIXKIT_VALUE_DIM PREFIXKIT_HEAD_DIM
 #endif
 constexpr int D = PREFIXKIT_HEAD_DIM, V_DIM = PREFIXKIT_VALUE_DIM;  // of queries and keys; of values and outputs
-constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a head's row
+constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a query's head
+#ifndef PREFIXKIT_KV_FP8
+#define PREFIXKIT_KV_FP8 0
+#endif
+// Pages in e4m3: they are loaded as rows of half as many words of 16 bits, in which their strides are counted too, and
+// become the storage type where operands of products are made.
+constexpr bool FP8 = PREFIXKIT_KV_FP8;
+constexpr int WORDS = FP8 ? D / 2 : D;  // of 16 bits, of a head's row in pages
+constexpr int STORED_VECTORS = WORDS / 8;
 static_assert(D % 16 == 0 && V_DIM % 16 == 0, "head sizes are multiples of 16");
 #ifndef PREFIXKIT_LATENT
 #define PREFIXKIT_LATENT 0
@@ -36,6 +44,7 @@ DEVICE const TensorMap* rotary_row(const Attention& a) { return nullptr; }
 #endif
 #endif
 constexpr bool APART = OWN_DIM < D;
+static_assert(!FP8 || (D == V_DIM && !APART && !LATENT), "pages in e4m3 hold K and V of one head size");
 static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
 // Here tile items and decode items go through the tile path.
 constexpr bool TILES_ONLY = D != V_DIM || APART;

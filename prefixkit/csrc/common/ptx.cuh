@@ -134,6 +134,16 @@ DEVICE void round_pair(float& low, float& high) {
 DEVICE u32 pack_rounded(float low, float high) {
     return PREFIXKIT_HALF ? pack(low, high) : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
+#if __CUDA_ARCH__ >= 890
+// Two numbers of e4m3 as float16, which has them all.
+DEVICE u32 halves_of_e4m3(u32 two) { u32 y; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(u16(two))); return y; }
+#endif
+// Two numbers of the storage type times `factor`, two too.
+DEVICE u32 scaled_pair(u32 x, u32 factor) {
+    u32 y;
+    asm("fma.rn." STORAGE "x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000));
+    return y;
+}
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // Within a unit in the last place, where the other errs by up to 2^-22: for log-sum-exps, once a row.
 DEVICE float log2_rounded(float x) { return log2f(x); }

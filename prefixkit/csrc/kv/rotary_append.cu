@@ -9,7 +9,7 @@
 //            also move two of V.  Consecutive threads take a head's vectors, then a token's heads, those of KV last.
 // cost       reads and writes each byte once: (2 heads + 4 kv_heads + 2) x tokens x head_dim x itemsize bytes.
 // limits     16 bytes divide half a head, every stride and every address; there are fewer than 2^32 threads.
-#include "common/ptx.cuh"
+#include "kv/narrow.cuh"
 #include "layouts/rotary.h"
 
 namespace prefixkit {
@@ -25,16 +25,7 @@ DEVICE void store_halves(void* to, long long at, int half, const Halves& x) {
     p[0] = x.first, p[half] = x.second;
 }
 
-// 16 bytes as float32, and back.
-template <class T> DEVICE void unpack(const uint4& x, float* to) {
-    const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[2 * i] = widen(T{u16(words[i])}), to[2 * i + 1] = widen(T{u16(words[i] >> 16)});
-}
-template <> DEVICE void unpack<float>(const uint4& x, float* to) {
-    to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
-    to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
-}
+// float32 as 16 bytes.
 template <class T> DEVICE uint4 pack_all(const float* x) {
     return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
@@ -57,7 +48,12 @@ template <class T> DEVICE Halves rotate(const Halves& x, const Halves& cos, cons
             rotate<T>(x.second, x.first, 1, cos.second, sin.second)};
 }
 
-template <class T> __global__ void __launch_bounds__(256) rotary_append(const __grid_constant__ Rotary r) {
+template <class T, bool E4M3> DEVICE void store_pages(void* to, long long at, int half, const Halves& x) {
+    if constexpr (E4M3) store_e4m3<T>(to, at, x.first), store_e4m3<T>(to, at + half, x.second);
+    else store_halves(to, at, half, x);
+}
+
+template <class T, bool E4M3> __global__ void __launch_bounds__(256) rotary_append(const __grid_constant__ Rotary r) {
     pdl_await(), pdl_launch();  // attention follows, and waits for our end before it reads
     const u32 thread = blockIdx.x * 256 + threadIdx.x, rest = thread / r.half, all = r.heads + r.kv_heads;
     const u32 vector = thread % r.half, head = rest % all;
@@ -77,9 +73,9 @@ template <class T> __global__ void __launch_bounds__(256) rotary_append(const __
     if (slot < 0 || slot >= r.num_slots) return;
     const long long page = slot / r.page_size, within = slot % r.page_size;
     const long long k_to = page * r.k_page + within * r.k_slot + h * r.k_page_head + vector;
-    store_halves(r.k_pages, k_to, r.half, rotate<T>(k, cos, sin));
+    store_pages<T, E4M3>(r.k_pages, k_to, r.half, rotate<T>(k, cos, sin));
     const long long v_to = page * r.v_page + within * r.v_slot + h * r.v_page_head + vector;
-    store_halves(r.v_pages, v_to, r.half, v);
+    store_pages<T, E4M3>(r.v_pages, v_to, r.half, v);
 }
 
 }  // namespace prefixkit

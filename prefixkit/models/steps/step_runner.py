@@ -37,7 +37,7 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
             continue
         if kind.plain and backend.name != "torch":
             backend = plain_torch()
-        made.append(backend.planner_for(kind.shape, spec.device, spec.dtype, kind.visible))
+        made.append(backend.planner_for(kind.shape, spec.device, spec.compute_dtype, kind.visible))
     return tuple(made)
 
 

@@ -25,9 +25,11 @@ from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, attention_sinks, chunked, sliding_window, variant
 from prefixkit.attention.variants.gallery import streaming
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
-from prefixkit.backends.cuda.layouts import ATTENTION, Maps
+from prefixkit.backends.cuda.layouts import ATTENTION
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.cuda.nvrtc import Unit
+from prefixkit.cuda.tensor_maps import in_words
+from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import SHARE_ALL, Case, make_snapshot, random_parents, random_queries
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.testing.random_plans import narrowed
@@ -61,8 +63,8 @@ def built(tmp_path_factory):
         function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
         return function
 
-    return lambda dim=64, variant=CAUSAL, group=1: made(
-        attention_unit(kernel_for("sm_90a", dim, group), dim, False, variant)
+    return lambda dim=64, variant=CAUSAL, group=1, e4m3=False: made(
+        attention_unit(kernel_for("sm_90a", dim, group, e4m3=e4m3), dim, False, variant)
     )
 
 
@@ -106,16 +108,16 @@ def merge(plan: Plan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse
     return out, lse
 
 
-def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread) -> Case:
+def random_case(rng, snapshot, num_pages, queries, heads, kv_heads, dim, spread, dtype=torch.bfloat16) -> Case:
     """Random queries, and KV for every token; NaN everywhere else."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
-    pages = [torch.full((num_pages, kv_heads, snapshot.page_size, dim), torch.nan).bfloat16() for _ in "kv"]
+    pages = [torch.full((num_pages, kv_heads, snapshot.page_size, dim), torch.nan).to(dtype) for _ in "kv"]
     k, v = (x.transpose(1, 2) for x in pages)
     for node, length in enumerate(snapshot.length.tolist()):
         slots = snapshot.slots(np.full(length, node), np.arange(length))
         for x in (k, v):
             numbers = torch.randn(length, kv_heads, dim, generator=generator)
-            x[slots // snapshot.page_size, slots % snapshot.page_size] = numbers.bfloat16()
+            x[slots // snapshot.page_size, slots % snapshot.page_size] = numbers.to(dtype)
     q = torch.randn(queries.num_rows, heads, dim, generator=generator) * spread
     return Case(snapshot, queries, q.bfloat16(), k, v, dim**-0.5)
 
@@ -170,12 +172,18 @@ def attend(
     classes: bool = False,
     limits: np.random.Generator | None = None,
     paths: bool = False,
+    tiles: bool = False,
+    arch: str = "sm_90a",
 ) -> tuple[Tensor, ...]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
+
+    ``tiles``: plans have items of any number of rows, not of decode items alone.
 
     ``limits`` draws a limit for each query, and the mask that means the same is returned too.
     """
     snapshot, q, k, v = case.snapshot, case.q, case.k_pages, case.v_pages
+    if e4m3 := k.dtype == FP8:
+        k, v = in_words(k), in_words(v)
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     positions = case.positions.long()
@@ -183,8 +191,8 @@ def attend(
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
     tree = StepTree(snapshot, case.queries)
     rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
-    of = kernel_for("sm_90a", dim, case.shape.gqa_group)
-    formats = [narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
+    of = kernel_for(arch, dim, case.shape.gqa_group, e4m3=e4m3)
+    formats = [rows_of if tiles else narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
     cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, cost)
@@ -200,8 +208,8 @@ def attend(
     page, slot, head, _ = k.stride()
     boxes = snapshot.page_size % 16 == 0
     kinds = classes_of(case, plan, variant, length) if classes else np.zeros((1, 0), dtype=np.uint32)
-    given = ATTENTION[Maps.KV].packer.pack(
-        *fake_maps(k, v, boxes),
+    given = ATTENTION[of.maps].packer.pack(
+        *(fake_maps(k, v, boxes) if of.uses_tma else ()),
         *(x.data_ptr() for x in (q, k, v, positions, out, lse, partial_out, partial_lse)),
         0,
         *(x.ctypes.data for x in (*work, *nodes)),
@@ -236,6 +244,7 @@ def torch_attention(case: Case) -> Tensor:
 def check(kernel, case: Case, stages: int = 3, blocks: int = 3) -> None:
     """Outputs err at most 1.5 times as much as torch's, log-sum-exps by what float32 owes them."""
     out, lse = attend(kernel, case, stages, blocks)
+    case = replace(case, k_pages=case.k_pages.to(case.q.dtype), v_pages=case.v_pages.to(case.q.dtype))
     exact = reference_attention(
         case.snapshot, case.row_node, case.positions.numpy(), case.q, case.k_pages, case.v_pages, case.scale
     )
@@ -398,6 +407,45 @@ def test_forests(kernel, page_size, seed):
 def wide_kernel(request, built):
     """Head size, and the source whose warps take items in pairs."""
     return request.param, built(request.param, group=16)
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "variant"),
+    [(128, (16, 1), CAUSAL), (80, (6, 3), MASKS["blocks"])],
+    ids=["groups of 16", "masked"],
+)
+def test_pages_in_e4m3(built, dim, heads, variant):
+    """Forests; values of many magnitudes, and NaN where no token is."""
+    run = built(dim, variant, heads[0] // heads[1], e4m3=True)
+    for seed, page_size in enumerate((16, 1, 64)):
+        rng = np.random.default_rng(seed)
+        parents = random_parents(rng, int(rng.integers(2, 8)))
+        lengths = rng.integers(0, [20, 90][seed % 2], len(parents))
+        lengths[-1] = max(1, lengths[-1])
+        snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), page_size)
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=1.0, dtype=FP8)
+        case.v_pages.copy_((case.v_pages.float() * 2.0 ** -(torch.arange(dim) % 8)).to(FP8))
+        if variant is CAUSAL:
+            check(run, case, stages=3, blocks=1 + seed % 3)
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant, classes=variant.mods and seed == 0)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(
+            *where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale, variant
+        )
+        torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+def test_all_pairs_of_e4m3_become_the_same_numbers_without_a_conversion(tmp_path):
+    """In float16; the other tests have bfloat16."""
+    dtype, unit = torch.float16, attention_unit(kernel_for("sm_90a", 64, 1, e4m3=True), 64, True, CAUSAL)
+    defines = [f"-D{name}={value}" for name, value in unit.defines]
+    found = torch.empty(65536, 2, dtype=dtype)
+    run = build(tmp_path, "decode", {"attention/plan.cuh": HOLDING}, unit.headers, *defines).widen_pairs
+    run(ctypes.c_void_p(found.data_ptr()))
+    pairs = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(FP8).view(65536, 2)
+    torch.testing.assert_close(found, pairs.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit() | found.isnan(), pairs.to(dtype).signbit() | found.isnan())
 
 
 @pytest.mark.parametrize("seed", range(4))

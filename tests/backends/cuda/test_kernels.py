@@ -58,6 +58,15 @@ def test_two_warps_take_groups_of_9_to_16_together_on_hopper():
     assert dict(attention_unit(kernel_for("sm_90a", 128, 16), 128, True, CAUSAL).defines)["PREFIXKIT_ROW_PARTS"] == "2"
 
 
+def test_pages_in_e4m3_have_kernels_where_k_and_v_have_one_head_size():
+    assert all(kernel_for(arch, dim, 4, e4m3=True).e4m3 for arch in ("sm_80", "sm_90a") for dim in (64, 128, 256))
+    assert kernel_for("sm_90a", 192, 4, 128, e4m3=True) is None
+    tiles = [kernel_for("sm_90a", dim, 4, e4m3=e4m3).decode_kv_tile for dim in (64, 128) for e4m3 in (False, True)]
+    assert tiles == [32, 32, 16, 32]
+    unit = attention_unit(kernel_for("sm_90a", 128, 4, e4m3=True), 128, False, CAUSAL)
+    assert dict(unit.defines)["PREFIXKIT_KV_FP8"] == "1"
+
+
 def test_the_portable_kernel_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
     assert kernel_for("sm_90a", 128, 4).file == PORTABLE
@@ -94,7 +103,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
 
     ``scripts/compile_all.py`` compiles all of them, and ``scripts/gpu_check.sh`` runs it.
     """
-    portable: dict[tuple[str, str, tuple[str, bool]], Unit] = {}
+    portable: dict[tuple[str, str, tuple[str, bool, bool]], Unit] = {}
     hopper: dict[tuple[str, str, tuple[tuple[str, str], ...]], Unit] = {}
     sampling, others = [], list[tuple[str, Unit]]()
     for arch in ARCHS:
@@ -103,7 +112,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
             if unit is SAMPLE:
                 sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
             elif unit.file == PORTABLE:
-                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines
+                kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines, "PREFIXKIT_KV_FP8" in defines
                 portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
             elif unit.file == HOPPER:
                 of = defines.pop("PREFIXKIT_HEAD_DIM"), defines.pop("PREFIXKIT_HALF")
@@ -115,7 +124,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
     for arch, unit in cover(others, 1):
         yield unit, arch
     # Variants in heads of 128 spill the most; each of the four takes as long as all others of its target.
-    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True))]):
+    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True, False))]):
         yield portable[case], case[0]
     for arch, dtype, cached in cover(sampling, 1):
         yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 
 from prefixkit.backends.cuda import kv
-from prefixkit.backends.cuda.kernels import ROTARY, rotary_name
+from prefixkit.backends.cuda.kernels import APPEND, ROTARY, rotary_name
 from prefixkit.checking import checked_mode
 from prefixkit.ops.arguments import BadShape
 from tests.attention.rotations import DTYPES, bits, fresh_rng, nan_pages, random_rows, random_slots
@@ -29,7 +29,7 @@ if shutil.which("g++") is None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("rotary"), "rotary", {}, ROTARY.headers)
+    return build(tmp_path_factory.mktemp("rotary"), "rotary", {}, ROTARY.headers + APPEND.headers)
 
 
 class Gpu:

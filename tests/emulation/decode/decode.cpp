@@ -1,4 +1,7 @@
 // One block of Hopper's decode path after the other on the CPU: two loading warps, and the four that compute.
+#ifdef EMULATED_PORTABLE
+#include "portable.cuh"
+#else
 #define PREFIXKIT_MAPS 1
 #include "common/ptx.cuh"
 #include "attention/sm90/decode_load.cuh"
@@ -23,6 +26,10 @@ static DecodeShared shared() {
 }
 }  // namespace prefixkit
 
+extern "C" void widen_pairs(unsigned* to) {
+    for (unsigned two = 0; two < 65536; ++two) to[two] = prefixkit::widen_by_words(two);
+}
+
 // stages: of each ring.
 extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stages) {
     using namespace prefixkit;
@@ -43,3 +50,8 @@ extern "C" int decode_on_cpu(const prefixkit::Attention* a, int blocks, int stag
     if (!flying.empty()) std::abort();
     return sizeof(Attention);
 }
+
+#ifdef EMULATED_TILES
+#include "tiles.cuh"
+#endif
+#endif

@@ -21,8 +21,8 @@ struct Loader : DecodeWalk<32> {
         const bool whole = holds_groups(a) && low == 0 && left >= DECODE_KV_TILE;
         if (whole) {
             const long long from = (long long)row_of(a, page[0], place_in_page(a, slot), head) * 8;
-            copy_group<DECODE_KV_TILE>(stage, a.k + from, D);
-            copy_group<DECODE_KV_TILE>(stage + DECODE_KV_TILE_BYTES, a.v + from, D);
+            copy_group<DECODE_KV_TILE>(stage, a.k + from, WORDS);
+            copy_group<DECODE_KV_TILE>(stage + DECODE_KV_TILE_BYTES, a.v + from, WORDS);
         } else {
             gather_rows<DECODE_KV_TILE>(a, a.k, stage, span.pages, slot, low, high, head);
             gather_rows<DECODE_KV_TILE>(a, a.v, stage + DECODE_KV_TILE_BYTES, span.pages, slot, low, high, head);

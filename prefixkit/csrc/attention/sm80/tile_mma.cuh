@@ -33,14 +33,24 @@ DEVICE int end_seen(const Attention& a, const KVTile& item, int query) {
     return end_seen(a, item.flags() & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
 }
 
+// Pairs of columns 0, 2, 4, 6 of a row's 16, then 1, 3, 5, 7: where pages hold e4m3, a lane's four neighbours of a key
+// are columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a product (see e4m3_products.cuh).
+DEVICE void store_parted(u32 q, int row, int i, const u16* from) {
+    const int4 x = ((const int4*)from)[0], y = ((const int4*)from)[1];
+    store_shared16(q + vector_at<TILE>(row, 2 * i), make_int4(x.x, x.z, y.x, y.z));
+    store_shared16(q + vector_at<TILE>(row, 2 * i + 1), make_int4(x.y, x.w, y.y, y.w));
+}
+
 // Copies queries, and what each sees; rows that the item lacks keep stale ones, and their results are not read.
 DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShared& s) {
     const int rows = item.rows(), row0 = item.row0(), head = item.head();
+    constexpr int WIDTH = FP8 ? 16 : 8, STEPS = D / WIDTH;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < rows * ROW_VECTORS; i += 32 * BLOCK_WARPS) {
-        const int row = i / ROW_VECTORS, column = i % ROW_VECTORS;
-        const long long from = TileRow(a, head, row0 + row).index(a, item.q_begin) * D + column * 8;
-        store_shared16(s.q + vector_at<TILE>(row, column), *(const int4*)(a.q + from));
+    for (int i = threadIdx.x; i < rows * STEPS; i += 32 * BLOCK_WARPS) {
+        const int row = i / STEPS, column = i % STEPS;
+        const long long from = TileRow(a, head, row0 + row).index(a, item.q_begin) * D + column * WIDTH;
+        if (FP8) store_parted(s.q, row, column, a.q + from);
+        else store_shared16(s.q + vector_at<TILE>(row, column), *(const int4*)(a.q + from));
     }
     for (int row = threadIdx.x; row < rows; row += 32 * BLOCK_WARPS) {
         const int query = TileRow(a, head, row0 + row).query;
@@ -58,26 +68,76 @@ struct TileState {
 
 using Scores = float[STRIPES][KV_TILE / 8][4];
 
+// Keys in e4m3: of 16 tokens 32 columns at a time.
+template <int S> DEVICE void e4m3_scores(Scores& x, const MatrixRow<TILE>& q_row, u32 k) {
+    const MatrixRow<KV_TILE> k_row(k, lane_anew() & 15, lane_anew() >> 4);
+#pragma unroll
+    for (int i = 0; i < E4M3_LOADS; ++i) {
+        u32 mq[2][S][4];
+#pragma unroll
+        for (int j = 0; j < 2 && 2 * i + j < D / 16; ++j)
+#pragma unroll
+            for (int s = 0; s < S; ++s) load_matrix(mq[j][s], q_row.at(2 * i + j) + s * 64 * 128);
+#pragma unroll
+        for (int n = 0; n < KV_TILE / 16; ++n) {
+            u32 m[4];
+            load_matrix(m, k_row.at(i) + n * 2048);
+#pragma unroll
+            for (int part = 0; part < 4 && 2 * i + part / 2 < D / 16; ++part) {  // of 8 tokens
+                const u32 low = widen_e4m3(m[part]), high = widen_e4m3(m[part] >> 16);
+#pragma unroll
+                for (int s = 0; s < S; ++s) mma(x[s][2 * n + part % 2], mq[part / 2][s], low, high);
+            }
+        }
+    }
+}
+
 // `S`: stripes that have rows.
 template <int S> DEVICE void tile_scores(Scores& x, u32 q, u32 k) {
     const int lane = lane_anew();
     const MatrixRow<TILE> q_row(q, 16 * (threadIdx.x >> 5) + (lane & 15), lane >> 4);
     const MatrixRow<KV_TILE> k_row(k, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    if constexpr (FP8) e4m3_scores<S>(x, q_row, k);
+    else
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-        u32 mq[S][4], mk[KV_TILE / 16][4];
+        for (int i = 0; i < D / 16; ++i) {
+            u32 mq[S][4], mk[KV_TILE / 16][4];
 #pragma unroll
-        for (int s = 0; s < S; ++s) load_matrix(mq[s], q_row.at(i) + s * 64 * 128);
+            for (int s = 0; s < S; ++s) load_matrix(mq[s], q_row.at(i) + s * 64 * 128);
 #pragma unroll
-        for (int n = 0; n < KV_TILE / 16; ++n) load_matrix(mk[n], k_row.at(i) + n * 2048);
+            for (int n = 0; n < KV_TILE / 16; ++n) load_matrix(mk[n], k_row.at(i) + n * 2048);
 #pragma unroll
-        for (int n = 0; n < KV_TILE / 16; ++n)
+            for (int n = 0; n < KV_TILE / 16; ++n)
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
-                mma(x[s][2 * n + 1], mq[s], mk[n][2], mk[n][3]);
+                for (int s = 0; s < S; ++s) {
+                    mma(x[s][2 * n], mq[s], mk[n][0], mk[n][1]);
+                    mma(x[s][2 * n + 1], mq[s], mk[n][2], mk[n][3]);
+                }
+        }
+}
+
+// Values in e4m3: of 16 tokens 32 columns at a time, of which w.o has the even ones of each 16 before the odd ones.
+template <int S> DEVICE void e4m3_values(TileState& w, u32 v) {
+    const MatrixRow<KV_TILE> row(v, lane_anew() & 15, lane_anew() >> 4);
+#pragma unroll
+    for (int n = 0; n < KV_TILE / 16; ++n)
+#pragma unroll
+        for (int i = 0; i < E4M3_LOADS; ++i) {
+            u32 m[4];
+            load_matrix_transposed(m, row.at(i) + n * 2048);
+#pragma unroll
+            for (int k = 2 * i; k < 2 * i + 2 && k < D / 16; ++k) {
+                const u32 low = __byte_perm(m[2 * (k & 1)], 0, 0x3120);
+                const u32 high = __byte_perm(m[2 * (k & 1) + 1], 0, 0x3120);
+                const u32 even[2] = {widen_e4m3(low), widen_e4m3(high)};
+                const u32 odd[2] = {widen_e4m3(low >> 16), widen_e4m3(high >> 16)};
+#pragma unroll
+                for (int s = 0; s < S; ++s) {
+                    mma(w.o[s][2 * k], w.p[s][n], even[0], even[1]);
+                    mma(w.o[s][2 * k + 1], w.p[s][n], odd[0], odd[1]);
+                }
             }
-    }
+        }
 }
 
 template <int S> DEVICE void tile_values(TileState& w, u32 v) {
@@ -93,18 +153,20 @@ template <int S> DEVICE void tile_values(TileState& w, u32 v) {
                 w.o[s][i][0] *= w.shrink[s][0], w.o[s][i][1] *= w.shrink[s][0];
                 w.o[s][i][2] *= w.shrink[s][1], w.o[s][i][3] *= w.shrink[s][1];
             }
+    if constexpr (FP8) e4m3_values<S>(w, v);
+    else
 #pragma unroll
-    for (int n = 0; n < KV_TILE / 16; ++n)
+        for (int n = 0; n < KV_TILE / 16; ++n)
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            u32 m[4];
-            load_matrix_transposed(m, row.at(i) + n * 2048);
+            for (int i = 0; i < D / 16; ++i) {
+                u32 m[4];
+                load_matrix_transposed(m, row.at(i) + n * 2048);
 #pragma unroll
-            for (int s = 0; s < S; ++s) {
-                mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
-                mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
+                for (int s = 0; s < S; ++s) {
+                    mma(w.o[s][2 * i], w.p[s][n], m[0], m[1]);
+                    mma(w.o[s][2 * i + 1], w.p[s][n], m[2], m[3]);
+                }
             }
-        }
 }
 
 DEVICE int stripe_row(int stripe, int half) {
@@ -192,8 +254,18 @@ DEVICE void tile_begin(TileState& w) {
     }
 }
 
+// This lane's columns of a row: pairs of every 8, or four of every 16 where pages hold e4m3.
+template <class T> DEVICE void store_row(T* to, const float (&o)[D / 8][4], int half) {
+#pragma unroll
+    for (int i = 0; i < D / 8; i += FP8 ? 2 : 1) {
+        const float x = o[i][2 * half], y = o[i][2 * half + 1];
+        if constexpr (FP8) store_four(to + 8 * i, make_float4(x, o[i + 1][2 * half], y, o[i + 1][2 * half + 1]));
+        else store_two(to + 8 * i, x, y);
+    }
+}
+
 DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
-    const int column = 2 * (lane_anew() & 3);
+    const int column = (FP8 ? 4 : 2) * (lane_anew() & 3);
 #pragma unroll
     for (int s = 0; s < STRIPES; ++s)
 #pragma unroll
@@ -207,15 +279,8 @@ DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
             const long long at = finish_row(a, item.q_begin, item.partial, of, lse, factor, column == 0) * D + column;
 #pragma unroll
             for (int i = 0; i < D / 8; ++i) w.o[s][i][2 * half] *= factor, w.o[s][i][2 * half + 1] *= factor;
-            if (item.partial >= 0) {
-#pragma unroll
-                for (int i = 0; i < D / 8; ++i)
-                    store_two(a.partial_out + at + 8 * i, w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < D / 8; ++i)
-                    store_two(outputs(a) + at + 8 * i, w.o[s][i][2 * half], w.o[s][i][2 * half + 1]);
-            }
+            if (item.partial >= 0) store_row(a.partial_out + at, w.o[s], half);
+            else store_row(outputs(a) + at, w.o[s], half);
         }
 }
 

@@ -21,7 +21,7 @@ constexpr int TILE = 64 * STRIPES;
 // Tokens of a KV tile, where three tiles of so many fit beside the queries.
 constexpr int KV_TILE = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
 constexpr int PARTS = KV_TILE / GROUP;  // groups of a KV tile, one for each warp that copies
-constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * COLUMNS * 128;
+constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * STORED_COLUMNS * 128;
 
 struct __align__(16) KVTile {
     u32 row[4];              // where each group begins, in 16-byte vectors; RAGGED: its rows must be looked up

@@ -9,7 +9,7 @@
 
 namespace prefixkit {
 
-constexpr int RING_STAGES = (D <= 64 ? 6 : 5) * ROW_PARTS;  // at most
+constexpr int RING_STAGES = (FP8 ? 4 : D <= 64 ? 6 : 5) * ROW_PARTS;  // at most
 
 struct DecodeShared {
     u32 rings;               // one after the other
@@ -79,10 +79,10 @@ struct TmaLoader : DecodeWalk<16> {
         const u32 to = ring.data + ring.stage * STAGE_BYTES;
         const u64 policy = policy_stream();
         if (a.tma_groups && high > low) {
-            if constexpr (D % 64 != 0) {
+            if constexpr (DECODE_GROUPS == 1 && WORDS % 64 != 0) {
                 // A column block each: columns behind the last are zeros, which lie outside the tensor.
                 const int i = lane() & 1, block = lane() >> 1, in_page = place_in_page(a, slot);
-                if (block < COLUMNS)
+                if (block < STORED_COLUMNS)
                     tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page,
                              head, page[0], full, policy);
             } else if constexpr (DECODE_GROUPS == 1) {
@@ -92,15 +92,17 @@ struct TmaLoader : DecodeWalk<16> {
             } else if (lane() < 2 * DECODE_GROUPS) {
                 // A group of which the segment has no token is loaded from outside the tensor, which gives zeros.
                 const int i = lane() & 1, g = lane() >> 1, in_page = place_in_page(a, slot + g * GROUP);
-                tma_copy(to + i * DECODE_KV_TILE_BYTES + g * (GROUP * 128), &a.k_group + i, 0, in_page, 0, head,
-                         g * GROUP < high ? (g ? page[1] : page[0]) : -1, full, policy);
+                const int where = g * GROUP < high ? (g ? page[1] : page[0]) : -1;
+                const u32 box = to + i * DECODE_KV_TILE_BYTES + g * (GROUP * 128);
+                if constexpr (WORDS % 64 != 0) tma_copy(box, &a.k_map + i, 0, in_page, head, where, full, policy);
+                else tma_copy(box, &a.k_group + i, 0, in_page, 0, head, where, full, policy);
             }
         } else {
-            for (int i = lane(); i < 2 * COLUMNS * DECODE_KV_TILE; i += 16) {
+            for (int i = lane(); i < 2 * STORED_COLUMNS * DECODE_KV_TILE; i += 16) {
                 const int row = i % DECODE_KV_TILE, block = i / DECODE_KV_TILE;
-                const TensorMap* map = block < COLUMNS ? &a.k_row : &a.v_row;
+                const TensorMap* map = block < STORED_COLUMNS ? &a.k_row : &a.v_row;
                 const bool there = row >= low && row < high;
-                copy_row(a, map, to + i * 128, pages, slot + row, there, head, block % COLUMNS, full, policy);
+                copy_row(a, map, to + i * 128, pages, slot + row, there, head, block % STORED_COLUMNS, full, policy);
             }
         }
         if (flags & FIRST) prefetch_queries();

@@ -7,49 +7,9 @@
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"
-#include "attention/sm90/decode_load.cuh"
+#include "attention/sm90/widen_tile.cuh"
 
 namespace prefixkit {
-
-constexpr int KV_TILE = 64;  // tokens
-constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
-constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
-constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
-constexpr int TILE_STAGES = 4;     // at most
-constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
-// A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
-constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
-
-struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
-    int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: not all of its tokens count for all rows; MASKED
-    int bounds;    // tokens [low, high) count
-    int bits;      // of a MASKED KV tile, where its bits begin (bits_at), or -1
-    int position;  // of token 0
-
-    DEVICE int low() const { return bounds & 255; }
-    DEVICE int high() const { return bounds >> 8; }
-};
-enum { COMPARE = 16 };
-
-struct TileShared {
-    u32 k, v;                    // rings
-    u32 stages;                  // of each
-    u32 full, k_empty, v_empty;  // barriers of the stages, 8 bytes apart; full: both K and V have landed; PARTS of them
-    u32 item_full, item_empty;   // of the two places for items
-    u32 items;                   // TileItem for each place; no rows: no more work
-    u32 kv_tiles;                // KVTileInfo for each stage of K
-    u32 ones;                    // descriptor of 8 rows of 8 ones
-};
-constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4;
-
-DEVICE void tile_barriers(const TileShared& s) {
-    for (int i = 0; i < TILE_STAGES; ++i) {
-        barrier_init(s.full + 8 * i, 2);
-        barrier_init(s.k_empty + 8 * i, CONSUMER_WARPS), barrier_init(s.v_empty + 8 * i, CONSUMER_WARPS);
-    }
-    for (int i = 0; i < 2; ++i)
-        barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, CONSUMER_WARPS);
-}
 
 // Gives the consumers item number `items`, or the end (no rows).
 DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, int partial, int head) {
@@ -163,9 +123,11 @@ struct TileGroups {
 // A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
-    const int columns = V_COLUMNS == COLUMNS ? COLUMNS : is_v ? V_COLUMNS : COLUMNS;
+    const int columns = V_COLUMNS == COLUMNS ? STORED_COLUMNS : is_v ? V_COLUMNS : COLUMNS;
     const int own = !APART || is_v ? columns : OWN_DIM / 64;
     Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
+    StagedTiles staged(s, ring, is_v);
+    Ring& landing = FP8 ? staged.places : ring;  // of loads
     const u64 policy = policy_keep();
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // first item beside counts
@@ -216,16 +178,18 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
                 pages.seek(a, slot);
-                const TileGroups groups(ring, pages, slot, columns, own);
+                const TileGroups groups(landing, pages, slot, columns, own);
                 const bool last = !more && ended;
                 const int position = span.position + slot;
                 const bool clipped = position + high > all_see;
                 const bool compare = clipped || !whole;
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
-                barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
+                if constexpr (FP8) staged.make_room();
+                else barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
-                    if (!is_v) store_shared16(s.kv_tiles + 16 * ring.stage, make_int4(flags, low | high << 8, mine, position));
+                    const u32 infos = FP8 ? s.staged_kv_tiles : s.kv_tiles;
+                    if (!is_v) store_shared16(infos + 16 * landing.stage, make_int4(flags, low | high << 8, mine, position));
                     // Before a load lands, or a phase may never end.
                     const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP) : KV_TILE;
 #pragma unroll
@@ -237,11 +201,12 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, high, head, policy);
                 if (!a.tma_groups || (!LATENT && !whole))
                     groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
-                ring.next();
+                landing.next();
                 slot = next;
             }
             span = following, classes = later;
         }
+        if constexpr (FP8) staged.widen_all();
     }
     if (!is_v) publish_item(s, items, 0, 0, 0, 0);
 }

@@ -15,11 +15,19 @@ namespace prefixkit {
 
 // Stages of the rings that share the memory: of tiles, and for each decode warp.
 struct Stages { int tile, decode; };
-constexpr Stages MIXED = DECODE_GROUPS > 1 ? Stages{4, 4} : D <= 64 ? Stages{4, 6} : Stages{4, 3};
-constexpr Stages STREAMS = D <= 64 ? MIXED : Stages{2, 5};  // where decode items are by far the longer part
+// Of pages in e4m3 the tiles' loads are ahead in STAGED places, which have as much memory as four stages of D 64.
+constexpr Stages MIXED = FP8                 ? Stages{D <= 64 ? 4 : 2, 3}
+                         : DECODE_GROUPS > 1 ? Stages{4, 4}
+                         : D <= 64           ? Stages{4, 6}
+                                             : Stages{4, 3};
+// Where decode items are by far the longer part.
+constexpr Stages STREAMS = FP8 || D <= 64 ? MIXED : Stages{2, 5};
 constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
+DEVICE constexpr int bytes_of_tiles(int stages) {
+    return stages * (K_TILE_BYTES + V_TILE_BYTES) + (stages ? 2 * STAGED * STAGED_BYTES : 0);
+}
 DEVICE constexpr int bytes_of(Stages n) {
-    return n.tile * (K_TILE_BYTES + V_TILE_BYTES) + (TILES_ONLY ? 0 : DECODE_WARPS * n.decode * STAGE_BYTES);
+    return bytes_of_tiles(n.tile) + (TILES_ONLY ? 0 : DECODE_WARPS * n.decode * STAGE_BYTES);
 }
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int RING_BYTES = larger(larger(bytes_of(MIXED), bytes_of(ALONE)), SLAB_RING_BYTES);
@@ -29,7 +37,7 @@ struct Shared {
     unsigned char rings[RING_BYTES];
     u64 barriers[TILE_BARRIERS + DECODE_BARRIERS];
     int4 items[2];
-    KVTileInfo kv_tiles[TILE_STAGES];
+    KVTileInfo kv_tiles[TILE_STAGES + STAGED];
     u32 ones[32];  // not the last: memcheck takes wgmma_ones to read 256 bytes
     DecodeKVTile decode_kv_tiles[RINGS * RING_STAGES];
     Resolved batches[RINGS * BATCH];
@@ -42,8 +50,8 @@ static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "wha
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
 // 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
-constexpr int LOAD_REGISTERS = TILES_ONLY ? 64 : 48, DECODE_REGISTERS = TILES_ONLY ? 32 : 96;
-constexpr int TILE_REGISTERS = TILES_ONLY ? 208 : 184;
+constexpr int LOAD_REGISTERS = TILES_ONLY || FP8 ? 64 : 48, DECODE_REGISTERS = TILES_ONLY ? 32 : 96;
+constexpr int TILE_REGISTERS = TILES_ONLY ? 208 : FP8 ? 176 : 184;
 
 DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     TileShared w;
@@ -53,13 +61,15 @@ DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     w.full = at(s.barriers), w.k_empty = w.full + 8 * TILE_STAGES, w.v_empty = w.k_empty + 8 * TILE_STAGES;
     w.item_full = w.v_empty + 8 * TILE_STAGES, w.item_empty = w.item_full + 16;
     w.items = at(s.items), w.kv_tiles = at(s.kv_tiles), w.ones = descriptor(at(s.ones), 0);
+    w.staged = w.v + w.stages * V_TILE_BYTES, w.staged_full = w.item_empty + 16;
+    w.staged_kv_tiles = w.kv_tiles + 16 * TILE_STAGES;
     return w;
 }
 
 // The decode rings lie behind those of the tiles, or have all the memory where there are none.
 DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
     const u32 full = shared_address(s.barriers) + 8 * TILE_BARRIERS;
-    return {shared_address(s.rings) + stages.tile * (K_TILE_BYTES + V_TILE_BYTES), stages.decode * ROW_PARTS, full,
+    return {shared_address(s.rings) + bytes_of_tiles(stages.tile), stages.decode * ROW_PARTS, full,
             full + 8 * RINGS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 

@@ -16,7 +16,12 @@ static inline float __int_as_float(unsigned x) { return emulation::as<float>(x);
 static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
 static inline int __float_as_int(float x) { return emulation::as<int>(x); }
-static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned) { return a >> 16 | (b & 0xffff0000u); }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const uint64_t bytes = a | uint64_t(b) << 32;
+    unsigned x = 0;
+    for (int i = 0; i < 4; ++i) x |= unsigned(bytes >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return x;
+}
 static inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
 static inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
 struct Dim { int x; };
@@ -101,11 +106,33 @@ DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 ba
 DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v, u32 barrier, u64) {
     tma_copy_of(to, map, {x, y, z, w, v}, barrier);
 }
-DEVICE void copy16(u32, const void*, bool) { std::abort(); }
+// Copies of 16 bytes land when their thread waits for them, no earlier.
+struct Copy { u32 to; const void* from; bool valid; };
+static std::vector<std::vector<Copy>> copies[EMULATED_THREADS];  // in groups; the last one is open
+DEVICE std::vector<std::vector<Copy>>& copies_of_thread() {
+    auto& groups = copies[emulation::current];
+    if (groups.empty()) groups.emplace_back();
+    return groups;
+}
+DEVICE void copy16(u32 to, const void* from, bool valid) { copies_of_thread().back().push_back({to, from, valid}); }
+DEVICE void copy_commit() { copies_of_thread().emplace_back(); }
+template <int PENDING> DEVICE void copy_wait() {
+    auto& groups = copies_of_thread();
+    for (; groups.size() > PENDING + 1; groups.erase(groups.begin()))
+        for (const Copy& c : groups.front()) {
+            if (c.valid) std::memcpy(at_address(c.to), c.from, 16);
+            else std::memset(at_address(c.to), 0, 16);
+        }
+}
 DEVICE u64 policy_stream() { return 0; }
+DEVICE u64 policy_keep() { return 0; }
 DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
 DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
 template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
+DEVICE int4 load_shared_int4(u32 a) { return load_address<int4>(a); }
+DEVICE void store_shared16(u32 to, int4 x) { std::memcpy(at_address(to), &x, 16); }
+DEVICE bool elected() { return lane_anew() == 0; }
+DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE void async_fence() {}
 DEVICE void fence_device() {}
 DEVICE u32 load_acquire(const u32* p) { return *p; }
@@ -114,6 +141,15 @@ DEVICE float load_global1(const float* p) { return *p; }
 DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
+DEVICE u32 scaled_pair(u32 x, u32 factor) {
+    using T = std::conditional_t<PREFIXKIT_HALF, Half, BFloat>;
+    const float by = widen(T{u16(factor)});
+    return pack<T>(widen(T{u16(x)}) * by, widen(T{u16(x >> 16)}) * by);
+}
+DEVICE void store_two(float* to, float x, float y) { to[0] = x, to[1] = y; }
+DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
+DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
+DEVICE void store_four(u16* to, const float4& x) { store_two(to, x.x, x.y), store_two(to + 2, x.z, x.w); }
 DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
 DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }

@@ -1,14 +1,16 @@
-// What rotating takes of a GPU, on the CPU.  Takes the place of csrc/common/ptx.cuh.
+// What rotating and appending take of a GPU, on the CPU.  Takes the place of csrc/common/ptx.cuh.
 #pragma once
 #define EMULATED_THREADS 32  // threads do not meet, so there are no fibers
 #define EMULATED_BLOCKS 1
 #include "fibers.cuh"
 
+struct uint2 { unsigned x, y; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float __uint_as_float(unsigned x) { return emulation::as<float>(x); }
 static inline unsigned __float_as_uint(float x) { return emulation::as<unsigned>(x); }
 struct Dim { unsigned x; };
-static Dim blockIdx, threadIdx;
+static Dim blockIdx, blockDim, threadIdx;
 
 namespace prefixkit {
 struct Half { u16 bits; };

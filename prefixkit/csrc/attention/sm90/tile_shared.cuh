@@ -1,0 +1,52 @@
+// What the warps that load KV tiles and those that multiply them share on Hopper: rings, barriers, descriptions.
+#pragma once
+#include "attention/sm90/decode_load.cuh"
+
+namespace prefixkit {
+
+constexpr int KV_TILE = 64;  // tokens
+constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
+constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
+constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
+constexpr int TILE_STAGES = 4;     // at most
+constexpr int STAGED = FP8 ? 4 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
+static_assert(!FP8 || STORED_COLUMNS == 1, "rows of e4m3 have 128 bytes at most");
+constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
+// A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
+constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
+
+struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
+    int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: not all of its tokens count for all rows; MASKED
+    int bounds;    // tokens [low, high) count
+    int bits;      // of a MASKED KV tile, where its bits begin (bits_at), or -1
+    int position;  // of token 0
+
+    DEVICE int low() const { return bounds & 255; }
+    DEVICE int high() const { return bounds >> 8; }
+};
+enum { COMPARE = 16 };
+
+struct TileShared {
+    u32 k, v;                    // rings
+    u32 stages;                  // of each
+    u32 full, k_empty, v_empty;  // barriers of the stages, 8 bytes apart; full: both K and V have landed; PARTS of them
+    u32 item_full, item_empty;   // of the two places for items
+    u32 items;                   // TileItem for each place; no rows: no more work
+    u32 kv_tiles;                // KVTileInfo for each stage of K
+    u32 ones;                    // descriptor of 8 rows of 8 ones
+    u32 staged, staged_full;     // of pages in e4m3: places of KV tiles, first those of K, and their barriers
+    u32 staged_kv_tiles;         // KVTileInfo for each of K
+};
+constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4 + 2 * STAGED;
+
+DEVICE void tile_barriers(const TileShared& s) {
+    for (int i = 0; i < TILE_STAGES; ++i) {
+        barrier_init(s.full + 8 * i, FP8 ? 64 : 2);
+        barrier_init(s.k_empty + 8 * i, CONSUMER_WARPS), barrier_init(s.v_empty + 8 * i, CONSUMER_WARPS);
+    }
+    for (int i = 0; i < 2; ++i)
+        barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, CONSUMER_WARPS);
+    for (int i = 0; i < 2 * STAGED; ++i) barrier_init(s.staged_full + 8 * i, 1);
+}
+
+}  // namespace prefixkit

@@ -1,0 +1,48 @@
+"""Loads of the tile path on Hopper, run on the CPU thread by thread: consumers find K and V of every token."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import pytest
+import torch
+
+from prefixkit.attention.reference import reference_attention
+from prefixkit.attention.variants import CAUSAL
+from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
+from prefixkit.ops.arguments import FP8
+from prefixkit.testing.forests import make_snapshot, random_parents, random_queries
+from tests.attention.rotations import fresh_rng
+from tests.backends.cuda.test_decode_kernel import HOLDING, attend, random_case
+from tests.emulation.build import build
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+
+@pytest.mark.parametrize("dim", [80, 128])
+def test_consumers_find_what_pages_in_e4m3_hold(dim: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Items of many rows over more KV tiles than are on their way at once, which are widened on the way."""
+    unit = attention_unit(kernel_for("sm_90a", dim, 4, e4m3=True), dim, False, CAUSAL)
+    defines = [f"-D{name}={value}" for name, value in (*unit.defines, ("EMULATED_TILES", "1"))]
+    folder = tmp_path_factory.mktemp("tiles")
+    library = build(folder, "decode", {"attention/plan.cuh": HOLDING}, unit.headers, *defines)
+    for function in (library.tiles_on_cpu, library.decode_on_cpu):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+
+    def both(given: bytes, blocks: int, stages: int) -> int:
+        library.decode_on_cpu(given, blocks, stages)
+        return int(library.tiles_on_cpu(given, blocks, stages))
+
+    rng = fresh_rng()
+    for page_size, blocks in ((16, 1), (3, 2)):
+        parents = random_parents(rng, int(rng.integers(3, 6)))
+        lengths = [int(rng.integers(450, 600)), *rng.integers(5, 100, len(parents) - 1).tolist()]
+        snapshot, pages = make_snapshot(rng, parents, lengths, page_size)
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 4, 1, dim, spread=0.5, dtype=FP8)
+        out, lse = attend(both, case, stages=2 + page_size % 3, blocks=blocks, tiles=True)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(*where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale)
+        torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
