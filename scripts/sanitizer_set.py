@@ -127,6 +127,8 @@ def groups() -> None:
         (8, 2, 64, streaming_llm(4, 24)),
     ):
         pool = prefixkit.kv_pool(1, kv_heads, dim, 64, 16, device="cuda")
+        for pages in pool.pages(0):
+            pages.fill_(torch.nan)
         attention = prefixkit.TreeAttention(pool, heads, variant)
         tree, samples = prefixkit.tree_from_tokens(pool, [[*range(70), *[n] * n] for n in (3, 20, 41)])
         for _ in range(2):
@@ -146,6 +148,7 @@ def latents() -> None:
     from prefixkit.attention.gpu.latent_cost import LatentCost
     from prefixkit.attention.latent_parts import LatentPart, Part
     from prefixkit.attention.sharing import HeadShape
+    from prefixkit.backends.cuda.device_planner import PLAN_TENSORS
     from prefixkit.backends.cuda.latents.latent_planners import planner_for
     from prefixkit.testing.forests import make_snapshot
 
@@ -168,10 +171,12 @@ def latents() -> None:
         rotary = torch.randn(made, 64, 1, 64, device=GPU).bfloat16()
         q, absorbed = (torch.randn(4, heads, dim, device=GPU).bfloat16() for dim in (192, 576))
         at = torch.from_numpy(tree.positions).to(GPU)
-        of_made = torch.ops.prefixkit.tree_attention(q, k, v, at, plans[0].tensors[:11], 0.05, "causal", None, rotary)
-        latent, lse = torch.ops.prefixkit.latent_attention(absorbed, *pages, at, plans[1].tensors[:11], 0.05)
+        work = [plan.tensors[:PLAN_TENSORS] for plan in plans]
+        of_made = torch.ops.prefixkit.tree_attention(q, k, v, at, work[0], 0.05, "causal", None, rotary)
+        latent, lse = torch.ops.prefixkit.latent_attention(absorbed, *pages, at, work[1], 0.05)
         others = latent[..., :128].contiguous(), lse
-        out = torch.ops.prefixkit.merge_states(*of_made, plans[0].tensors[11], *others, plans[1].tensors[11])
+        places = [plan.tensors[PLAN_TENSORS] for plan in plans]
+        out = torch.ops.prefixkit.merge_states(*of_made, places[0], *others, places[1])
         assert bool(torch.isfinite(out).all())
 
 

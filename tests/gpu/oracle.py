@@ -32,9 +32,17 @@ def gathered(case: Case) -> tuple[Tensor, Tensor]:
     return slots, positions
 
 
-def dense(case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """``out [rows, heads, v_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``."""
+def dense(
+    case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.float64, order: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``out [rows, heads, v_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``.
+
+    ``order``: of the keys: 0 as in the text, others shuffled, for sums round otherwise then.
+    """
     slots, positions = gathered(case)
+    if order:
+        shuffled = torch.randperm(slots.shape[1], generator=torch.Generator().manual_seed(order)).to(GPU)
+        slots, positions = slots[:, shuffled], positions[:, shuffled]
     q, k, v = (t.to(GPU) for t in (case.q, case.k_pages, case.v_pages))
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]

@@ -209,15 +209,26 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     }
 }
 
+// The warps that take an item together wait for each other; each ring has a barrier for that.
+DEVICE void join_parts() {
+    static_assert(ROW_PARTS == 1 || RINGS == 2, "a barrier for each ring");
+    if constexpr (ROW_PARTS > 1) {
+        if ((threadIdx.x >> 5) / ROW_PARTS % RINGS == 0) named_barrier<8, 32 * ROW_PARTS>();
+        else named_barrier<9, 32 * ROW_PARTS>();
+    }
+}
+
 // Clears the values outside tokens [low, high): TMA loads whatever lies there, and 0 * NaN is NaN.
 DEVICE void clear_absent(u32 values, int low, int high) {
+    const int first = lane_anew() + (ROW_PARTS == 1 ? 0 : 32 * int((threadIdx.x >> 5) % ROW_PARTS));
 #pragma unroll 1
-    for (int i = lane_anew(); i < DECODE_KV_TILE * STORED_VECTORS; i += 32) {
+    for (int i = first; i < DECODE_KV_TILE * STORED_VECTORS; i += 32 * ROW_PARTS) {
         const int row = i / STORED_VECTORS;
         if (row < low || row >= high) store_zeros(values + vector_at<DECODE_KV_TILE>(row, i % STORED_VECTORS));
     }
     async_fence();  // TMA writes here next
     __syncwarp();
+    join_parts();
 }
 
 // The row of values, of the 16 from number `first` on, that a lane tells ldmatrix.

@@ -66,6 +66,17 @@ DEVICE void barrier_wait(u32 a, u32 parity) {
     }
 }
 
+// Threads that wait for each other.
+template <int ID, int THREADS> DEVICE void named_barrier() {
+    static int arrived = 0, turns = 0;
+    const int turn = turns;
+    if (++arrived == THREADS) arrived = 0, ++turns;
+    while (turns == turn) {
+        if (++spins > 20000000) std::abort();
+        emulation::give_way();
+    }
+}
+
 // ---- copies ----
 struct FakeMap { const u16* base; long long size[5], stride[5]; int box[5]; };  // elements, innermost first
 // Loads land in any order, some time after they are issued.
