@@ -267,6 +267,20 @@ def deep(data: Any) -> Table:
     ]
 
 
+def e4m3(data: Any) -> Table:
+    rows: Table = [("heads", "tree", "over bfloat16, us", "over e4m3, us", "e4m3 / bfloat16")]
+    return rows + [
+        (
+            "/".join(map(str, row["heads"])),
+            row["workload"],
+            f"{row['us']:.1f}",
+            f"{row['e4m3_us']:.1f}",
+            f"{row['e4m3_us'] / row['us']:.2f}",
+        )
+        for row in data["workloads"]
+    ]
+
+
 def planning(data: Any) -> Table:
     rows: Table = [("tree", "on the GPU, us", "by numpy, us")]
     return rows + [
@@ -351,6 +365,7 @@ SHOWS = {
         systems,
         lm_eval,
         deep,
+        e4m3,
         planning,
         grammar,
         trl,

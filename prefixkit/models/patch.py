@@ -102,8 +102,7 @@ def patch(
             variant or None.  None: nothing, also in place of an earlier one.
         kv_dtype: ``"fp8"``: pages hold K and V in e4m3 (4 significant bits; beyond 448 its largest number), in half the
             memory of 16 bits, and attention computes in the model's dtype as before.  Results are no longer those of
-            the model: docs/howto/memory.md has the error.  On a GPU attention then runs in plain torch.  None: the
-            model's dtype.
+            the model: docs/howto/memory.md has the error, and what kernels take.  None: the model's dtype.
 
     Returns:
         The same model.
