@@ -73,7 +73,7 @@ class GraphRunner:
         captures: Graphs that were captured, again ones included.
         seconds_capturing: What that took.
         graph_steps: Steps that graphs ran.
-        replan_every: After so many steps of a batch a plan is made anew; it may be set.
+        replan_every: Steps of a batch after which a plan is made anew; it may be set.
     """
 
     def __init__(

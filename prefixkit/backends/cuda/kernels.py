@@ -18,7 +18,7 @@ FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefi
 
 
 def append_e4m3_name(dtype: str, each: int) -> str:
-    """The kernel that appends rows of a dtype to pages in e4m3, so many elements at once: 1, or 16 bytes of them."""
+    """The kernel that appends rows of a dtype to pages in e4m3, by 1 element or by 16 bytes of them at once."""
     return f"prefixkit::kv_append_e4m3<{FLOATS[dtype]}, {each}>"
 
 

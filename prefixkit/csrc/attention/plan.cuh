@@ -49,8 +49,8 @@ static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
 // Here tile items and decode items go through the tile path.
 constexpr bool TILES_ONLY = D != V_DIM || APART;
 
-// Outputs have the storage type, or float32 where they are attention to some of the keys: whoever merges them with those
-// to other keys rounds once.
+// Outputs have the storage type, or float32 where they are attention to some of the keys: they are rounded once, when
+// they are merged with those to other keys.
 #ifndef PREFIXKIT_PART
 #define PREFIXKIT_PART 0
 #endif
