@@ -26,7 +26,7 @@ def test_the_picture_of_a_tree_says_what_the_tree_holds() -> None:
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
 def test_measured_pages_are_up_to_date(path: Path) -> None:
-    assert path.read_text() == MEASURED[path], "run python scripts/measured_pages.py"
+    assert path.read_text() == MEASURED[path], "run python -m scripts.measured_pages"
 
 
 def test_compatibility_is_up_to_date() -> None:

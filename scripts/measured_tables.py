@@ -1,0 +1,334 @@
+"""Tables of the measured pages: each function makes one, of a result in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Table = list[tuple[object, ...]]  # the first line is the head
+
+
+def seconds(value: float | None) -> str:
+    return "does not fit" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def attention(data: Any) -> Table:
+    found = data["summary"]
+    head: Table = [("compared with, on each tree", "trees", "geometric mean", "ahead on", "least")]
+    for name in ("best anchor / ours", "best rival / ours"):
+        if name in found:
+            one = found[name]
+            head.append(
+                (name.split(" /")[0], one["of"], f"{one['geomean']:.2f}x", one["ahead"], f"{one['least'][1]:.2f}x")
+            )
+    return head
+
+
+def prefill(data: Any) -> Table:
+    rows = [("heads", "rows", "ours, us", "cuDNN, us", "ours / cuDNN", "time / floor")]
+    for row in data["prefill"]:
+        cudnn = row["rivals"].get("sdpa_cudnn")
+        ratio = f"{row['us'] / cudnn:.2f}" if cudnn else "-"
+        shape = f"{row['heads'][0]}/{row['heads'][1]}, {row['prompts']}"
+        rows.append(
+            (
+                shape,
+                row["rows"],
+                f"{row['us']:.0f}",
+                f"{cudnn:.0f}" if cudnn else "-",
+                ratio,
+                f"{row['us'] / row['floor_us']:.2f}",
+            )
+        )
+    return rows
+
+
+def whole_calls(data: Any) -> Table:
+    vllm = json.loads((ROOT / "benchmarks/anchors/h200_vllm.json").read_text())["seconds"]
+    rows: Table = [("shape", "call", "prefixkit, s", "vLLM 0.25.1, s", "vLLM / prefixkit")]
+    for case in data["cases"]:
+        shape, call = case["name"].split(": ")
+        other = statistics.median(vllm[shape][call]) if call in vllm.get(shape, {}) else None
+        rows.append(
+            (
+                shape,
+                call,
+                seconds(case["new"]),
+                seconds(other) if other else "not measured",
+                f"{other / case['new']:.2f}x" if other else "",
+            )
+        )
+    return rows
+
+
+def engine(data: Any) -> Table:
+    rows: Table = [
+        ("rows", "layers", "sampling", "step, ms", "its graph alone, ms", "GPU idle", "tokens/s with prefill")
+    ]
+    for row in data["decode"]:
+        how = ", ".join(f"{name} {value}" for name, value in row["sampling"].items())
+        layers = "compiled" if row["compiled"] else "as they are"
+        numbers = (
+            f"{row['decode_step_ms']:.2f}",
+            f"{row['replay_ms']:.2f}",
+            f"{row['idle']:.1%}",
+            f"{row['tokens_per_second']:,.0f}",
+        )
+        rows.append((row["rows"], layers, how, *numbers))
+    return rows
+
+
+def generate(data: Any) -> Table:
+    """The newest call of each case."""
+    calls = {}
+    for run in data.get("runs", [data]):
+        for call in run["calls"]:
+            if "tree" in call:
+                kind = "samples" if "samples" in call else "beams"
+                calls[call["prompt"], call["new"], kind, call[kind]] = call, run["commit"]
+    ways = {"stock": "stock", "expand": "expand", "session": "`Session`", "tree": "patched"}
+    head = (*(f"{shown}, s" for shown in ways.values()), "stock / patched", "GiB, stock and patched", "commit")
+    rows: Table = [("prompt + new", "rows", *head)]
+    for (prompt, new, kind, count), (call, commit) in sorted(calls.items(), key=lambda one: one[0]):
+        times = (seconds(call[way]["s"]) if way in call else "" for way in ways)
+        gain, memory = (
+            call["stock"]["s"] / call["tree"]["s"],
+            (f"{call[way]['peak_gib']:.2f}" for way in ("stock", "tree")),
+        )
+        rows.append((f"{prompt:,} + {new}", f"{count} {kind}", *times, f"{gain:.1f}x", ", ".join(memory), commit))
+    return rows
+
+
+def memory(data: Any) -> Table:
+    known = data["prefix"][0]
+    rows: Table = [("what", "with prefixkit's cache", "without", "ratio")]
+    rows.append(
+        (
+            "first token after 4,096 known and 64 new tokens, 8B, s",
+            seconds(known["warm_s"]),
+            seconds(known["cold_s"]),
+            f"{1 / known['warm_of_cold']:.1f}x",
+        )
+    )
+    for row in data["beams"]:
+        what = f"{row['beams']} beams, {row['prompt']:,} + {row['new']} tokens, 1B, against transformers, s"
+        rows.append((what, seconds(row["session"]["s"]), seconds(row["stock"]["s"]), f"{row['stock_of_session']:.1f}x"))
+    return rows
+
+
+def hybrids(data: Any) -> Table:
+    rows: Table = [
+        (
+            "shape",
+            "generate(), s",
+            "prefill once, expand, s",
+            "prefixkit, s",
+            "nothing known, s",
+            "4,096 tokens known, s",
+        )
+    ]
+    by_shape: dict[str, dict[str, Any]] = {}
+    for call in data["calls"]:
+        by_shape.setdefault(call["shape"], {})[call["who"]] = call.get("s")
+    rows += [
+        (shape, *(seconds(found[who]) for who in ("stock", "expand", "tree", "cold", "known")))
+        for shape, found in by_shape.items()
+    ]
+    return rows
+
+
+def latents(data: Any) -> Table:
+    rows: Table = [("samples", "who", "s")]
+    return rows + [
+        (call["samples"], {"stock": "transformers", "tree": "prefixkit"}[call["who"]], seconds(call["s"]))
+        for call in data["calls"]
+    ]
+
+
+def sampling(data: Any) -> Table:
+    rows: Table = [
+        ("rows x vocabulary", "dtype", "greedy, us", "top-p 0.95, us", "all filters, us", "torch: sorted top-p, us")
+    ]
+    for row in data["results"]:
+        times = *(row["us"][name] for name in ("greedy", "top-p", "all filters")), row["rivals_us"]["sorted top-p"]
+        rows.append((f"{row['rows']:,} x {row['vocab']:,}", row["dtype"], *(f"{time:.0f}" for time in times)))
+    return rows
+
+
+def campaign(data: Any) -> Table:
+    return [
+        ("what ends a sample", "tokens of a sample", "tokens/s"),
+        *((row["case"], row["mean tokens"], f"{row['tokens/s']:,}") for row in data["rows"]),
+    ]
+
+
+def variants(data: Any) -> Table:
+    rows: Table = [("workload", "variant", "over the same attention without it", "over compiled FlexAttention")]
+    for row in data["times"]:
+        over_flex = f"{row['over_flex']:.2f}" if row.get("over_flex") else "-"
+        rows.append(
+            (row["workload"], row["variant"], f"{row['over_base']:.2f}" if row.get("over_base") else "-", over_flex)
+        )
+    return rows
+
+
+def errors(data: Any) -> Table:
+    rows: Table = [
+        ("variant", "rms error over the best of FlexAttention's and flash attention's", "of the log-sum-exp")
+    ]
+    return rows + [(row["variant"], f"{row['over_best']:.2f}", f"{row['lse_over_best']:.2f}") for row in data["errors"]]
+
+
+def states(data: Any) -> Table:
+    names = list(data["results"][0]["us"])
+    return [
+        ("rows", *(f"{name}, us" for name in names)),
+        *((row["rows"], *(f"{row['us'][name]:.1f}" for name in names)) for row in data["results"]),
+    ]
+
+
+def streaming(data: Any) -> Table:
+    rows: Table = [("sequences", "ours, us", "keys rotated anew, us", "as the authors' repository, us")]
+    for row in data["rows"]:
+        if row["part"] == "attention":
+            rows.append((row["batch"], *(f"{row[name]['us']:,.0f}" for name in ("ours", "unfused", "repository"))))
+    return rows
+
+
+def weights(data: Any) -> Table:
+    rows: Table = [("shape", "each call, ms", "all words compared, ms", "share of a call")]
+    return rows + [
+        (row["shape"], f"{row['sample']:.2f}", f"{row['all']:.1f}", f"{row['share']:.1%}") for row in data["weights"]
+    ]
+
+
+def forests(data: Any) -> Table:
+    found = data["rms error over torch flash attention's"]
+    return [
+        ("random forests", "rms error over flash attention's: median", "99 of 100", "most", "allowed"),
+        (f"{data['forests']:,}", *(found[name] for name in ("median", "99 of 100", "most", "allowed"))),
+    ]
+
+
+def systems(data: Any) -> Table:
+    rows: Table = [("system", "tokens/s", "over the first", "memory growth, MiB")]
+    first = next(iter(data["results"].values()))["tokens_per_second"]
+    for name, found in data["results"].items():
+        rate = found["tokens_per_second"]
+        growth = f"{found['memory_growth_mib']:,.0f}" if found.get("memory_growth_mib") else "-"
+        rows.append((name.replace("_", " "), f"{rate:.1f}", f"{rate / first:.1f}x", growth))
+    return rows
+
+
+def lm_eval(data: Any) -> Table:
+    names = {
+        "common": "options, the same examples",
+        "sampled": "options, other examples",
+        "letters": "letters",
+        "texts": "16 tokens of text",
+    }
+    rows: Table = [("task", "hf, s", "prefixkit, s", "hf / prefixkit", "worst difference")]
+    return rows + [
+        (
+            names[row["task"]],
+            min(row["hf_s"].values()),
+            row["prefixkit_s"],
+            f"{row['hf_over_prefixkit']}x",
+            f"{row['worst_difference']:.1g}",
+        )
+        for row in data["tasks"]
+    ]
+
+
+def deep(data: Any) -> Table:
+    rows: Table = [("heads", "tree", "floor, us", "ours, us", "time / floor", "its plan in a graph, us")]
+    return rows + [
+        (
+            "/".join(map(str, row["heads"])),
+            row["workload"],
+            f"{row['floor_us']:.1f}",
+            f"{row['us']:.1f}",
+            f"{row['us'] / row['floor_us']:.2f}",
+            f"{row['plan_us']:.0f}",
+        )
+        for row in data["workloads"]
+    ]
+
+
+def e4m3(data: Any) -> Table:
+    rows: Table = [("heads", "tree", "over bfloat16, us", "over e4m3, us", "e4m3 / bfloat16")]
+    return rows + [
+        (
+            "/".join(map(str, row["heads"])),
+            row["workload"],
+            f"{row['us']:.1f}",
+            f"{row['e4m3_us']:.1f}",
+            f"{row['e4m3_us'] / row['us']:.2f}",
+        )
+        for row in data["workloads"]
+    ]
+
+
+def planning(data: Any) -> Table:
+    rows: Table = [("tree", "on the GPU, us", "by numpy, us")]
+    return rows + [
+        (row["case"] + (", heavy paths" if row["paths"] else ""), f"{row['gpu_us']:.0f}", f"{row['plan_us']:,.0f}")
+        for row in data["results"]
+        if row.get("gpu_us") and row["heads"] == [32, 8]
+    ]
+
+
+def grammar(data: Any) -> Table:
+    rows: Table = [("shape", "rows", "free, ms a step", "xgrammar", "over free", "llguidance", "over free")]
+    return rows + [
+        (
+            row["shape"],
+            row["rows"],
+            f"{row['free_ms']:.2f}",
+            *(
+                cell
+                for name in ("xgrammar", "llguidance")
+                for cell in (f"{row[f'{name}_ms']:.2f}", f"{row[f'{name}_over_free']:.2f}")
+            ),
+        )
+        for row in data["rows"]
+    ]
+
+
+def trl(data: Any) -> Table:
+    rows: Table = [("rollouts by", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
+    return rows + [
+        (row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
+        for row in data["systems"]
+        if "rollout_s" in row
+    ]
+
+
+def kv_dtype(data: Any) -> Table:
+    rows: Table = [("K and V in", "nats per token", "rms difference", "largest", "programs that pass")]
+    return rows + [
+        (
+            row["kv_dtype"],
+            f"{row['nll']:.4f}",
+            f"{row['rms']:.3f}",
+            f"{row['most']:.2f}",
+            f"{row['passed']} of {row['of']}",
+        )
+        for row in data["rows"]
+    ]
+
+
+def rounding(data: Any) -> Table:
+    rows: Table = [("filter", "samples", "differ by prefill chunk", "by KV budget", "by being alone")]
+    return rows + [(row["filter"], row["of"], *row["differ"].values()) for row in data["rows"]]
+
+
+def cpu_variants(data: Any) -> Table:
+    names = list(data["variants"][0]["over_causal"])
+    return [
+        ("tree", *names),
+        *((row["tree"], *(f"{row['over_causal'][name]:.2f}" for name in names)) for row in data["variants"]),
+    ]
