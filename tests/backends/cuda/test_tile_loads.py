@@ -14,7 +14,7 @@ from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import make_snapshot, random_parents, random_queries
 from tests.attention.rotations import fresh_rng
-from tests.backends.cuda.test_decode_kernel import HOLDING, attend, random_case
+from tests.backends.cuda.decode_emulation import HOLDING, attend, random_case
 from tests.emulation.build import build
 
 if shutil.which("g++") is None:
