@@ -2,10 +2,10 @@
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
 // tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring, filled
-//            by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8] = K Q^T and
-//            O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4 registers.
-//            Each warp works alone; two that take an item together share its ring and have 8 of its rows each, for 16
-//            would not fit their registers.
+//            by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped:
+//            S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes
+//            D / 4 registers.  Each warp works alone; two that take an item together share its ring and have 8 of its
+//            rows each, for 16 would not fit their registers.
 // cost       2 x 2 D bytes per token (2 D in e4m3, see below); D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace prefixkit {
 
-// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that what a KV tile
-// costs besides its products is paid for as many bytes.  Masks hide groups one by one.
+// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that what
+// a KV tile costs besides its products is paid for as many bytes.  Masks hide groups one by one.
 constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && WORDS <= 64 && !Variant::HAS_MASK ? 2 : 1;
 constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * STORED_COLUMNS * 128;  // of K, and of V
@@ -343,8 +343,8 @@ DEVICE void decode_finish(const Attention& a, const DecodeKVTile& c, DecodeState
         if (row >= c.rows) continue;
         const float lse = sum > 0.f ? (s.base[i] + log2_rounded(sum)) * LN2 : MINUS_INFINITY;
         float factor = weight > 0.f ? reciprocal(weight) : 0.f;
-        const long long at =
-            finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4) * D + (FP8 ? 2 : 1) * (lane / 4);
+        const long long of_row = finish_row(a, c.q_begin, c.partial, TileRow(a, c.head, row), lse, factor, lane < 4);
+        const long long at = of_row * D + (FP8 ? 2 : 1) * (lane / 4);
         if (c.partial >= 0) {
 #pragma unroll
             for (int k = 0; k < D / 16; ++k)
