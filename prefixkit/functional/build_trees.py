@@ -31,7 +31,7 @@ def kv_pool(
         num_layers, num_kv_heads, head_dim: Of the model.
         num_pages, page_size: The pool holds ``num_pages * page_size`` tokens; a page 1 to 128.
         dtype: float32, bfloat16 or float16, which q, K and V have too; or float8_e4m3fn, to which K and V of any of
-            these are rounded, and which GPUs read in plain torch.
+            these are rounded.
         device: A CPU or a GPU.
         v_dim: Size of V's heads; None: ``head_dim``.
 
