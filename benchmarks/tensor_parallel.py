@@ -8,7 +8,8 @@
 
 Weights are random, and the same however many processes hold them.  Each process checks that all have the same tokens.
 ``steps`` are decode steps of one batch, with its prompt shared; ``calls`` whole calls of a session; ``beside`` compares
-both with the JSON of one process, of the same options: ratios of times, and at which token greedy samples part first.
+both with the JSON of one process, of the same options: ratios of times, at which token greedy samples part first, and
+how far log-probabilities differ, beside how far those of one process differ between batches of other shapes.
 """
 
 import json
@@ -28,6 +29,7 @@ from benchmarks.shapes import CALLS, SHAPES, Shape
 from prefixkit.agreement import Agreement
 from prefixkit.models.tensor_parallel import agreement_of
 
+_LONG = "greedy", "together", "alone"  # left out of what is printed
 WHOLE_CALLS = ["2K x 64", "few-shot, 32 x 16", "rollouts, 64 x 8"]
 
 
@@ -107,11 +109,19 @@ def equal_tokens(session: Any, agreement: Agreement, count: int, prompt: int, sh
     sampled = session.generate([tokens], n=64, max_new_tokens=count, top_p=0.95, seed=1)
     beams = session.beam_search([tokens], num_beams=8, max_new_tokens=min(count, 64))
     scores = session.score([tokens], [[tokens[:16], tokens[16:40]]])
+    others = [tokens[own : own + prompt // 4] for own in range(8)]
+    together = session.score(others, [[tokens[:32]]] * len(others))
+    alone = [session.score([one], [[tokens[:32]]])[0] for one in others]
     agreement.check("samples", lambda: [(one.tokens, np.array(one.logprobs)) for one in sampled])
     agreement.check("beams", lambda: [(one.tokens, one.score) for one in beams])
     agreement.check("scores", lambda: [one.logprobs for one in scores[0]])
     greedy = [session.generate([tokens[:-own]], temperature=0, max_new_tokens=min(count, 256)) for own in (1, 2, 3, 4)]
-    return {"steps": count, "samples": 64, "equal": True, "greedy": [one[0].tokens for one in greedy]}
+    row: Row = {"steps": count, "samples": 64, "equal": True, "greedy": [one[0].tokens for one in greedy]}
+    return row | {"together": _logprobs(together), "alone": _logprobs(alone)}
+
+
+def _logprobs(scores: Any) -> list[float]:
+    return [float(value) for own in scores for one in own for value in one.logprobs]
 
 
 def preempted(model: Any, agreement: Agreement, prompt: int, new: int, shape: Shape) -> Row:
@@ -155,13 +165,22 @@ def beside(row: Row, key: str, names: tuple[str, ...], one: Row) -> Row:
         return {}
     if "greedy" in row:
         pairs = zip(row["greedy"], same[0]["greedy"], strict=True)
-        return {"greedy_equal_until": [_common(own, other) for own, other in pairs]}
+        apart = {
+            "processes": (row["together"], same[0]["together"]),
+            "batches": (same[0]["together"], same[0]["alone"]),
+        }
+        found = {f"difference_of_{name}": _mean_difference(*two) for name, two in apart.items()}
+        return {"greedy_equal_until": [_common(own, other) for own, other in pairs], **found}
     time_of = next(name for name in ("step_ms", "seconds") if name in row)
     return {"of_one_process": round(row[time_of] / same[0][time_of], 3)}
 
 
 def _common(one: list[int], other: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+
+
+def _mean_difference(one: list[float], other: list[float]) -> float:
+    return statistics.fmean(abs(own - its) for own, its in zip(one, other, strict=True))
 
 
 def main(given: list[str] | None = None) -> None:
@@ -191,7 +210,7 @@ def main(given: list[str] | None = None) -> None:
         row |= beside(row, key, names, one)
         if agreement.rank:
             return
-        run.add(key, row, json.dumps({key: {**row, "greedy": "..."} if "greedy" in row else row}))
+        run.add(key, row, json.dumps({key: {name: value for name, value in row.items() if name not in _LONG}}))
 
     with prefixkit.Session(model, compiled=options.compiled) as session:
         add("equal", equal_tokens(session, agreement, options.steps, options.prompt, shape), "steps")
@@ -206,6 +225,7 @@ def main(given: list[str] | None = None) -> None:
     if not agreement.rank:
         run.finish()
     if agreement.processes > 1:
+        prefixkit.unpatch(model)  # or NCCL would wait for the CUDA graphs that hold its collectives
         torch.distributed.destroy_process_group()
 
 
