@@ -32,6 +32,12 @@ DEVICE void finish(bool fits) {
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
 }
 
+// Attention reads items before it knows how many there are: those beyond are zero.  Stores that nobody waits for.
+DEVICE void clear_items(const PlanTree& a) {
+    for (int i = threadIdx.x; i < 2 * a.tile_capacity; i += THREADS) a.tile_items[i] = make_int4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < 2 * a.decode_capacity; i += THREADS) a.decode_items[i] = make_int4(0, 0, 0, 0);
+}
+
 DEVICE bool begin(const PlanTree& a) {
     static_assert(sizeof(PlanTree) % 4 == 0 && sizeof(State) / 4 < THREADS, "a thread per int");
     const int i = threadIdx.x;
@@ -51,6 +57,7 @@ DEVICE bool begin(const PlanTree& a) {
 }
 
 __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ PlanTree a) {
+    clear_items(a);
     bool fits = begin(a) && count_rows();
     if (fits) {
         share();
