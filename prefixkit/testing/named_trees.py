@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefixkit.attention.queries import Queries
 from prefixkit.tree.radix import PrefixTree
@@ -54,10 +55,11 @@ def tree_of(name: str) -> TreeSnapshot:
     The others lie in pages as a :class:`PrefixTree` lays them out that grows by these nodes.  S and T may be ranges
     such as ``1-400``; what is drawn is the same each time.  ``spine pP dD tT sS``: P tokens, then D nodes of T, a leaf
     of S at each.  ``search pP nN tT``: P tokens, then N nodes of T, each below any of those before.  ``turns bB pP kK
-    dD tT``: B tasks of P tokens, K samples of each, of D turns of T.
+    dD tT``: B tasks of P tokens, K samples of each, of D turns of T.  ``beams bB pP nN``: what is left of B beams that
+    were N steps long below P tokens, where each step goes on from any of the last.
     """
     kind, *rest = name.split()
-    if kind in ("spine", "search", "turns"):
+    if kind in ("spine", "search", "turns", "beams"):
         return grown(kind, {part[0]: part[1:] for part in rest})
     size = {part[0]: int(part[1:]) for part in rest if part[1:].isdigit()}
     if kind == "2L":
@@ -104,6 +106,9 @@ def grown(kind: str, size: dict[str, str]) -> TreeSnapshot:
                 nodes += [(task, drawn("t")), *((first + turn, drawn("t")) for turn in range(int(size["d"]) - 1))]
         return laid_out(nodes)
     nodes.append((-1, drawn("p")))
+    if kind == "beams":
+        beams = int(size["b"])
+        return laid_out([*nodes, *lineages(rng.integers(beams, size=(int(size["n"]) - 1, beams)))])
     if kind == "search":
         nodes += [(int(rng.integers(node + 1)), drawn("t")) for node in range(int(size["n"]))]
         return laid_out(nodes)
@@ -114,6 +119,29 @@ def grown(kind: str, size: dict[str, str]) -> TreeSnapshot:
         if level:  # the spine goes on before the leaf comes, and takes the free slots
             nodes.append((before, drawn("s")))
     return laid_out([*nodes, (above, drawn("s"))])
+
+
+def lineages(parents: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The nodes below node 0 that the last beams descend from, runs without a fork as one: ``parents[step, beam]``."""
+    # Of each step, the last one first: which beams before it have descendants, and from which of these each goes on.
+    alive = [np.unique(parents[-1], return_inverse=True)]
+    for step in parents[-2::-1]:
+        alive.append(np.unique(step[alive[-1][0]], return_inverse=True))
+    nodes: list[tuple[int, int]] = []
+    ends = np.zeros(1, np.int64)  # the node that each living beam of a step ends in
+    for _, above in [(None, np.zeros(len(alive[-1][0]), np.int64)), *reversed(alive)]:
+        children = np.bincount(above, minlength=len(ends))
+        now = np.empty(len(above), np.int64)
+        for beam, parent in enumerate(above):
+            node = int(ends[parent])
+            if node and children[parent] == 1:
+                nodes[node - 1] = (nodes[node - 1][0], nodes[node - 1][1] + 1)
+            else:
+                nodes.append((node, 1))
+                node = len(nodes)
+            now[beam] = node
+        ends = now
+    return nodes
 
 
 def laid_out(nodes: list[tuple[int, int]]) -> TreeSnapshot:
