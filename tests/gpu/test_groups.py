@@ -21,8 +21,8 @@ from tests.gpu.oracle import Errors, dense
 SIZES = (3, 5, 8, 9, 12, 15, 16, 17, 24)
 CAPPED = compose(sliding_window(40), soft_cap(3.0))
 FORESTS = [
-    *((dim, torch.bfloat16, CAUSAL) for dim in (64, 80, 96, 112, 128)),
-    *((dim, *rest) for dim in (64, 96, 128) for rest in ((torch.float16, CAUSAL), (torch.bfloat16, CAPPED))),
+    *((dim, torch.bfloat16, CAUSAL) for dim in (64, 80, 96, 112, 128, 256)),
+    *((dim, *rest) for dim in (64, 96, 128, 256) for rest in ((torch.float16, CAUSAL), (torch.bfloat16, CAPPED))),
 ]
 
 

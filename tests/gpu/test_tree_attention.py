@@ -49,7 +49,7 @@ def make(seed: int, dtype: torch.dtype) -> tuple[Case, dict[str, int]]:
     """A forest with heads that the kernels serve, and options of its plan."""
     rng = np.random.default_rng(seed)
     kv_heads, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 4, 7, 8, 12, 16]))
-    case = random_case(rng, dtype, (kv_heads * group, kv_heads, int(rng.choice([64, 128]))))
+    case = random_case(rng, dtype, (kv_heads * group, kv_heads, int(rng.choice([64, 128, 256]))))
     options: list[dict[str, int]] = [{}, {"num_sms": 5}, {"num_sms": 1000}]
     return case, options[seed % len(options)]
 

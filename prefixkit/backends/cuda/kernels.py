@@ -147,7 +147,7 @@ MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
 # Sizes of heads of K and V.
-HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128)), (192, 128))
+HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128, 256)), (192, 128))
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 # Elements of a latent, which heads are absorbed into, and the most of a rotary key beside it.
@@ -175,8 +175,8 @@ class Kernel:
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
-        if self.shared is None:
-            return 64
+        if self.shared is None:  # as in sm90/tile_shared.cuh
+            return 32 if self.name == ATTENTION and self.tile_rows == 64 else 64
         # As in sm80/tile_queue.cuh: where three KV tiles of 64 fit beside the queries.
         columns = -(-head_dim // 64)
         return 64 if (self.tile_rows + 3 * 64) * columns * 128 + 1024 <= self.shared else 32
@@ -195,14 +195,18 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
     v_dim = v_dim or head_dim
     if e4m3 and v_dim != head_dim:
         return None
-    hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= 128
+    # As in sm90/tile_shared.cuh: one warpgroup holds tiles of large heads.  A tile holds the heads of a query, and what
+    # widens pages in e4m3 takes rows of up to 128.
+    tile_rows, threads = (64, 384) if v_dim > 128 else (128, 512)
+    hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= tile_rows
+    hopper = hopper and not (e4m3 and head_dim > 128)
     if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
         # Two warps take an item of the decode path together where that makes it hold a query's rows.
         wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
         decode_kv_tile = 32 if head_dim * (1 if e4m3 else 2) <= 128 else 16  # as in decode.cuh
         file = "attention/sm90/tree_attention.cu"
-        return Kernel(file, ATTENTION, 128, 512, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3)
+        return Kernel(file, ATTENTION, tile_rows, threads, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3)
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
@@ -224,7 +228,7 @@ def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
 def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel | None:
     """The kernel for K that are made of latents, whose rotary part lies apart; None if no kernel serves them."""
     kernel = kernel_for(arch, own + rotary, 1, v_dim)
-    if kernel is None or not kernel.uses_tma or own % 64 or rotary % 64:
+    if kernel is None or not kernel.uses_tma or kernel.tile_rows == 64 or own % 64 or rotary % 64:
         return None
     return replace(kernel, maps=Maps.ROTARY, own_dim=own)
 
@@ -286,8 +290,8 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
-    for head_dim in (64, 128):
-        if e4m3 := kernel_for(arch, head_dim, 1, e4m3=True):
+    for head_dim in (64, 128, 256):
+        if head_dim <= 128 and (e4m3 := kernel_for(arch, head_dim, 1, e4m3=True)):
             plain += [attention_unit(e4m3, head_dim, half, CAUSAL) for half in (False, True)]
         wide = kernel_for(arch, head_dim, 16)
         if wide is not None and wide.decode_rows > DECODE_ROWS:

@@ -186,6 +186,7 @@ def test_rows_that_pad_a_batch_come_out_as_zeros_and_change_no_other(kernel, pad
     assert bool((padded[1][2:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("kernel", [64, 128, 256], indirect=True)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("seed", range(6))
 def test_forests(kernel, page_size, seed):

@@ -16,6 +16,7 @@ from prefixkit.backends.cuda.kernels import (
     SAMPLE,
     attention_unit,
     compiled_ahead,
+    expanded_kernel_for,
     kernel_for,
     sample_name,
 )
@@ -39,7 +40,7 @@ def nvrtc_is_there() -> bool:
 def test_every_gpu_and_every_multiple_of_16_up_to_256_is_served(arch, head_dim):
     kernel = kernel_for(arch, head_dim, 1)
     assert kernel is not None
-    assert kernel.file == (HOPPER if arch == "sm_90a" and 64 <= head_dim <= 128 else PORTABLE)
+    assert kernel.file == (HOPPER if arch == "sm_90a" and head_dim in (64, 80, 96, 128, 256) else PORTABLE)
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 100, 272])
@@ -49,6 +50,17 @@ def test_other_head_sizes_have_no_kernel(head_dim):
 
 def test_groups_larger_than_a_hopper_tile_take_the_portable_kernel():
     assert [kernel_for("sm_90a", 128, group).file for group in (71, 128, 129)] == [HOPPER, HOPPER, PORTABLE]
+    assert [kernel_for("sm_90a", 256, group).file for group in (16, 64, 65)] == [HOPPER, HOPPER, PORTABLE]
+
+
+def test_one_warpgroup_of_hoppers_kernel_holds_tiles_of_large_heads():
+    kernels = [kernel_for("sm_90a", *heads) for heads in ((128, 1), (256, 1), (192, 1, 128))]
+    assert [(k.tile_rows, k.threads, k.kv_tile(256)) for k in kernels] == [
+        (128, 512, 64),
+        (64, 384, 32),
+        (128, 512, 64),
+    ]
+    assert expanded_kernel_for("sm_90a", 192, 64, 256) is None
 
 
 def test_two_warps_take_groups_of_9_to_16_together_on_hopper():
@@ -60,6 +72,7 @@ def test_two_warps_take_groups_of_9_to_16_together_on_hopper():
 
 def test_pages_in_e4m3_have_kernels_where_k_and_v_have_one_head_size():
     assert all(kernel_for(arch, dim, 4, e4m3=True).e4m3 for arch in ("sm_80", "sm_90a") for dim in (64, 128, 256))
+    assert kernel_for("sm_90a", 256, 4, e4m3=True).file == PORTABLE
     assert kernel_for("sm_90a", 192, 4, 128, e4m3=True) is None
     tiles = [kernel_for("sm_90a", dim, 4, e4m3=e4m3).decode_kv_tile for dim in (64, 128) for e4m3 in (False, True)]
     assert tiles == [32, 32, 16, 32]

@@ -21,10 +21,10 @@ if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 
-@pytest.mark.parametrize("dim", [80, 128])
-def test_consumers_find_what_pages_in_e4m3_hold(dim: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Items of many rows over more KV tiles than are on their way at once, which are widened on the way."""
-    unit = attention_unit(kernel_for("sm_90a", dim, 4, e4m3=True), dim, False, CAUSAL)
+@pytest.mark.parametrize(("dim", "dtype"), [(80, FP8), (128, FP8), (256, torch.bfloat16)], ids=str)
+def test_consumers_find_what_pages_hold(dim: int, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Items of many rows over more KV tiles than are on their way at once; those of e4m3 are widened on the way."""
+    unit = attention_unit(kernel_for("sm_90a", dim, 4, e4m3=dtype == FP8), dim, False, CAUSAL)
     defines = [f"-D{name}={value}" for name, value in (*unit.defines, ("EMULATED_TILES", "1"))]
     folder = tmp_path_factory.mktemp("tiles")
     library = build(folder, "decode", {"attention/plan.cuh": HOLDING}, unit.headers, *defines)
@@ -40,7 +40,7 @@ def test_consumers_find_what_pages_in_e4m3_hold(dim: int, tmp_path_factory: pyte
         parents = random_parents(rng, int(rng.integers(3, 6)))
         lengths = [int(rng.integers(450, 600)), *rng.integers(5, 100, len(parents) - 1).tolist()]
         snapshot, pages = make_snapshot(rng, parents, lengths, page_size)
-        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 4, 1, dim, spread=0.5, dtype=FP8)
+        case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 4, 1, dim, spread=0.5, dtype=dtype)
         out, lse = attend(both, case, stages=2 + page_size % 3, blocks=blocks, tiles=True)
         where = case.snapshot, case.row_node, case.positions.numpy()
         exact = reference_attention(*where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale)

@@ -6,11 +6,12 @@
 // limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
 #pragma once
 #include "attention/merge.cuh"
+#include "attention/sm90/tile_shared.cuh"
 
 namespace prefixkit {
 
 constexpr int SLAB = 8, SLAB_LANES = 4, SLAB_VECTORS = V_DIM / (4 * SLAB_LANES);
-constexpr int SLAB_BYTES = SLAB * V_DIM * 4, SLAB_STAGES = 6, SLAB_WARPS = 8;
+constexpr int SLAB_BYTES = SLAB * V_DIM * 4, SLAB_STAGES = 6, SLAB_WARPS = CONSUMER_WARPS;
 constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB * 4 + 8);
 
 // One warp's ring.

@@ -4,14 +4,17 @@
 
 namespace prefixkit {
 
-constexpr int KV_TILE = 64;  // tokens
+// Warpgroups that multiply tiles, 64 rows each.  64 x 256 outputs take half of all registers, so that there is one, and
+// its scores and exponentials have the registers that are left: those of 32 tokens.
+constexpr int TILE_WARPGROUPS = !LATENT && V_DIM > 128 ? 1 : 2;
+constexpr int KV_TILE = TILE_WARPGROUPS == 1 ? 32 : 64;  // tokens
 constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
 constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
 constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
 constexpr int TILE_STAGES = 4;     // at most
 constexpr int STAGED = FP8 ? 4 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
 static_assert(!FP8 || STORED_COLUMNS == 1, "rows of e4m3 have 128 bytes at most");
-constexpr int CONSUMER_WARPS = 8;  // each frees a stage by itself
+constexpr int CONSUMER_WARPS = 4 * TILE_WARPGROUPS;  // each frees a stage by itself
 // A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
 constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
 

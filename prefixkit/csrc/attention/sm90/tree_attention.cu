@@ -17,12 +17,13 @@ namespace prefixkit {
 struct Stages { int tile, decode; };
 // Of pages in e4m3 the tiles' loads are ahead in STAGED places, which have as much memory as four stages of D 64.
 constexpr Stages MIXED = FP8                 ? Stages{D <= 64 ? 4 : 2, 3}
+                         : V_DIM > 128       ? Stages{3, 2}
                          : DECODE_GROUPS > 1 ? Stages{4, 4}
                          : D <= 64           ? Stages{4, 6}
                                              : Stages{4, 3};
 // Where decode items are by far the longer part.
-constexpr Stages STREAMS = FP8 || D <= 64 ? MIXED : Stages{2, 5};
-constexpr Stages ALONE = {0, 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
+constexpr Stages STREAMS = FP8 || D <= 64 || V_DIM > 128 ? MIXED : Stages{2, 5};
+constexpr Stages ALONE = {0, V_DIM > 128 ? 3 : 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
 DEVICE constexpr int bytes_of_tiles(int stages) {
     return stages * (K_TILE_BYTES + V_TILE_BYTES) + (stages ? 2 * STAGED * STAGED_BYTES : 0);
 }
@@ -49,9 +50,13 @@ static_assert(STREAMS.decode * ROW_PARTS <= RING_STAGES && ALONE.decode * ROW_PA
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
-// 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
-constexpr int LOAD_REGISTERS = TILES_ONLY || FP8 ? 64 : 48, DECODE_REGISTERS = TILES_ONLY ? 32 : 96;
-constexpr int TILE_REGISTERS = TILES_ONLY ? 208 : FP8 ? 176 : 184;
+// 65,536 registers: warpgroups of 128 threads at 512 in all; three begin with 168 for each thread, 504 in all.
+struct Registers { int load, decode, tile; };
+constexpr Registers REGISTERS = TILES_ONLY             ? Registers{64, 32, 208}
+                                : TILE_WARPGROUPS == 1 ? Registers{56, 192, 256}
+                                : FP8                  ? Registers{64, 96, 176}
+                                                       : Registers{48, 96, 184};
+constexpr int TILE_THREADS = 128 * TILE_WARPGROUPS, THREADS = 256 + TILE_THREADS;
 
 DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     TileShared w;
@@ -76,17 +81,17 @@ DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
 // The tile warps, once all warps of all blocks are done.
 DEVICE void merge(const Attention& a, u32 rings) {
     const int thread = threadIdx.x - 256, rows = a.counts[2];
-    auto block_barrier = [] { named_barrier<1, 512>(); };
+    auto block_barrier = [] { named_barrier<1, THREADS>(); };
     auto all_barrier = [&] {
         if (thread == 0) grid_barrier(a.sync);
-        named_barrier<4, 256>();
+        named_barrier<4, TILE_THREADS>();
     };
     if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS))
         merge_slabs(a, rows, rings, thread >> 5, block_barrier, all_barrier);
     else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { block_barrier(), all_barrier(); });
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid_constant__ Attention a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __grid_constant__ Attention a) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     Shared& shared = *(Shared*)bytes;
     hold_parameters(a);
@@ -100,20 +105,21 @@ extern "C" __global__ void __launch_bounds__(512, 1) tree_attention(const __grid
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
     const Stages stages = TILES_ONLY ? MIXED : a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
     if (role == 0) {
-        registers_down<LOAD_REGISTERS>();
+        registers_down<REGISTERS.load>();
         if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
         else if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
         __syncwarp();
-        named_arrive<1, 512>();
+        named_arrive<1, THREADS>();
     } else if (role == 1) {
-        registers_down<DECODE_REGISTERS>();
+        if constexpr (TILE_WARPGROUPS == 1) registers_up<REGISTERS.decode>();
+        else registers_down<REGISTERS.decode>();
         clear_padding(a, threadIdx.x - 128, 128);
         if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
-        named_arrive<1, 512>();
+        named_arrive<1, THREADS>();
     } else {
-        registers_up<TILE_REGISTERS>();
+        registers_up<REGISTERS.tile>();
         if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
-        named_barrier<5, 256>();
+        named_barrier<5, TILE_THREADS>();
         tile_role(a, tile_shared(shared, stages), role - 2);
         if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
     }

@@ -35,13 +35,19 @@ DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 
 
 // Operands of inline assembly: N accumulators d from number i on, and their names.
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
-#define SUMS_32 SUMS_16(0), SUMS_16(16)
-#define SUMS_64 SUMS_32, SUMS_16(32), SUMS_16(48)
-#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_FROM(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
+#define SUMS_16 SUMS_FROM(0)
+#define SUMS_32 SUMS_16, SUMS_FROM(16)
+#define SUMS_64 SUMS_32, SUMS_FROM(32), SUMS_FROM(48)
+#define SUMS_128 SUMS_64, SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112)
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+                  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+                  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
+                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // A function for N accumulators: A, B and KEEP are the operands behind them; TRANSPOSED: b has columns along the rows.
 #define WGMMA(FUNCTION, N, SHAPE, A, B, KEEP, TRANSPOSED)                                                            \
@@ -51,9 +57,11 @@ DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 
                      " {" NAMES_##N "}, {" A "}, b, p, 1, 1, " TRANSPOSED ";\n}"                                     \
                      : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep));                    \
     }
-WGMMA(wgmma_rows, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "0")      // K as stored
-WGMMA(wgmma_columns, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "1")   // V as stored
-WGMMA(wgmma_columns, 64, "m64n128k16", "%64, %65, %66, %67", "%68", "%69", "1")  // V as stored
+WGMMA(wgmma_rows, 16, "m64n32k16", "%16, %17, %18, %19", "%20", "%21", "0")             // K as stored
+WGMMA(wgmma_rows, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "0")
+WGMMA(wgmma_columns, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "1")          // V as stored
+WGMMA(wgmma_columns, 64, "m64n128k16", "%64, %65, %66, %67", "%68", "%69", "1")
+WGMMA(wgmma_columns, 128, "m64n256k16", "%128, %129, %130, %131", "%132", "%133", "1")  // of 168 registers at entry
 
 // K as stored, with a in shared memory, laid out as b is.
 DEVICE void wgmma_shared_rows(float (&d)[32], u32 a, u32 b, int keep) {

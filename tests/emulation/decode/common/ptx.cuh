@@ -38,7 +38,7 @@ namespace prefixkit {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define MINUS_INFINITY (-INFINITY)
 
-static unsigned char memory[256 * 1024];     // shared memory, by address
+static unsigned char memory[384 * 1024];     // shared memory, by address
 DEVICE unsigned char* at_address(u32 a) { if (a >= sizeof(memory)) std::abort(); return memory + a; }
 DEVICE int lane_anew() { return emulation::current % 32; }
 DEVICE u32 shared_address(const void* p) { return u32((const unsigned char*)p - memory); }
