@@ -1,6 +1,7 @@
 // The tensor-core tile path on Hopper: attention of many tile rows to shared KV.
 //
-// shapes     an item has up to 128 tile rows, (query, head of the group) pairs of one KV head, and any KV.
+// shapes     an item has up to 128 tile rows (64 where D is 256), (query, head of the group) pairs of one KV head, and
+//            any KV.
 // tiling     two warpgroups of 64 rows share KV tiles of 64 tokens, which two warps load (tile_load.cuh).  Q and P stay
 //            in registers: with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K.  A warpgroup
 //            issues Q K^T of a KV tile before P V of the one before; the exponentials of one warpgroup overlap the
@@ -9,8 +10,9 @@
 //            cycles, as much as it takes.
 // cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
 //            tile.
-// limits     D 64 to 128, or 192 with V_DIM 128; sizes between 64 and 128 are padded with zeros in shared memory; items
-//            of at most 64 rows leave the second warpgroup idle.
+// limits     D 64 to 128, 192 with V_DIM 128, or 256, whose 64 rows take one warpgroup, and KV tiles of 32 tokens; sizes
+//            between 64 and 128 are padded with zeros in shared memory; items of at most 64 rows leave the second
+//            warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
 #include "attention/sm90/exponentials.cuh"

@@ -1,11 +1,11 @@
 // Attention over a whole tree in one launch, for Hopper (sm_90a).
 //
-// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D from 64 to 128, or 192 with values of 128.
+// shapes     q [rows, heads, D], KV in pages; bfloat16 or float16; D from 64 to 128, 256, or 192 with values of 128.
 // tiling     one block per multiprocessor, with roles: two warps load KV tiles for two warpgroups that multiply tiles
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); measured: docs/appendix/kernel_log.md.
-// limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
+// limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads (384 where D is 256).
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/merge.cuh"
 #include "attention/sm90/decode_load.cuh"
