@@ -117,13 +117,14 @@ def variants() -> None:
 
 
 def groups() -> None:
-    """Plans as users make them: queries of 16 heads on the decode path, heads of 96, and attention of two parts."""
+    """Plans as users make them: queries of 16 heads on the decode path, heads of 96 and 256, attention of two parts."""
     import prefixkit
     from prefixkit.variants import streaming_llm
 
     for heads, kv_heads, dim, variant in (
         (32, 2, 128, prefixkit.CAUSAL),
         (8, 4, 96, prefixkit.CAUSAL),
+        (32, 2, 256, prefixkit.CAUSAL),
         (8, 2, 64, streaming_llm(4, 24)),
     ):
         pool = prefixkit.kv_pool(1, kv_heads, dim, 64, 16, device="cuda")
