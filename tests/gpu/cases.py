@@ -71,11 +71,14 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
     if by_torch(case):
         return plan_of(case, cost)
     options.setdefault("num_sms", torch.cuda.get_device_properties(GPU).multi_processor_count)
+    return gpu_plan_of(case, cost, **options | item_rows(case))
+
+
+def item_rows(case: Case) -> dict[str, int]:
+    """The options of ``gpu_plan_of`` for the kernel that runs the case: how many rows its items hold."""
     arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
     kernel = kernel_for(arch, case.shape.head_dim, case.shape.gqa_group)
-    if kernel:
-        options |= {"tile_rows": kernel.tile_rows, "decode_rows": kernel.decode_rows}
-    return gpu_plan_of(case, cost, **options)
+    return {} if kernel is None else {"tile_rows": kernel.tile_rows, "decode_rows": kernel.decode_rows}
 
 
 def on_gpu(case: Case, plan: Plan) -> OnGpu:

@@ -18,7 +18,7 @@ from prefixkit.testing.forests import SHARE_ALL, Case, fill, gpu_plan_of
 from prefixkit.testing.gpu_forests import draw
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.testing.row_limits import with_row_limits
-from tests.gpu.cases import GPU, OnGpu, forget_launches, on_gpu, planned, poison
+from tests.gpu.cases import GPU, OnGpu, forget_launches, item_rows, on_gpu, planned, poison
 from tests.gpu.oracle import Errors, dense
 from tests.gpu.test_tree_attention import HALF_ULP, make
 
@@ -69,7 +69,8 @@ def test_queries_see_no_token_of_their_ancestors_behind_their_limits(dtype: torc
         rng = np.random.default_rng([seed, number])
         case, options = make(int(rng.integers(2**31)), dtype)
         every = np.ones(case.snapshot.num_nodes, dtype=bool)
-        case, plan, limits = with_row_limits(rng, case, gpu_plan_of(case, SHARE_ALL, shared=every, **options), GPU)
+        plan = gpu_plan_of(case, SHARE_ALL, shared=every, **options | item_rows(case))
+        case, plan, limits = with_row_limits(rng, case, plan, GPU)
         size = int(rng.integers(1, 60))
         of = {
             "causal": CAUSAL,

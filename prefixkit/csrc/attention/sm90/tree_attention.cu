@@ -52,10 +52,10 @@ static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have"
 
 // 65,536 registers: warpgroups of 128 threads at 512 in all; three begin with 168 for each thread, 504 in all.
 struct Registers { int load, decode, tile; };
-constexpr Registers REGISTERS = TILES_ONLY             ? Registers{64, 32, 208}
-                                : TILE_WARPGROUPS == 1 ? Registers{56, 192, 256}
-                                : FP8                  ? Registers{64, 96, 176}
-                                                       : Registers{48, 96, 184};
+constexpr Registers REGISTERS = TILE_WARPGROUPS == 1 ? Registers{64, 184, 256}
+                                : TILES_ONLY         ? Registers{64, 32, 208}
+                                : FP8                ? Registers{64, 96, 176}
+                                                     : Registers{48, 96, 184};
 constexpr int TILE_THREADS = 128 * TILE_WARPGROUPS, THREADS = 256 + TILE_THREADS;
 
 DEVICE TileShared tile_shared(Shared& s, Stages stages) {
