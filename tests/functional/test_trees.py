@@ -104,6 +104,22 @@ def test_a_tree_that_does_not_fit_its_pool_says_so() -> None:
             make()
 
 
+def test_a_pool_has_one_tree_at_a_time() -> None:
+    pool = pool_of(torch.float32, 4)
+    tree, sequences = prefixkit.tree_from_tokens(pool, [[1, 2], [1, 3]])
+    for make in (
+        lambda: prefixkit.tree_from_tokens(pool, [[5]]),
+        lambda: prefixkit.tree_from_parents(pool, [-1], [1]),
+    ):
+        with pytest.raises(ValueError, match="another tree has sequences in this pool, whose KV would be overwritten"):
+            make()
+    for sequence in sequences:
+        tree.release(sequence)
+    later, (sequence,) = prefixkit.tree_from_parents(pool, [-1], [3])
+    del later, sequence
+    prefixkit.tree_from_tokens(pool, [[5]])
+
+
 def test_a_pool_says_what_it_cannot_be() -> None:
     pool = prefixkit.kv_pool(3, 2, 32, num_pages=5, page_size=8, dtype=torch.float16, device="cpu", v_dim=16)
     assert [pages.shape for pages in pool.pages(2)] == [(5, 8, 2, 32), (5, 8, 2, 16)]

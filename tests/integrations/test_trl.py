@@ -351,6 +351,19 @@ def test_what_a_session_cannot_do_is_refused_by_name(made, change, message):
         made(OtherWithSession)
 
 
+def test_so_is_a_model_that_several_processes_share(made):
+    class Split(GRPOTrainer):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            self.model._tp_size = 2
+
+    class SplitWithSession(SessionGRPOTrainer.__bases__[0], Split):
+        pass
+
+    with pytest.raises(ValueError, match="SplitWithSession: the model is split over 2 processes, which take the same"):
+        made(SplitWithSession)
+
+
 def test_so_are_other_backends_and_generation_options(made):
     with pytest.raises(ValueError, match="use_transformers_continuous_batching=True asks for another backend"):
         made(use_transformers_continuous_batching=True)
@@ -358,7 +371,8 @@ def test_so_are_other_backends_and_generation_options(made):
         made(use_vllm=True)  # before TRL looks for vLLM
     with pytest.raises(TypeError, match=r"rollouts must be Rollouts, got dict .*; pass Rollouts\(...\), or none"):
         made(rollouts={"kv_budget": "20GiB"})
-    with pytest.raises(ValueError, match="generation_kwargs set no_repeat_ngram_size=2, which sessions do not have"):
-        made(generation_kwargs={"no_repeat_ngram_size": 2})
+    for name in ("no_repeat_ngram_size", "num_return_sequences"):
+        with pytest.raises(ValueError, match=f"generation_kwargs set {name}=2, which sessions do not have"):
+            made(generation_kwargs={name: 2})
     with pytest.raises(ValueError, match="logprobs must be 'sampled' or 'model', got 'none'"):
         Rollouts(logprobs="none")

@@ -130,7 +130,7 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
     Raises:
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
         TypeError, ValueError: the head is no function, said before anything runs too; or it gave no tensor, or none
-            with a row for each token.
+            with a row for each token, or raised torch's RuntimeError.
     """
     if not callable(head):
         raise TypeError(f"head must be a function of hidden states, got {type(head).__name__} {head!r}")
@@ -153,8 +153,16 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
 
 def _applied(head: Head, hidden: Tensor) -> Tensor:
     """The head's output, without a graph for gradients, and outside of inference mode."""
-    with torch.no_grad():
-        made = head(hidden.clone())
+    try:
+        with torch.no_grad():
+            made = head(hidden.clone())
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's, where shapes, dtypes or devices do not fit
+        raise ValueError(
+            f"the head failed on hidden states {list(hidden.shape)} in {hidden.dtype} on {hidden.device}: {error}; it "
+            "has to take these as the model gives them"
+        ) from error
     if not isinstance(made, Tensor):
         raise TypeError(f"a head must return a tensor, got {type(made).__name__}; it is called with hidden states")
     if not made.ndim or len(made) != len(hidden):
