@@ -123,9 +123,7 @@ def write_tasks(folder: Path, questions: int, shots: int) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def answers(
-    kind: str, batch_size: int, model: Any, tokenizer: Any, task: str, folder: str, softmax: str | None
-) -> Row:
+def answers(kind: str, batch_size: int, model: Any, tokenizer: Any, task: str, folder: str, softmax: str | None) -> Row:
     """Seconds of a model type's answers to a task's requests, and the answers."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
