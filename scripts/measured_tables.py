@@ -239,7 +239,8 @@ def lm_eval(data: Any) -> Table:
             f"{row['hf_over_prefixkit']}x",
             f"{row['worst_difference']:.1g}",
         )
-        for row in data["tasks"]
+        for run in data.get("runs", [data])
+        for row in run["tasks"]
     ]
 
 
