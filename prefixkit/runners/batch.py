@@ -108,7 +108,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """The results of a step, on the host but for tensors.
+    """The results of a step, on the host except for tensors.
 
     Attributes:
         tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken, or a grammar allowed none.

@@ -167,9 +167,9 @@ def test_caches_that_are_no_pool_are_refused_by_name() -> None:
     for caches, layout, message in (
         ([], "NHD", "all layers must have one shape, dtype and device, got 0"),
         ([(k, k), (other, other)], "NHD", "all layers must have one shape, dtype and device, got 2"),
-        ([(k, other)], "NHD", "K and V must be alike but for head_dim"),
-        ([(k, k.half())], "NHD", "K and V must be alike but for head_dim"),
-        ([(k[0], k[0])], "NHD", "K and V must be alike but for head_dim"),
+        ([(k, other)], "NHD", "K and V must be alike except for head_dim"),
+        ([(k, k.half())], "NHD", "K and V must be alike except for head_dim"),
+        ([(k[0], k[0])], "NHD", "K and V must be alike except for head_dim"),
         ([k], "NHD", r"layer 0 must have shape \[pages, 2, page_size, kv_heads, head_dim\]"),
         ([(k, k)], "DHN", 'kv_layout must be "NHD" or "HND"'),
         ([(k.double(), k.double())], "NHD", "dtype must be one of"),
