@@ -9,8 +9,9 @@ is lm-eval's own command line (lm-eval 0.4.13) with the model type ``prefixkit``
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -35,6 +36,8 @@ from prefixkit.session.prompts import Unpadded
 from prefixkit.session.session import Session
 
 Ints = npt.NDArray[np.int32]
+
+log = logging.getLogger("prefixkit")
 
 # Distinct tokens of one call of ``Session.score``: progress is shown, and lm-eval's cache written, after each call.
 TOKENS_PER_CALL = 2**15
@@ -137,24 +140,24 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As ``HFLM``'s; each distinct text is tokenized once, all by one call of the tokenizer, which has threads."""
-        self._encoded = self._encode([request.args for request in requests])
+        pairs = [(context, own) for context, own in (request.args for request in requests) if context.strip()]
+        texts = [text for context, own in pairs for text in (context.rstrip(), context + own)]
+        self._encoded = self._encode(texts, self.tokenizer.decode(self.prefix_token_id))
         try:
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
             return found
         finally:
             self._encoded = {}
 
-    def _encode(self, given: Sequence[tuple[str, str]]) -> dict[str, Ints]:
-        """Token ids of what :meth:`loglikelihood` asks ``tok_encode`` for, by text."""
-        pairs = [(context, own) for context, own in given if context.strip()]
-        texts = [*{text: None for context, own in pairs for text in (context.rstrip(), context + own)}]
-        bos, found = self.tokenizer.decode(self.prefix_token_id), dict[str, Ints]()
-        for with_bos in (False, True):  # HFLM adds none to a text that has one
-            some = [text for text in texts if has_bos_prefix(text, bos) == with_bos]
+    def _encode(self, texts: Iterable[str], bos: str | None, truncation: bool = False) -> dict[str, Ints]:
+        """Token ids as ``HFLM`` makes them, by text; it adds no special tokens to a text that begins with ``bos``."""
+        distinct, found = [*dict.fromkeys(texts)], dict[str, Ints]()
+        for with_bos in (False, True):
+            some = [text for text in distinct if has_bos_prefix(text, bos) == with_bos]
             special = False if with_bos else self.add_bos_token
             options = {} if special is None else {"add_special_tokens": special}
             if some:
-                ids = self.tokenizer(some, return_attention_mask=False, **options)["input_ids"]
+                ids = self.tokenizer(some, truncation=truncation, return_attention_mask=False, **options)["input_ids"]
                 found.update(zip(some, (np.array(each, np.int32) for each in ids), strict=True))
         return found
 
@@ -235,9 +238,12 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         alike = defaultdict[tuple[str, str], list[int]](list)
         for index, (context, options) in enumerate(given):
             alike[context, json.dumps(options, sort_keys=True, default=repr)].append(index)
-        return [self._one_wanted(indices, *given[indices[0]]) for indices in alike.values()]
+        bos = getattr(self.tokenizer, "bos_token", None)
+        encoded = self._encode([context for context, _ in given], bos, bool(self.truncation))
+        firsts = [(indices, *given[indices[0]]) for indices in alike.values()]
+        return [self._one_wanted(indices, context, encoded[context], options) for indices, context, options in firsts]
 
-    def _one_wanted(self, indices: list[int], context: str, given: dict[str, Any]) -> _Wanted:
+    def _one_wanted(self, indices: list[int], context: str, ids: Ints, given: dict[str, Any]) -> _Wanted:
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         until = [text for text in handle_stop_sequences(options.pop("until"), eos=eos) if text]
@@ -247,8 +253,9 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
                 f"max_gen_toks={most} leaves no room for a context in the model's {self.max_length} tokens; ask for "
                 "fewer, or raise max_length"
             )
-        ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - most, truncation=self.truncation)
-        tokens = ids[0].tolist()
+        if len(ids) > (room := self.max_length - most):
+            log.warning("a context of %d tokens is cut on the left to the %d that leave room", len(ids), room)
+        tokens = ids[-room:].tolist()
         if (length := options.pop("max_length", None)) is not None:
             most = max(1, length - len(tokens))
         params = SamplingParams(
