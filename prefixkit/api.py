@@ -41,7 +41,7 @@ def generate(
     that one in ``prompts`` (its occurrence, so that equal prompts get different samples), its seed, and its index.
     They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
     rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
-    number lies within that rounding of the boundary between two tokens, which is rarest under a filter.  In bfloat16
+    number lies within that rounding of the boundary between two tokens, which is rare under a filter.  In bfloat16
     and float16 it is common, and most longer samples differ from some token on: only an equal call gives equal samples.
 
     Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
@@ -63,7 +63,7 @@ def generate(
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, run layers through torch.compile: decode steps are a fifth to a third shorter, and prompts
             take less, after some seconds of compiling, once for each model; less where torch finds the result in its
-            cache on disk.  A call that captures no CUDA graph, for it samples a few tokens alone, compiles nothing.
+            cache on disk.  A call that samples only a few tokens captures no CUDA graph, and compiles nothing.
         return_samples: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory
             does not grow with what has finished.
         on_sample: Called with each sample as it finishes.

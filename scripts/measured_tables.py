@@ -239,7 +239,8 @@ def lm_eval(data: Any) -> Table:
             f"{row['hf_over_prefixkit']}x",
             f"{row['worst_difference']:.1g}",
         )
-        for row in data["tasks"]
+        for run in data.get("runs", [data])
+        for row in run["tasks"]
     ]
 
 
@@ -302,7 +303,8 @@ def trl(data: Any) -> Table:
     rows: Table = [("rollouts by", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
     return rows + [
         (row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
-        for row in data["systems"]
+        for run in data["runs"]
+        for row in run["systems"]
         if "rollout_s" in row
     ]
 

@@ -162,7 +162,7 @@ class _Rows:
     until: int | None = None
 
     def seen(self, tree: StepTree, visible: Visible) -> _Rows:
-        """Without what lies outside all their queries' visible ranges, and without rows that none sees, but for an
+        """Without what lies outside all their queries' visible ranges, and without rows that none sees, except for an
         own-node row, whose leaf may grow into sight.
         """
         limited, until = self.kind == MaskKind.LIMIT, visible.until

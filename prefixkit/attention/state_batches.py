@@ -42,7 +42,7 @@ class HostBatch:
 
     Attributes:
         length: Of each sequence.
-        rows, source, target, writes: As :class:`StateBatch` has them, but for what is None there.
+        rows, source, target, writes: As :class:`StateBatch` has them, except for what is None there.
         num_rows: Of the step.
     """
 

@@ -82,7 +82,7 @@ Seed = Annotated[
     int,
     typer.Option(
         help="With the prompt, its place among equal prompts, and the sample's index, this fixes a sample's random "
-        "numbers. In float32 a sample is the same in any batch, but for near-ties within rounding; in bfloat16 and "
+        "numbers. In float32 a sample is the same in any batch, except for near-ties within rounding; in bfloat16 and "
         "float16 rounding changes many samples with the batch, and only an equal call gives equal samples."
     ),
 ]

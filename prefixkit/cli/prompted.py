@@ -104,6 +104,6 @@ def manifest_of(
 
 
 def _as_json(params: SamplingParams) -> dict[str, Any]:
-    """The fields that samples depend on, but for the tokens that end them, which are part of the fingerprint."""
+    """The fields that samples depend on, except for the tokens that end them, which are part of the fingerprint."""
     others = ("n", "logits_processors", "stop_token_ids", "logprobs", "grammar")
     return {**{name: value for name, value in vars(params).items() if name not in others}, "stop": list(params.stop)}

@@ -21,7 +21,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""``text`` with controls as JSON writes them (``\u001b``, ``\r``), but for those in ``keep``."""
+    r"""``text`` with controls as JSON writes them (``\u001b``, ``\r``), except for those in ``keep``."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else json.dumps(found[0])[1:-1], text)
 
 

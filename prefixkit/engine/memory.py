@@ -101,7 +101,7 @@ def pages_per_run(params: SamplingParams | BeamParams, page_size: int, held: Hel
     """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
 
     The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
-    that runs out of pages is preempted, and each of its beams comes back on pages that are full but for the last.
+    that runs out of pages is preempted, and each of its beams comes back on pages that are full except for the last.
     Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.  A sample gives
     back all but what it has ``held``.
     """

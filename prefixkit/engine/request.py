@@ -184,7 +184,7 @@ class Sample:
         text: The sampled text, without the stop token, cut before the stop string.
         finish_reason: ``"stop"`` for a stop token, string or function, and for a grammar that is finished where there
             are no stop tokens; ``"length"`` after ``max_new_tokens``; ``"dead_end"`` where the grammar allows no token
-            that the model can sample, and the text may not end.
+            that the model can sample, and the text may not end, or a logits processor excludes all tokens.
         score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
         masses: With ``SamplingParams(logprobs="sampled")``, for each token the probability of all that top-k, top-p and
             min-p left, before it was renormalised; likewise, from a float32 array.  ``None`` otherwise.

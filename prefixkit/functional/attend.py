@@ -225,7 +225,7 @@ def commit(step: TreeStep) -> None:
     """Declare that the tokens of a step have KV in all layers: later steps read it and do not run them.
 
     Raises:
-        ValueError: the tree was changed since the step was planned, but for tokens that were appended to leaves; or
+        ValueError: the tree was changed since the step was planned, except for tokens that were appended to leaves; or
             the step is one of page tables or of static buffers.
     """
     if step.tree is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -13,6 +15,9 @@ from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
+
+# The tree that was made over a pool last.
+_trees: WeakKeyDictionary[KVPool | GivenPages, ref[PrefixTree]] = WeakKeyDictionary()
 
 
 def kv_pool(
@@ -66,15 +71,18 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
     The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
 
     Args:
-        pool: Which holds no other tree's KV.
+        pool: Which holds no KV of another tree.
         tokens: Of each sequence ``[length]`` token ids of any integer type, at least one.
 
     Raises:
-        ValueError, TypeError: tokens are empty or no token ids.
+        ValueError, TypeError: tokens are empty or no token ids; or another tree has sequences in the pool.
         OutOfPages: the pool has too few.
     """
+    _check_unused("tree_from_tokens", pool)
     tree = PrefixTree(pool.num_pages, pool.page_size)
-    return tree, [tree.insert(values) for values in tokens]
+    sequences = [tree.insert(values) for values in tokens]
+    _trees[pool] = ref(tree)
+    return tree, sequences
 
 
 def tree_from_parents(
@@ -86,12 +94,13 @@ def tree_from_parents(
     which has one child, may be merged with that child.
 
     Args:
-        pool: Which holds no other tree's KV.
+        pool: Which holds no KV of another tree.
         parents: ``[nodes]`` the parent of each node, which comes before it; -1 for a root.
         lengths: ``[nodes]`` tokens in each node, at least 1.
 
     Raises:
-        ValueError: lengths differ, a parent does not exist or comes later, or a node has no tokens.
+        ValueError: lengths differ, a parent does not exist or comes later, or a node has no tokens; or another tree
+            has sequences in the pool.
         OutOfPages: the pool has too few.
     """
     if len(parents) != len(lengths):
@@ -107,6 +116,7 @@ def tree_from_parents(
             )
         if length < 1:
             raise ValueError(f"tree_from_parents: node {node} must have at least 1 token, got {length}")
+    _check_unused("tree_from_parents", pool)
     tree, sequences = PrefixTree(pool.num_pages, pool.page_size), list[TreeSequence]()
     for node, (above, length) in enumerate(zip(parents, lengths, strict=True)):
         tokens = np.full(length, node, np.int32)
@@ -116,4 +126,22 @@ def tree_from_parents(
         # Two sequences end at the parent by now, so that this one goes on in a node of its own.
         sequences += tree.fork(sequences[above])
         tree.extend(sequences[-1], tokens)
+    _trees[pool] = ref(tree)
     return tree, sequences
+
+
+def _check_unused(verb: str, pool: KVPool | GivenPages) -> None:
+    """Raise ValueError where a tree has pages of a pool: another one would write to the same."""
+    before = _trees.get(pool)
+    if before is not None and _holds_pages(before):
+        gc.collect()  # a tree and its nodes refer to each other
+        if _holds_pages(before):
+            raise ValueError(
+                f"{verb}: another tree has sequences in this pool, whose KV would be overwritten; insert into that "
+                "tree, release its sequences or delete it with them, or make another pool"
+            )
+
+
+def _holds_pages(tree: ref[PrefixTree]) -> bool:
+    found = tree()
+    return found is not None and found.pages_held() > 0

@@ -75,7 +75,7 @@ def kv_pool_from_tensors(
     (k, v), *_ = layers
     if k.ndim != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
-            f"kv_pool_from_tensors: K and V must be alike but for head_dim, got {list(k.shape)} {k.dtype} on "
+            f"kv_pool_from_tensors: K and V must be alike except for head_dim, got {list(k.shape)} {k.dtype} on "
             f"{k.device} and {list(v.shape)} {v.dtype} on {v.device}"
         )
     check_page_size(k.shape[1])

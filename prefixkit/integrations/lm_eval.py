@@ -9,9 +9,11 @@ is lm-eval's own command line (lm-eval 0.4.13) with the model type ``prefixkit``
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,10 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.session.prompts import Unpadded
 from prefixkit.session.session import Session
 
+Ints = npt.NDArray[np.int32]
+
+log = logging.getLogger("prefixkit")
+
 # Distinct tokens of one call of ``Session.score``: progress is shown, and lm-eval's cache written, after each call.
 TOKENS_PER_CALL = 2**15
 # What a task's ``generation_kwargs`` may set, with transformers' own values for what neither they nor the model's
@@ -47,14 +53,23 @@ class _Scored:
 
     Attributes:
         index: Its place among the requests.
-        context, continuation: Token ids, at least one of each.
+        tokens: Ids of the context and then the continuation.
+        length: Tokens of the context, at least one and fewer than all.
         key: What lm-eval's cache knows it by; None for a window of a rolling request.
     """
 
     index: int
-    context: Sequence[int]
-    continuation: Sequence[int]
+    tokens: Ints
+    length: int
     key: tuple[str, str] | None
+
+    @property
+    def context(self) -> Ints:
+        return self.tokens[: self.length]
+
+    @property
+    def continuation(self) -> Ints:
+        return self.tokens[self.length :]
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             patch(self.model)
         self.session = Session(self.model, self.tokenizer, kv_budget=kv_budget, page_size=page_size, compiled=compiled)
         # By text, while requests are tokenized.
-        self._encoded = dict[str, npt.NDArray[np.int32]]()
+        self._encoded = dict[str, Ints]()
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """For ``batch_size="auto"``: how many rolling windows are scored at a time; nothing is tried out."""
@@ -125,36 +140,36 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As ``HFLM``'s; each distinct text is tokenized once, all by one call of the tokenizer, which has threads."""
-        self._encoded = self._encode([request.args for request in requests])
+        pairs = [(context, own) for context, own in (request.args for request in requests) if context.strip()]
+        texts = [text for context, own in pairs for text in (context.rstrip(), context + own)]
+        self._encoded = self._encode(texts, self.tokenizer.decode(self.prefix_token_id))
         try:
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
             return found
         finally:
             self._encoded = {}
 
-    def _encode(self, given: Sequence[tuple[str, str]]) -> dict[str, npt.NDArray[np.int32]]:
-        """Token ids of what :meth:`loglikelihood` asks ``tok_encode`` for, by text."""
-        pairs = [(context, own) for context, own in given if context.strip()]
-        texts = [*{text: None for context, own in pairs for text in (context.rstrip(), context + own)}]
-        bos, found = self.tokenizer.decode(self.prefix_token_id), dict[str, npt.NDArray[np.int32]]()
-        for with_bos in (False, True):  # HFLM adds none to a text that has one
-            some = [text for text in texts if has_bos_prefix(text, bos) == with_bos]
+    def _encode(self, texts: Iterable[str], bos: str | None, truncation: bool = False) -> dict[str, Ints]:
+        """Token ids as ``HFLM`` makes them, by text; it adds no special tokens to a text that begins with ``bos``."""
+        distinct, found = [*dict.fromkeys(texts)], dict[str, Ints]()
+        for with_bos in (False, True):
+            some = [text for text in distinct if has_bos_prefix(text, bos) == with_bos]
             special = False if with_bos else self.add_bos_token
             options = {} if special is None else {"add_special_tokens": special}
             if some:
-                ids = self.tokenizer(some, return_attention_mask=False, **options)["input_ids"]
+                ids = self.tokenizer(some, truncation=truncation, return_attention_mask=False, **options)["input_ids"]
                 found.update(zip(some, (np.array(each, np.int32) for each in ids), strict=True))
         return found
 
-    def tok_encode(self, string: str, *given: Any, **options: Any) -> list[int]:
-        """As ``HFLM``'s; :meth:`loglikelihood` knows the result for its texts."""
+    def tok_encode(self, string: str, *given: Any, **options: Any) -> list[int] | Ints:
+        """As ``HFLM``'s; within :meth:`loglikelihood` the array of what is known of its texts, which HFLM slices."""
         known = None if given or options else self._encoded.get(string)
-        ids: list[int] = super().tok_encode(string, *given, **options) if known is None else known.tolist()
+        ids: list[int] | Ints = super().tok_encode(string, *given, **options) if known is None else known
         return ids
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: Sequence[tuple[tuple[str, str] | None, list[int] | Ints, list[int] | Ints]],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
@@ -166,14 +181,16 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         scored = sorted(
             (_Scored(index, *self._cut(context, own), key) for index, (key, context, own) in enumerate(requests)),
-            key=lambda one: [*one.context, *one.continuation],
+            key=lambda one: one.tokens.astype(">i4").tobytes(),  # in the order of the tokens
         )
         bar = self._bar(len(requests), "loglikelihood", disable_tqdm)
         for part in _in_calls(scored):
-            prompts = [Unpadded(one.context) for one in part]
+            groups = [list(group) for _, group in groupby(part, key=lambda one: one.context.tobytes())]
+            prompts = [Unpadded(group[0].context.tolist()) for group in groups]
+            own = [[Unpadded(one.continuation.tolist()) for one in group] for group in groups]
             with self._autocast():
-                scores = self.session.score(prompts, [[Unpadded(one.continuation)] for one in part])
-            for one, (score,) in zip(part, scores, strict=True):
+                scores = self.session.score(prompts, own)
+            for one, score in zip(part, chain.from_iterable(scores), strict=True):
                 found[one.index] = (score.total, score.is_greedy)
                 if one.key is not None:  # rolling requests are cached as a whole
                     self.cache_hook.add_partial("loglikelihood", one.key, found[one.index])
@@ -207,21 +224,26 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             return iter(())
         return self.session.stream([Unpadded(one.tokens) for one in wanted], [one.params for one in wanted])
 
-    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        if not 0 < len(continuation) <= self.max_length or not context:
+    def _cut(self, context: list[int] | Ints, continuation: list[int] | Ints) -> tuple[Ints, int]:
+        """The tokens that the model can see, and how many of them are the context's."""
+        if not 0 < len(continuation) <= self.max_length or not len(context):
             raise ValueError(
                 f"a context of {len(context)} tokens with a continuation of {len(continuation)} cannot be scored: the "
                 f"first needs at least one, the second one to {self.max_length}; raise max_length, or mend the task"
             )
-        return context[-(self.max_length + 1 - len(continuation)) :], continuation
+        context = context[-(self.max_length + 1 - len(continuation)) :]
+        return np.concatenate((context, continuation), dtype=np.int32), len(context)
 
     def _wanted(self, given: Sequence[tuple[str, dict[str, Any]]]) -> list[_Wanted]:
         alike = defaultdict[tuple[str, str], list[int]](list)
         for index, (context, options) in enumerate(given):
             alike[context, json.dumps(options, sort_keys=True, default=repr)].append(index)
-        return [self._one_wanted(indices, *given[indices[0]]) for indices in alike.values()]
+        bos = getattr(self.tokenizer, "bos_token", None)
+        encoded = self._encode([context for context, _ in given], bos, bool(self.truncation))
+        firsts = [(indices, *given[indices[0]]) for indices in alike.values()]
+        return [self._one_wanted(indices, context, encoded[context], options) for indices, context, options in firsts]
 
-    def _one_wanted(self, indices: list[int], context: str, given: dict[str, Any]) -> _Wanted:
+    def _one_wanted(self, indices: list[int], context: str, ids: Ints, given: dict[str, Any]) -> _Wanted:
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         until = [text for text in handle_stop_sequences(options.pop("until"), eos=eos) if text]
@@ -231,8 +253,9 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
                 f"max_gen_toks={most} leaves no room for a context in the model's {self.max_length} tokens; ask for "
                 "fewer, or raise max_length"
             )
-        ids, _ = self.tok_batch_encode([context], left_truncate_len=self.max_length - most, truncation=self.truncation)
-        tokens = ids[0].tolist()
+        if len(ids) > (room := self.max_length - most):
+            log.warning("a context of %d tokens is cut on the left to the %d that leave room", len(ids), room)
+        tokens = ids[-room:].tolist()
         if (length := options.pop("max_length", None)) is not None:
             most = max(1, length - len(tokens))
         params = SamplingParams(
@@ -283,9 +306,9 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
 
 def _in_calls(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
     """Requests in the order of their tokens, cut into calls of some ``TOKENS_PER_CALL`` distinct tokens."""
-    part, distinct, before = list[_Scored](), 0, np.empty(0, np.int64)
+    part, distinct, before = list[_Scored](), 0, np.empty(0, np.int32)
     for one in scored:
-        tokens = np.array([*one.context, *one.continuation])
+        tokens = one.tokens
         length = min(len(tokens), len(before))
         differ = np.flatnonzero(tokens[:length] != before[:length])
         distinct += len(tokens) - (int(differ[0]) if len(differ) else length)

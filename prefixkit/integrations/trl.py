@@ -24,6 +24,7 @@ from trl.extras.profiling import profiling_context
 from prefixkit.engine.request import Sample
 from prefixkit.integrations.trl_importance import corrected, evaluating
 from prefixkit.models import is_patched, patch
+from prefixkit.models.tensor_parallel import tp_size
 from prefixkit.sampling.params import Logprobs, SamplingParams
 from prefixkit.session.prompts import Unpadded
 from prefixkit.session.requests import REFUSED_FIELDS, configured
@@ -75,8 +76,9 @@ class SessionRollouts:
         given, options: Those of the trainer.
 
     Raises:
-        ValueError: the trainer shards its model (DeepSpeed, FSDP), has a backend of its own (vLLM, continuous
-            batching), trains an image-text model, or sets generation options that sessions do not have.
+        ValueError: the trainer shards its model (DeepSpeed, FSDP) or splits it (tensor parallelism), has a backend of
+            its own (vLLM, continuous batching), trains an image-text model, or sets generation options that sessions
+            do not have.
         TypeError: ``rollouts`` is no ``Rollouts``.
         UnsupportedModel: see :func:`prefixkit.patch`.
     """
@@ -165,6 +167,11 @@ def _check(trainer: Any) -> None:
                 f"{name}: {what} shards the model over processes, and a session needs it whole; train with data "
                 "parallelism (DDP), or with TRL's own generation"
             )
+    if (processes := tp_size(trainer.model)) > 1:
+        raise ValueError(
+            f"{name}: the model is split over {processes} processes, which take the same steps, and TRL gives each of "
+            "them prompts of its own; train with data parallelism (DDP), or with TRL's own generation"
+        )
     _check_backend(name, trainer.args)
     if getattr(trainer, "_is_vlm", False):
         raise ValueError(f"{name}: sessions sample text, and the model takes images; train with TRL's own generation")
@@ -186,7 +193,10 @@ def _as_rollouts(given: Rollouts | None) -> Rollouts:
 def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
     """What the trainer's generation config says."""
     config = trainer.generation_config
-    if asked := configured(config, " ".join(REFUSED_FIELDS.values()).split()):
+    asked = configured(config, " ".join(REFUSED_FIELDS.values()).split())
+    if (several := config.num_return_sequences or 1) != 1:  # a prompt is in TRL's list once for each completion
+        asked["num_return_sequences"] = several
+    if asked:
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise ValueError(
             f"{type(trainer).__name__}: generation_kwargs set {given}, which sessions do not have; leave it out"

@@ -218,7 +218,7 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
 
 
 class _TreeConfig:
-    """A model's config but for the name of the attention function."""
+    """A model's config except for the name of the attention function."""
 
     _attn_implementation = NAME
 

@@ -58,7 +58,7 @@ def check_tensors(op: str, **given: object) -> None:
 
 
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
-    """K and V of one layer: alike but for ``head_dim``, with a head's elements adjacent."""
+    """K and V of one layer: alike except for ``head_dim``, with a head's elements adjacent."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, STORED)
         if pages.stride(3) != 1:

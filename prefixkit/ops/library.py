@@ -43,7 +43,7 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
         key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype, each with the ``head_dim`` of its pages; for pages
             in e4m3 in any other, rounded to the nearest number that e4m3 has, of which 448 is the largest.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, written in place; heads may differ in size.
-        slots: ``[T]`` int64, distinct but for -1.
+        slots: ``[T]`` int64, distinct except for -1.
 
     Raises:
         IndexError: a slot does not exist; see above for GPUs.

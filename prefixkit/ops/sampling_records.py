@@ -83,7 +83,7 @@ def words(vocab: int) -> int:
 
 
 def mask(history: NDArray[np.integer[Any]], vocab: int) -> NDArray[np.int32]:
-    """``[words]`` a bit for each token of a sequence, but for ids beyond the vocabulary, which are never sampled."""
+    """``[words]`` a bit for each token of a sequence, except for ids beyond the vocabulary, which are never sampled."""
     held = np.zeros(32 * words(vocab), dtype=bool)
     ids = np.asarray(history, dtype=np.int64)
     held[ids[ids < vocab]] = True

@@ -108,12 +108,12 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """The results of a step, on the host but for tensors.
+    """The results of a step, on the host except for tensors.
 
     Attributes:
         tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken, or a grammar allowed none.
         logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them; NaN where the logits were broken,
-            -inf where a grammar allowed none.
+            -inf where a grammar, or logits processors, allowed none.
         drawn: ``[R, 2]`` float32, where it is wanted: the logarithm of the probability with which each was sampled, and
             the mass that the filters left.
         top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.

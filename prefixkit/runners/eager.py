@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -186,6 +187,8 @@ class EagerRunner:
         if self._process is not None:  # the log-probability is the model's own
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, logprobs, models.to(tokens.device))
+            excluded = _has_none(scores) & ~_has_none(logits)  # all tokens, as a grammar may
+            logprobs = torch.where(excluded.to(tokens.device), -math.inf, logprobs)
         top, of_drawn = top_tokens(logits, self._top, logprobs.to(logits.device)), sampler.drawn[:rows]
         self.agreement.broadcast(tokens, logprobs, *([of_drawn] if self._drawn else []))
         self.agreement.broadcast(*top)  # on the logits' device, which may be another
@@ -202,3 +205,8 @@ class EagerRunner:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self._sampler = old = Sampler(rows, vocab, device)
         return old
+
+
+def _has_none(logits: Tensor) -> Tensor:
+    """``[rows]`` bool, whether all logits of a row are -inf."""
+    return logits.amax(-1).isneginf()

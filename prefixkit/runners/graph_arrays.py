@@ -23,7 +23,7 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
 from prefixkit.tree.state_slots import StateMoves
 
-# Rows of a step are rounded up to a bucket's: by less than half of them, but for the smallest.
+# Rows of a step are rounded up to a bucket's: by less than half of them, except for the smallest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _STEP_OF_LARGE = 512
 # Steps whose tokens are on their way to the host, at most.

@@ -62,7 +62,7 @@ def run(engine: ReportingEngine, prompts: Iterable[Any], params: SamplingParams 
 
 
 def assert_all_given_back(engine: ReportingEngine) -> None:
-    """No sequence is left, and every page is free but for those of the prefix cache."""
+    """No sequence is left, and every page is free except for those of the prefix cache."""
     check_tree(engine.store.tree)
     assert engine.store.tree.pages_held() == 0
     engine.store.cache.clear()

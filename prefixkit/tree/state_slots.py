@@ -142,7 +142,7 @@ class StateSlots:
             ends: Whether a prompt ends with it: the state before its last token is kept too, for one that is equal.
 
         Raises:
-            OutOfStateSlots: nothing has changed but for states that nothing goes on from.
+            OutOfStateSlots: nothing has changed except for states that nothing goes on from.
         """
         pieces, made = list[Piece](), list[tuple[Node, int, int]]()
         last, passed = dict[Node, Piece](), dict[Node, int]()
@@ -206,7 +206,7 @@ class StateSlots:
     def spare(self, most: int, stay: Iterable[int] = ()) -> list[int]:
         """At most this number of slots, which :func:`name` gives to nodes once the caller has written states to them.
 
-        States that nothing goes on from are dropped for them, but for those in slots that ``stay``.
+        States that nothing goes on from are dropped for them, except for those in slots that ``stay``.
         """
         self._busy = set(stay)
         return [*takewhile(lambda slot: slot >= 0, (self._take(needed=False) for _ in range(most)))]

@@ -109,6 +109,23 @@ def test_a_processor_that_gives_something_else_is_named_and_the_session_goes_on(
     assert [one.tokens for one in session.generate(PROMPTS[:1], max_new_tokens=3)] == [one.tokens for one in expected]
 
 
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_processor_that_excludes_all_tokens_ends_its_sample_alone(session, after):
+    """After some tokens, or before the first."""
+
+    def excludes():
+        return lambda ids, logits: logits - torch.inf if ids.shape[1] >= len(ids_of(PROMPTS[0])) + after else logits
+
+    fine = SamplingParams(n=2, seed=3, max_new_tokens=6, stop_token_ids=())
+    alone = session.generate(PROMPTS[1:2], fine)
+    odd = SamplingParams(n=2, max_new_tokens=6, logits_processors=excludes, stop_token_ids=())
+    result = session.generate(PROMPTS[:2], [odd, fine])
+    assert [(len(s.tokens), len(s.logprobs), s.finish_reason) for s in result.of_prompt(0)] == [
+        (after, after, "dead_end")
+    ] * 2
+    assert [s.tokens for s in result.of_prompt(1)] == [s.tokens for s in alone]
+
+
 def test_something_that_makes_none_is_refused():
     with pytest.raises(TypeError, match="a function that makes one for each sample, got list"):
         SamplingParams(logits_processors=[])  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def test_texts_are_tokenized_as_hf_does(add_bos_token):
 
         class Kept(kind):
             def _loglikelihood_tokens(self, requests, *_, **__):
-                given.append(requests)
+                given.append([(key, list(context), list(own)) for key, context, own in requests])
                 return [(0.0, True)] * len(requests)
 
         tokenizer = byte_tokenizer()
@@ -176,9 +176,12 @@ def test_a_call_ends_after_so_many_distinct_tokens(models, manager, monkeypatch)
     hf, ours = models()
     calls, score = [], ours.session.score
     monkeypatch.setattr("prefixkit.integrations.lm_eval.TOKENS_PER_CALL", 200)
-    monkeypatch.setattr(ours.session, "score", lambda prompts, _: (calls.append(len(prompts)), score(prompts, _))[1])
+    monkeypatch.setattr(
+        ours.session, "score", lambda prompts, own: (calls.append([len(each) for each in own]), score(prompts, own))[1]
+    )
     assert_close(answers(ours, "choice", manager, num_fewshot=2), answers(hf, "choice", manager, num_fewshot=2))
-    assert sum(calls) == 16 and len(calls) == 3
+    assert len(calls) == 3 and sum(sum(each) for each in calls) == 16
+    assert sum(len(each) for each in calls) <= 6, "options of one question are continuations of one prompt"
 
 
 @pytest.mark.parametrize("batch_size", [4, "auto"])

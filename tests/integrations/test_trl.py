@@ -20,7 +20,6 @@ from prefixkit.integrations.trl import (
     SessionRLOOTrainer,
     session_rollouts,
 )
-from prefixkit.integrations.trl_importance import importance_ratio
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
@@ -185,11 +184,11 @@ def test_so_are_those_of_rloo_for_whole_completions(made):
 
 
 @pytest.mark.parametrize(("adapter", "release"), [(False, False), (True, True)], ids=["held", "lora, released"])
-def test_no_kv_of_old_weights_is_used_over_12_steps(made, release, adapter):
+def test_no_kv_of_old_weights_is_used_over_20_steps(made, release, adapter):
     model = tiny_llama(initializer_range=0.2)
     if adapter:
         model = get_peft_model(model, LoraConfig(**LORA))
-    trainer = made(model=model, rollouts=Rollouts(release_memory=release), max_steps=12, learning_rate=0.05)
+    trainer = made(model=model, rollouts=Rollouts(release_memory=release), max_steps=20, learning_rate=0.05)
     compute, worst, weights = trainer._compute_loss, [], []
 
     def compute_loss(model, inputs):
@@ -203,9 +202,9 @@ def test_no_kv_of_old_weights_is_used_over_12_steps(made, release, adapter):
 
     trainer._compute_loss = compute_loss
     trainer.train()
-    assert len(worst) == 12 and max(worst) < 1e-3
+    assert len(worst) == 20 and max(worst) < 1e-3
     moved = [float((after - before).abs().max()) for before, after in itertools.pairwise(weights)]
-    assert sum(most > 1e-3 for most in moved) > 7  # once in a while all rewards of the groups are equal
+    assert sum(most > 1e-3 for most in moved) > 12  # once in a while all rewards of the groups are equal
 
 
 def test_the_samples_of_a_prompt_differ_and_those_of_a_later_step_too(made):
@@ -289,25 +288,6 @@ def test_stop_strings_and_penalties_of_the_trainer_count(made):
     assert not any(letter in stops for text in texts for letter in text[:-1])
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token_truncate", [[0.5, 2.0, 1.0]]),
-        ("token_mask", [[0.0, 0.0, 1.0]]),
-        ("sequence_truncate", [[0.75]]),
-        ("sequence_mask", [[0.75]]),
-    ],
-)
-def test_ratios_beyond_the_bounds_are_cut_or_masked(mode, expected):
-    ratio = importance_ratio(torch.tensor([[0.25, 3.0, 1.0]]).log(), mode, 0.5, 2.0)
-    assert ratio.tolist() == [pytest.approx(row) for row in expected]
-
-
-def test_a_mode_that_trl_does_not_have_is_refused():
-    with pytest.raises(ValueError, match=r"must be 'token_truncate', .* got 'token'"):
-        importance_ratio(torch.zeros(1, 2), "token", None, 3.0)
-
-
 def test_a_rollout_function_samples_for_the_trainer_as_it_is(made):
     trainer = made(GRPOTrainer, more={"rollout_func": session_rollouts(Rollouts(release_memory=False))}, max_steps=2)
     prefixkit.patch(trainer.model)
@@ -333,16 +313,17 @@ def test_a_rollout_function_that_raises_gives_its_memory_back(made):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_fsdp_enabled": True}, "FSDP shards the model over processes"),
-        ({"is_deepspeed_enabled": True}, "DeepSpeed shards the model over processes"),
-        ({"_is_vlm": True}, "the model takes images"),
+        (lambda trainer: vars(trainer).update(is_fsdp_enabled=True), "FSDP shards the model over processes"),
+        (lambda trainer: vars(trainer).update(is_deepspeed_enabled=True), "DeepSpeed shards the model over processes"),
+        (lambda trainer: vars(trainer).update(_is_vlm=True), "the model takes images"),
+        (lambda trainer: vars(trainer.model).update(_tp_size=2), "the model is split over 2 processes, which take the"),
     ],
 )
 def test_what_a_session_cannot_do_is_refused_by_name(made, change, message):
     class Other(GRPOTrainer):
         def __init__(self, *given, **options):
             super().__init__(*given, **options)
-            vars(self).update(change)
+            change(self)
 
     class OtherWithSession(SessionGRPOTrainer.__bases__[0], Other):
         pass
@@ -358,7 +339,8 @@ def test_so_are_other_backends_and_generation_options(made):
         made(use_vllm=True)  # before TRL looks for vLLM
     with pytest.raises(TypeError, match=r"rollouts must be Rollouts, got dict .*; pass Rollouts\(...\), or none"):
         made(rollouts={"kv_budget": "20GiB"})
-    with pytest.raises(ValueError, match="generation_kwargs set no_repeat_ngram_size=2, which sessions do not have"):
-        made(generation_kwargs={"no_repeat_ngram_size": 2})
+    for name in ("no_repeat_ngram_size", "num_return_sequences"):
+        with pytest.raises(ValueError, match=f"generation_kwargs set {name}=2, which sessions do not have"):
+            made(generation_kwargs={name: 2})
     with pytest.raises(ValueError, match="logprobs must be 'sampled' or 'model', got 'none'"):
         Rollouts(logprobs="none")

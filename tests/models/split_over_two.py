@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import prefixkit
 from prefixkit import SamplingParams, variants
 from prefixkit.agreement import ProcessesDiffer
+from prefixkit.integrations.lm_eval import PrefixLM
+from prefixkit.integrations.xgrammar import regex
 from prefixkit.models.attention_class import is_patched
 from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.testing.application.command_line import run, save_model, write_prompts
-from prefixkit.testing.tiny import VOCAB, tiny_llama
+from prefixkit.testing.tiny import VOCAB, byte_tokenizer, tiny_llama
 
 FAMILIES = ("llama", "qwen2")
 ALWAYS = [[*range(30, 70), *more] for more in ([3, 4, 5], [*range(90, 99)], [7])]
@@ -100,6 +103,23 @@ def results(family, model, seed, rank=0):
     return made
 
 
+def integrations(model):
+    """What grammars and lm-eval make of a patched model, likewise."""
+    made, params = {}, SamplingParams(n=3, max_new_tokens=12, seed=0, grammar=regex("[a-f]{2,4}(-[0-9]{2})+;"))
+    with prefixkit.Session(model, byte_tokenizer(), kv_budget="1MiB") as session:
+        result = session.generate(ALWAYS, params)
+        made["grammar"] = [(sample.text, sample.finish_reason) for sample in result]
+    lm = PrefixLM(model, tokenizer=byte_tokenizer(), kv_budget="1MiB")
+    options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    texts = [("Is it? Maybe.\nSo:", own) for own in (" yes", " no", " not at all")]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(texts)]
+    made["lm-eval scores"] = np.array(lm.loglikelihood(asked, disable_tqdm=True))
+    asked = [Instance("generate_until", {}, (context, options), index) for index, (context, _) in enumerate(texts)]
+    made["lm-eval texts"] = lm.generate_until(asked, disable_tqdm=True)
+    lm.session.close()
+    return made
+
+
 def refusals(folder, model, rank):
     """What the processes say to calls that are not the same in both, and to what cannot be halved."""
     said = {}
@@ -157,6 +177,8 @@ def one_of_two(folder, seed, rank, said):
         model = prefixkit.patch(load(folder / family, split=True))
         assert agreement_of(model).rank == rank
         found[family] = results(family, model, seed, rank)
+        if family == FAMILIES[0]:
+            found[family] |= integrations(model)
     loaded, report = files(folder, model)
     found["files"] = loaded, report.prompt_tokens_found
     found["refusals"] = refusals(folder, model, rank)

@@ -21,7 +21,7 @@ from prefixkit.sampling.rng import sample_key, uniforms
 from prefixkit.sampling.specification import sample_tokens
 from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import tiny_llama
-from tests.models.split_over_two import CAMPAIGN, FAMILIES, load, one_of_two, results, save_models
+from tests.models.split_over_two import CAMPAIGN, FAMILIES, integrations, load, one_of_two, results, save_models
 
 pytestmark = pytest.mark.slow  # begun late, two workers would wait for one of them
 
@@ -51,9 +51,9 @@ def run_both(folder, seed):
         for process in both:
             process.start()
             stack.callback(process.kill)
-        one = {
-            family: results(family, prefixkit.patch(load(folder / family, split=False)), seed) for family in FAMILIES
-        }
+        models = {family: prefixkit.patch(load(folder / family, split=False)) for family in FAMILIES}
+        one = {family: results(family, model, seed) for family, model in models.items()}
+        one[FAMILIES[0]] |= integrations(models[FAMILIES[0]])
         arguments = ("sample", "--model", folder / "llama", "--input", folder / "prompts.jsonl", *CAMPAIGN)
         run(*arguments, "--run", folder / "one")
         until = time.monotonic() + 120
@@ -99,14 +99,15 @@ def likely_to_be(model, tokens, params, place):
 
 def test_searches_and_generate_give_what_one_process_gives(split):
     (first, _), one, _ = split
-    for name in ("processed", "beams", "generate()", "generate() with beams"):
+    for name in ("processed", "beams", "generate()", "generate() with beams", "grammar", "lm-eval texts"):
         assert first["llama"][name] == one["llama"][name], name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_one_process_within_rounding(split, family):
     (first, _), one, _ = split
-    for name in {"log-probabilities", "beam scores", "scores", "values"} & one[family].keys():
+    numbers = {"log-probabilities", "beam scores", "scores", "values", "lm-eval scores"}
+    for name in numbers & one[family].keys():
         np.testing.assert_allclose(first[family][name], one[family][name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 

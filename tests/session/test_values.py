@@ -133,4 +133,6 @@ def test_what_is_refused(model: Any, head: Any) -> None:
             session.values([5, 6, 7], lambda hidden: [0.5])
         with pytest.raises(ValueError, match="a row for each of the 3 hidden states"):
             session.values([5, 6, 7], lambda hidden: hidden.sum(), at="all")
+        with pytest.raises(ValueError, match=r"the head failed on hidden states \[1, 64\] in torch.float32"):
+            session.values([5, 6, 7], torch.nn.Linear(32, 1))
         assert session.values([5, 6, 7], head).shape == (1, 3)

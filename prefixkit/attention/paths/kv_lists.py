@@ -59,7 +59,7 @@ class KVLists:
         return replace(self, low=low, high=high)
 
     def only(self, stays: NDArray[np.bool_]) -> KVLists:
-        """Some of the lists, without empty pieces, but for the last of each."""
+        """Some of the lists, without empty pieces, except for the last of each."""
         of = np.repeat(np.arange(len(stays)), np.diff(self.indptr))
         seen = (self.low < self.high) & stays[of]
         seen[self.last] = stays

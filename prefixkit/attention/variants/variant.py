@@ -41,7 +41,7 @@ class Mod:
     Attributes:
         function: As it was given.
         arguments: Names of what it takes: :data:`SCORE_MOD` or :data:`MASK_MOD`.
-        expression: What it computes, but for causality where attention sees to that; None where it was not traced.
+        expression: What it computes, except for causality where attention sees to that; None where it was not traced.
     """
 
     function: Callable[..., Tensor]

@@ -229,7 +229,7 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:
     """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads.
 
-    ``dtype`` is that of queries; pages have it too, but for those whose elements have one byte, which hold e4m3.
+    ``dtype`` is that of queries; pages have it too, except for those whose elements have one byte, which hold e4m3.
     """
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim, e4m3=shape.itemsize == FP8.itemsize)

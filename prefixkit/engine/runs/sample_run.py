@@ -184,12 +184,12 @@ class SampleRun:
         return None
 
     def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
-        assert self.grammar is not None, "else the logits are broken"
+        assert self.grammar is not None or self.processor is not None, "else the logits are broken"
         self._take(tokens, likely[: len(tokens)])
         if fresh := self.tokens[self._accepted :]:
             self.stop.push(fresh)
         self._ran_out = True
-        reason: FinishReason = "stop" if self.grammar.may_end else "dead_end"
+        reason: FinishReason = "stop" if self.grammar is not None and self.grammar.may_end else "dead_end"
         if on_token is not None:
             index, text = self.state.request.prompt_index, self.stop.delta() + self.stop.rest()
             on_token(TokenEvent(index, self.index, -1, -math.inf, text, reason))

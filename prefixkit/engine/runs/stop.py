@@ -69,7 +69,7 @@ class StopChecker:
     def push(self, tokens: list[int]) -> bool:
         """Take tokens of which only the last can end the sample; True if it does.
 
-        Decodes only where there are stop strings, what stands before the last token at once but for special tokens.
+        Decodes only where there are stop strings, what stands before the last token at once except for special tokens.
         """
         stopped = self._stopped_by_token or self._stopped_by_string
         assert not stopped, "a stopped sample takes no more tokens"

@@ -75,7 +75,7 @@ def _all_bytes(backend: Any) -> bool:
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """Whether transformers takes spaces before punctuation out of the text, as it does but for BPE."""
+    """Whether transformers takes spaces before punctuation out of the text, as it does except for BPE."""
     anyway = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     return type(backend.model).__name__ != "BPE" or bool(getattr(tokenizer, anyway, True))
 

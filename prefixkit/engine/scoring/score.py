@@ -17,8 +17,10 @@ from prefixkit.runners.batch import Outputs
 # From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
 Head = Callable[[Tensor], Tensor]
 
-# Logits of one step at most, in bytes of float32; their log-softmax takes as many again.
+# Logits of one step, in bytes of float32, that there is memory for in any case; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
+# And at most, where a GPU has memory to spare: steps of few tokens would take the host longer than the device.
+_MOST_SPARE_LOGIT_BYTES = 2**30
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,11 @@ class Score:
         return bool(self.greedy.all())
 
 
+def logit_bytes(free: int) -> int:
+    """What logits of a step on a GPU may take, in bytes of float32, where so many are ``free``."""
+    return max(MOST_LOGIT_BYTES, min(_MOST_SPARE_LOGIT_BYTES, free // 4))
+
+
 def score(
     run: ContextRun, prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]], vocab: int
 ) -> list[list[Score]]:
@@ -61,7 +68,7 @@ def score(
     after which something is wanted, runs again and writes nothing.
 
     Args:
-        run: Computes them; fewer tokens a step where their logits would take more than :data:`MOST_LOGIT_BYTES`.
+        run: Computes them; fewer tokens a step where their logits would take more than :func:`logit_bytes`.
         prompts: ``[length]`` token ids each, at least one.
         continuations: Of each prompt, ``[length]`` token ids each, at least one.
         vocab: Columns of the logits.
@@ -87,7 +94,8 @@ def score(
         return Outputs(targets=targets[which], target_rows=rows)
 
     # Read at the end: until then the host does not wait for a device.
-    steps = run.results(texts, outputs, max(1, MOST_LOGIT_BYTES // (4 * vocab)))
+    most = logit_bytes(run.store.free()) if run.store.pool.spec.device.type == "cuda" else MOST_LOGIT_BYTES
+    steps = run.results(texts, outputs, max(1, most // (4 * vocab)))
     results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
     place = np.concatenate([which for which, _, _ in results])
     logprobs, greedy = np.empty(len(place), np.float32), np.empty(len(place), np.bool_)
@@ -122,7 +130,7 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
     Raises:
         KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
         TypeError, ValueError: the head is no function, said before anything runs too; or it gave no tensor, or none
-            with a row for each token.
+            with a row for each token, or raised torch's RuntimeError.
     """
     if not callable(head):
         raise TypeError(f"head must be a function of hidden states, got {type(head).__name__} {head!r}")
@@ -145,8 +153,16 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
 
 def _applied(head: Head, hidden: Tensor) -> Tensor:
     """The head's output, without a graph for gradients, and outside of inference mode."""
-    with torch.no_grad():
-        made = head(hidden.clone())
+    try:
+        with torch.no_grad():
+            made = head(hidden.clone())
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's, where shapes, dtypes or devices do not fit
+        raise ValueError(
+            f"the head failed on hidden states {list(hidden.shape)} in {hidden.dtype} on {hidden.device}: {error}; it "
+            "has to take these as the model gives them"
+        ) from error
     if not isinstance(made, Tensor):
         raise TypeError(f"a head must return a tensor, got {type(made).__name__}; it is called with hidden states")
     if not made.ndim or len(made) != len(hidden):

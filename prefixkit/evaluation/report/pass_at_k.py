@@ -91,7 +91,7 @@ def pass_at_k_curve(
 ) -> Curve:
     """pass@k over k with 95% confidence intervals.
 
-    The intervals are over problems (:func:`~prefixkit.evaluation.report.intervals.bootstrap`), but for two cases.
+    The intervals are over problems (:func:`~prefixkit.evaluation.report.intervals.bootstrap`), except for two cases.
     Of a single problem there is nothing to resample: the interval is Wilson's of its rate c / n, through ``1 - (1 -
     rate)**k``, and covers which samples were drawn.  Where all problems have equal values, as where none is solved,
     resampling finds no spread: the interval is Wilson's with the problems as trials, which is wide enough for any

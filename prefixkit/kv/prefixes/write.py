@@ -70,7 +70,7 @@ class Origin:
 
 
 def metadata_of(spec: KVSpec, origin: Origin) -> dict[str, str]:
-    """What a file says of its KV, but for the checksum."""
+    """What a file says of its KV, except for the checksum."""
     number = VERSION_OF_STATES if spec.states else VERSION
     facts = {"format": FORMAT, "format_version": number, "prefixkit": prefixkit_version()}
     facts |= {"fingerprint": origin.fingerprint}
@@ -160,7 +160,7 @@ def write_prefixes(
     Args:
         path: In a folder that exists.
         prefixes, kv: The prefixes, and what gives their KV: called for ranges of at most ``BLOCK`` tokens, in order.
-        spec, origin: What the KV is of, but for the device.
+        spec, origin: What the KV is of, except for the device.
         places, states: Of layers that keep states, where these are, and what gives them.
 
     Raises:

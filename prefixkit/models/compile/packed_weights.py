@@ -28,7 +28,7 @@ def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
     """The rows of contiguous weights as one tensor over their memory, where each begins at the end of the one before.
 
     Args:
-        weights: ``[rows, ...]`` each, alike but for the number of rows.
+        weights: ``[rows, ...]`` each, alike except for the number of rows.
 
     Returns:
         ``[all rows, ...]`` without a gradient, valid for as long as the weights live; None if the weights are not
@@ -58,7 +58,7 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
     During the call these weights are in memory twice.
 
     Args:
-        weights: ``[rows, ...]`` each, contiguous, alike but for the number of rows, and :func:`movable`.
+        weights: ``[rows, ...]`` each, contiguous, alike except for the number of rows, and :func:`movable`.
 
     Returns:
         All of them as one tensor, as :func:`packed_view` gives it.

@@ -83,7 +83,7 @@ class StepIndexer:
 
 
 class StepCompressor:
-    """A layer's compressor in a step; arguments as :class:`StepIndexer` takes them, but for blocks without padding.
+    """A layer's compressor in a step; arguments as :class:`StepIndexer` takes them, except for blocks without padding.
 
     Raises:
         IncompleteStep: the probe of the model has seen no compressor in the layer.

@@ -230,7 +230,7 @@ def blocks_of(
 ) -> list[Block]:
     """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
 
-    ``most_scores``: rows times tokens of a block at most, but for a single row; None: what suits the device.
+    ``most_scores``: rows times tokens of a block at most, except for a single row; None: what suits the device.
     ``padded``: whether texts of a block may differ in length.
     """
     most_scores = _MOST_SCORES[device.type] if most_scores is None else most_scores

@@ -1,5 +1,5 @@
 """A layer of a step that is more than attention over K and V in pages: K and V made of latents, tokens that an indexer
-selects, or a bias of the layer's own on the scores.  Plain torch computes it, but for latents on GPUs with kernels.
+selects, or a bias of the layer's own on the scores.  Plain torch computes it, except for latents on GPUs with kernels.
 """
 
 from __future__ import annotations

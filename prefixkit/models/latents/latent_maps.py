@@ -284,6 +284,6 @@ def _computed(tensor: Tensor) -> Tensor:
 
 
 def _near(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Equal but for rounding in a dtype."""
+    """Equal except for rounding in a dtype."""
     error, size = (one.float() - other.float()).abs().max(), one.float().abs().max()
     return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)

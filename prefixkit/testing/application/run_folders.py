@@ -33,7 +33,7 @@ def problems_of(count: int) -> list[Problem]:
 
 
 def manifest_of(count: int = 4, **changes: Any) -> Manifest:
-    """A manifest of :func:`prompts_of`, but for ``changes``."""
+    """A manifest of :func:`prompts_of`, except for ``changes``."""
     prompts = describe_prompts([one.id for one in problems_of(count)], prompts_of(count), [{}] * count)
     fields: dict[str, Any] = {
         "model": "made up",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams
-from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
+from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES, logit_bytes
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.sampling.params import SamplingParams
@@ -88,6 +88,10 @@ def test_each_continuation_scores_as_if_alone_and_each_distinct_token_is_compute
     assert max(model.rows_per_step) <= chunk and max(model.logits_per_step) <= rows
     assert sum(model.logits_per_step) == len(prefixes_of(prompts, continuations)[1])
     assert_all_given_back(engine)
+
+
+def test_logits_of_a_gpu_take_a_quarter_of_its_free_memory_within_limits():
+    assert [logit_bytes(free) for free in (0, 2**31, 2**40)] == [MOST_LOGIT_BYTES, 2**29, 2**30]
 
 
 @pytest.mark.parametrize("num_pages", [13, 15, 20, 40])

@@ -18,7 +18,7 @@ def main(spec: dict[str, Any]) -> None:
         os.execv(command[0], command)
     sys.argv += spec.get("arguments", [])
     status = _run(spec["program"], spec["path"])
-    # Then as the interpreter ends, but for taking its own modules apart, which takes longer than all the rest.
+    # Then as the interpreter ends, except for taking its own modules apart, which takes longer than all the rest.
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()

@@ -43,7 +43,7 @@ class Zygote:
 
     Args:
         before: What comes before the interpreter in its command.
-        told: What :func:`prefixkit.evaluation.judge.guest.zygote.serve` is told, but for the socket.
+        told: What :func:`prefixkit.evaluation.judge.guest.zygote.serve` is told, except for the socket.
         environment: All of it.
     """
 

@@ -33,7 +33,7 @@ def read_limits(record: Record) -> Limits:
 
 
 def limits(record: Record, **given: Any) -> Limits:
-    """The usual limits, but for those that a record gives."""
+    """The usual limits, except for those that a record gives."""
     try:
         return Limits(**given)
     except ValueError as error:
