@@ -23,8 +23,7 @@ from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layered_cache import LayerCache, LayeredCache
-from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.own_attention.own_code import OwnCode
+from prefixkit.models.own_attention.known import code_of
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
 
 NAME = "prefixkit"
@@ -81,10 +80,10 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an attention module that was called with ``cache`` returns when it attends by ``layer`` instead."""
     original = original_class(module)
-    own = own_code(original) or OwnCode()  # type: ignore[arg-type]
+    own = code_of(original)  # type: ignore[arg-type]  # classes hash
     if own.adapt is not None:
         layer = own.adapt(layer)
-    args = tuple(layer if value is cache else value for value in args)
+    args = tuple([layer if value is cache else value for value in args])
     kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
     if own.forward is not None:
         return own.forward(module, *args, **kwargs)
@@ -96,19 +95,21 @@ def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, 
 
 def layer_number(module: nn.Module) -> int:
     """The layer of an attention module, by the attribute that its class has for it."""
-    own = own_code(original_class(module)) or OwnCode()  # type: ignore[arg-type]
-    number: int = numbered_by_model[module] if module in numbered_by_model else module.__dict__[own.index]
-    return number
+    number: int | None = module.__dict__.get(code_of(original_class(module)).index)  # type: ignore[arg-type]
+    return numbered_by_model[module] if number is None or number < 0 else number
 
 
 def cached_by(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of a pool, ``[rows, kv_heads, length, head_dim]``, as an attention module's class caches them."""
-    own = own_code(original_class(module)) or OwnCode()  # type: ignore[arg-type]
+    own = code_of(original_class(module))  # type: ignore[arg-type]
     return (key, value) if own.restore is None else own.restore(module, key, value)
 
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
     """The cache that a module was called with, if it is one of ours."""
+    given = kwargs.get("past_key_values")  # its name in most models
+    if isinstance(given, LayeredCache):
+        return given
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, LayeredCache)), None)
 
 
@@ -207,14 +208,27 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False
     for name, part in module.__dict__["_modules"].items():
-        if part is not None and is_indexer(type(part)):  # type: ignore[arg-type]  # classes hash
+        if (replacement := _replacement_of(type(part))) is not None:
             # An attribute of the instance is found before a submodule of that name.
-            copy.__dict__[name] = functools.partial(select, layer, part)
-        if part is not None and is_compressor(type(part)):  # type: ignore[arg-type]
-            copy.__dict__[name] = functools.partial(compress, layer, part)
-    if hasattr(original, MASK_OF):
+            copy.__dict__[name] = functools.partial(replacement, layer, part)
+    if _makes_mask(original):  # type: ignore[arg-type]  # classes hash
         copy.__dict__[MASK_OF] = functools.partial(mask_of, layer, getattr(module, MASK_OF))
     return copy
+
+
+@functools.cache
+def _replacement_of(cls: type) -> Callable[..., Any] | None:
+    """What the copy of an attention module calls in place of a submodule of a class, if anything."""
+    if not issubclass(cls, nn.Module):
+        return None  # where there is no submodule
+    if is_compressor(cls):  # type: ignore[arg-type]  # classes hash
+        return compress
+    return select if is_indexer(cls) else None  # type: ignore[arg-type]
+
+
+@functools.cache
+def _makes_mask(cls: type[nn.Module]) -> bool:
+    return hasattr(cls, MASK_OF)
 
 
 class _TreeConfig:

@@ -27,7 +27,7 @@ from prefixkit.attention.visible import ALL
 from prefixkit.kv.held import Held, held_of
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
-from prefixkit.models.attention_class import is_tree_class, layer_number, original_class
+from prefixkit.models.attention_class import is_tree_class, layer_number, numbered_by_model, original_class
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
@@ -52,6 +52,8 @@ _NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False)
 # Of each model, by what may change it: what its probe has found, and how queries turn with their position.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
 _rotations: WeakKeyDictionary[nn.Module, dict[object, tuple[Rotation | None, ...]]] = WeakKeyDictionary()
+# Of each model, the last state whose probe depends on nothing else, and what it has found.
+_latest: WeakKeyDictionary[nn.Module, tuple[object, Probed]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +115,20 @@ class ModelFacts:
         Raises:
             UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or they differ in dtype or device.
         """
+        signature = _signature(self)
+        if signature is not None and (latest := _latest.get(self.inner)) is not None and latest[0] == signature:
+            return latest[1]
+        found, layers = self._look_up()
+        if signature is not None and all(map(_is_in_state, layers)):
+            _latest[self.inner] = signature, found
+        return found
+
+    def _look_up(self) -> tuple[Probed, list[nn.Module]]:
+        """What is known of the attention layers as they are, or is measured now; and the layers."""
         layers = self._attention()
         key, known = _changeable(self, layers), _probed.setdefault(self.inner, {})
         if key in known and not any("forward" in layer.__dict__ for layer in layers):
-            return known[key]
+            return known[key], layers
         attention_layers(self.inner)  # what wraps a layer's forward may be of another kind by now
         if key not in known:
             found = probe(self.inner)
@@ -128,7 +140,7 @@ class ModelFacts:
             if any(kind.expands and not kind.absorbs and kind.selects is None for kind in found.layers):
                 log.info("K and V are made of all latents that a step reads: in some layers of %s not linearly", name)
             known[key] = found
-        return known[key]
+        return known[key], layers
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -282,6 +294,24 @@ def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
             f"the keys of {name} are {dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, with "
             "model.float() for instance"
         )
+
+
+def _signature(facts: ModelFacts) -> object:
+    """All that is read of a model's modules; None where functions run in the place of their ``forward``.
+
+    Two reads that are equal need no look at single layers, which takes as long as the reads.
+    """
+    state, inner = facts.state, facts.inner
+    if state.forwards:
+        return None
+    tensors = [(tensor.dtype, tensor.device, tensor.shape) for tensor in state.tensors]
+    others = *plain_numbers(facts.config), inner.config._attn_implementation
+    return list(map(type, state.modules)), state.modes, tensors, others
+
+
+def _is_in_state(layer: nn.Module) -> bool:
+    """Whether a model's state has a layer's number, and the probe depends on no function of its class."""
+    return layer not in numbered_by_model and own_code(original_class(layer)) is None  # type: ignore[arg-type]
 
 
 def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:

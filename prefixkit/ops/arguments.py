@@ -64,8 +64,8 @@ def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over head_dim, got strides {list(pages.stride())}")
     like = " like k_pages"
-    shape = f"[{', '.join(map(str, k_pages.shape[:3]))}, v_dim]{like}"
-    fits = v_pages.shape[:3] == k_pages.shape[:3]
+    num_pages, page_size, kv_heads, _ = k_pages.shape
+    shape, fits = f"[{num_pages}, {page_size}, {kv_heads}, v_dim]{like}", v_pages.shape[:3] == k_pages.shape[:3]
     expect(op, "v_pages", v_pages, shape, fits, (k_pages.dtype,), k_pages.device, like)
 
 

@@ -62,7 +62,7 @@ class BoundPlan:
         v_dim = pool_shape[3] if v_dim is None else v_dim
         variant = lookup(key)
         changes = key, variant.versions  # masks are made of what the variant captures
-        signature = (*pool_shape, heads, dtype, device, changes, v_dim, expanded, scored, costs)
+        signature = (*pool_shape, heads, dtype, device, changes, v_dim, expanded, scored, id(costs))  # which it holds
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, v_dim, tuning=costs)

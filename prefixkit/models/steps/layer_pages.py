@@ -27,6 +27,8 @@ class LayerPages:
         keys: Of the variants that it applies, by what it has asked for.
         sinks: Which is for the sinks, where it attends at positions in the cache; None where it does not.
         frequencies: ``[pairs]`` float32 by which its queries turn; None where they do not.
+        heads: How many of what size a token has in each of ``pages``.
+        plain: See :class:`LayerKind`.
     """
 
     index: int
@@ -39,6 +41,12 @@ class LayerPages:
     keys: dict[Hashable, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
     sinks: int | None = None
     frequencies: Tensor | None = None
+    heads: tuple[tuple[int, int], ...] = field(init=False)  # every step asks for these
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", tuple((pages.shape[2], pages.shape[3]) for pages in self.pages))
+        object.__setattr__(self, "plain", self.kind.plain)
 
 
 def layer_pages(

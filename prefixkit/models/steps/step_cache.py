@@ -195,8 +195,9 @@ class CacheLayer(PlainLayer):
                 "attention layer must run once a step, on KV of its own"
             )
         made, dtype = (self._rounded(key_states), self._rounded(value_states)), self.cache.pool.spec.compute_dtype
-        for name, states, pages in zip(("keys", "values"), made, self.own.pages, strict=True):
-            expected = (1, pages.shape[2], self.step.slots.shape[0], pages.shape[3])
+        tokens = self.step.slots.shape[0]
+        for name, states, (heads, size) in zip(("keys", "values"), made, self.own.heads, strict=True):
+            expected = (1, heads, tokens, size)
             if states.shape != expected or states.dtype != dtype:
                 raise ValueError(
                     f"StepCache: layer {self.index} made {name} of shape {tuple(states.shape)} {states.dtype}, "
@@ -231,7 +232,7 @@ class CacheLayer(PlainLayer):
                 "written KV in this step"
             )
         query = self._rounded(query)
-        if self.own.kind.plain:
+        if self.own.plain:
             together = sinks is not None and not self.apart(sinks)
             (variant,) = self.variants(cap, together, None if bias is None else bias())
             out = self.finished(self.attend_plain(query, scale, variant, sinks))
@@ -260,7 +261,7 @@ class CacheLayer(PlainLayer):
     def check_positions(self, position_ids: Tensor | None) -> None:
         """Raise ValueError if the model says that its position embeddings were made for other positions."""
         given = self.cache.given_positions
-        if position_ids is None or (given is not None and _repeats(position_ids, given)):
+        if position_ids is None or position_ids is given or (given is not None and _repeats(position_ids, given)):
             return
         positions = self.step.positions  # several rows of them are for images, which are nowhere
         if position_ids.shape[-1:] != positions.shape or not bool((position_ids == positions).all()):

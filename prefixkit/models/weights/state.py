@@ -79,7 +79,12 @@ def state_of(model: nn.Module) -> ModelState:
     left: list[nn.Module | None] = [model]
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
-            (parameters, buffers, children, hooks, pre_hooks, *values), name, adapts = _read(module)
+            getter, name, adapts = _readers.get((type(module), len(module.__dict__))) or _reader(module)
+            try:
+                parameters, buffers, children, hooks, pre_hooks, *values = getter(module.__dict__)
+            except KeyError:  # other attributes than the last of its class with as many
+                getter, name, adapts = _reader(module)
+                parameters, buffers, children, hooks, pre_hooks, *values = getter(module.__dict__)
             modules.append(module)
             modes.append(name)
             if parameters:
@@ -90,9 +95,12 @@ def state_of(model: nn.Module) -> ModelState:
                 left += children.values()
             if hooks or pre_hooks:
                 modes.append((*hooks, None, *pre_hooks))  # numbers, never reused
-            numbers = [value for value in values if type(value) in _NUMBERS]  # whether it is in training mode, too
-            modes += numbers
-            for value in values if len(numbers) < len(values) else ():
+            if _NUMBERS.issuperset(map(type, values)):  # whether it is in training mode, too
+                modes += values
+                values = []
+            else:
+                modes += [value for value in values if type(value) in _NUMBERS]
+            for value in values:
                 if (kind := type(value)) is Tensor:
                     plain.append(value)
                 elif kind in _CONTAINERS:
@@ -133,19 +141,15 @@ def _numbers_in(values: Any) -> list[Hashable]:
     return [pair for pair in pairs if type(pair[1]) in _NUMBERS]
 
 
-def _read(module: nn.Module) -> tuple[tuple[Any, ...], str, bool]:
-    """What is read of a module's attributes: those of ``_READ``, its mode and what not every module has; its class's
-    name, and whether it is an adapter.
+def _reader(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], str, bool]:
+    """What reads a module's attributes, those of ``_READ``, its mode and what not every module has; its class's name,
+    and whether it is an adapter.
     """
     kind, parts = type(module), module.__dict__
-    try:
-        getter, name, adapts = _readers[kind, len(parts)]
-        return getter(parts), name, adapts
-    except KeyError:
-        # A module that torch.compile has made keeps no mode of its own.
-        getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON or name == "training"])
-        _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
-        return getter(parts), *_readers[kind, len(parts)][1:]
+    # A module that torch.compile has made keeps no mode of its own.
+    getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON or name == "training"])
+    found = _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
+    return found
 
 
 def adapters_by_row(state: ModelState) -> bool:
