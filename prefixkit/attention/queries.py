@@ -39,7 +39,7 @@ class Queries:
     end: Ints
     sequence: Ints | None = None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int((self.end - self.begin).sum())
 

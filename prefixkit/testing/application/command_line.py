@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,26 @@ def write_prompts(path: Path) -> Path:
 
 def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str = "utf-8") -> Result:
     """What ``prefixkit ARGUMENTS`` wrote in ``charset`` with ``typed`` as its input; it must exit with ``code``."""
-    result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
+    with _as_in_a_process_of_its_own():
+        result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
     assert code is None or result.exit_code == code, result.output
     return result
+
+
+@contextmanager
+def _as_in_a_process_of_its_own() -> Iterator[None]:
+    """Standard error gets what the command says, whatever levels and filters other tests of this process have set."""
+    loggers = [logging.getLogger(name) for name in (None, "prefixkit")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger, level in zip(loggers, (logging.WARNING, logging.NOTSET), strict=True):
+            logger.setLevel(level)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, in this process or in its threads
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
