@@ -67,7 +67,7 @@ class KVSpec:
         """The same bytes as torch copies them: not all that it does to bytes it does to e4m3."""
         return torch.uint8 if self.dtype == FP8 else self.dtype
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements that are cached of one token in all layers."""
         return sum(tensor.size for cached in self.layers for tensor in cached)

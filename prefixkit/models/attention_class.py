@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CellType, FunctionType, MethodType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -166,38 +165,6 @@ def _blank(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change a module's class, and the bound methods that accelerate's hooks and tensor parallelism keep of the old
-    one.
-    """
-    bound = [name for name in ("forward", "_old_forward") if _is_bound(module, module.__dict__.get(name))]
-    held = _held_forward(module.__dict__.get("forward"))
-    if held is not None and not _is_bound(module, held.cell_contents):
-        held = None
-    module.__class__ = cls
-    module.__dict__.update(dict.fromkeys(bound, MethodType(cls.forward, module)))
-    if held is not None:
-        held.cell_contents = MethodType(cls.forward, module)
-
-
-def is_own_forward(module: nn.Module, forward: object) -> bool:
-    """Whether ``forward`` is the bound method of the module's class, or runs that on this process's part of it."""
-    held = _held_forward(forward)
-    return _is_bound(module, forward if held is None else held.cell_contents)
-
-
-def _is_bound(module: nn.Module, forward: object) -> bool:
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
-
-
-def _held_forward(forward: object) -> CellType | None:
-    """Where the forward that tensor parallelism has given a module keeps the one that it runs."""
-    if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
-        return None
-    found = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-    return found.get("original_forward")
-
-
 def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache) -> nn.Module:
     """A shallow copy of an attention module, of the original class, that attends by ``layer``."""
     copy: nn.Module = object.__new__(original)
@@ -208,10 +175,10 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
     if SCALES in copy.__dict__:
         copy.__dict__[SCALES] = False
     for name, part in module.__dict__["_modules"].items():
-        if (replacement := _replacement_of(type(part))) is not None:
+        if (replacement := _replacement_of(type(part))) is not None:  # type: ignore[arg-type]  # classes hash
             # An attribute of the instance is found before a submodule of that name.
             copy.__dict__[name] = functools.partial(replacement, layer, part)
-    if _makes_mask(original):  # type: ignore[arg-type]  # classes hash
+    if _makes_mask(original):  # type: ignore[arg-type]
         copy.__dict__[MASK_OF] = functools.partial(mask_of, layer, getattr(module, MASK_OF))
     return copy
 

@@ -14,7 +14,8 @@ import operator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from prefixkit.models.attention_class import is_own_forward, numbered_by_model, original_class
+from prefixkit.models.attention_class import numbered_by_model, original_class
+from prefixkit.models.bound_forwards import is_own_forward
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.idle_modules import idle_modules

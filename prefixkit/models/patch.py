@@ -13,13 +13,13 @@ from transformers import GenerationMixin
 from prefixkit.attention.variants import Variant
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import (
-    become,
     is_tree_class,
     layer_number,
     original_class,
     patched_modules,
     tree_class,
 )
+from prefixkit.models.bound_forwards import become
 from prefixkit.models.compile.made import drop
 from prefixkit.models.compile.packed_weights import unpack
 from prefixkit.models.experts import expert_modules, experts_class

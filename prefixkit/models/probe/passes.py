@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from prefixkit.agreement import everywhere
 from prefixkit.kv.layer_kinds import LayerKind
-from prefixkit.models.attention_class import become, forward_below, is_tree_class, original_class, tree_class
+from prefixkit.models.attention_class import forward_below, is_tree_class, original_class, tree_class
+from prefixkit.models.bound_forwards import become
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel

@@ -1,0 +1,39 @@
+"""Changing a module's class, with the bound ``forward`` that others keep of the old one."""
+
+from __future__ import annotations
+
+from types import CellType, FunctionType, MethodType
+
+from torch import nn
+
+
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change a module's class, and the bound methods that accelerate's hooks and tensor parallelism keep of the old
+    one.
+    """
+    bound = [name for name in ("forward", "_old_forward") if _is_bound(module, module.__dict__.get(name))]
+    held = _held_forward(module.__dict__.get("forward"))
+    if held is not None and not _is_bound(module, held.cell_contents):
+        held = None
+    module.__class__ = cls
+    module.__dict__.update(dict.fromkeys(bound, MethodType(cls.forward, module)))
+    if held is not None:
+        held.cell_contents = MethodType(cls.forward, module)
+
+
+def is_own_forward(module: nn.Module, forward: object) -> bool:
+    """Whether ``forward`` is the bound method of the module's class, or runs that on this process's part of it."""
+    held = _held_forward(forward)
+    return _is_bound(module, forward if held is None else held.cell_contents)
+
+
+def _is_bound(module: nn.Module, forward: object) -> bool:
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+
+
+def _held_forward(forward: object) -> CellType | None:
+    """Where the forward that tensor parallelism has given a module keeps the one that it runs."""
+    if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
+        return None
+    found = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    return found.get("original_forward")
