@@ -118,6 +118,27 @@ def test_layers_that_differ_are_refused(tiny):
         kv_spec(model)
 
 
+def test_what_was_measured_stands_until_what_it_depends_on_changes(tiny):
+    model = tiny()
+    known, attention = facts_of(model).probed, model.model.layers[1].self_attn
+    assert facts_of(model).probed is known
+    attention.scaling *= 2
+    assert facts_of(model).probed is not known
+    attention.scaling /= 2
+    assert facts_of(model.bfloat16()).layers[0].dtype == torch.bfloat16
+    assert facts_of(model.float()).probed is known
+    q_proj = attention.q_proj
+    attention.q_proj = Held(q_proj)
+    assert facts_of(model).probed is not known
+    attention.q_proj = q_proj
+    assert facts_of(model).probed is known
+    attention.forward = lambda *args, **kwargs: None
+    with pytest.raises(UnsupportedModel, match="has a forward of its own"):
+        facts_of(model).probed  # noqa: B018
+    del attention.forward
+    assert facts_of(model).probed is known
+
+
 def test_unsupported_models_have_no_spec():
     with pytest.raises(UnsupportedModel, match="got Linear"):
         kv_spec(nn.Linear(2, 2))
