@@ -237,7 +237,9 @@ def _queries(program: Program, q: Tensor, dtype: torch.dtype) -> dict[tuple[bool
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous, in a dtype; copied once if at all."""
-    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    if tensor.dtype == dtype:
+        return tensor.contiguous()
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _in_query_order(state: State, heads: Heads, dtype: torch.dtype = torch.float32) -> State:
