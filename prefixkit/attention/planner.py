@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.bsr import BSR, decompose
+from prefixkit.attention.bsr import BSR, decompose_unchecked
+from prefixkit.attention.paths.runs import runs_of
 from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
@@ -114,11 +115,17 @@ class Planner(ABC):
 
     def formats(self, tree: StepTree) -> tuple[BSR, ...]:
         """The block-sparse rows that plans are made of."""
-        return (decompose(tree, self.shape, self.cost, visible=self.visible, paths=self.by_paths(tree)),)
+        tree.check()
+        paths = self.by_paths(tree)
+        runs = runs_of(tree.snapshot) if paths else None
+        visible = self.visible
+        return (decompose_unchecked(tree, self.shape, self.cost, visible=visible, paths=paths, runs=runs),)
 
     def by_paths(self, tree: StepTree) -> bool:
-        """Whether plans of this tree take shared nodes of a heavy path as one list."""
-        return True
+        """Whether plans of this tree take shared nodes of a heavy path as one list: of deep trees.  Of others each
+        shared node is a list by itself, whose queries all see it whole, and so need no mask.
+        """
+        return tree.is_deep
 
     def _still_fits(self, tree: StepTree) -> bool:
         """Whether the last plan reads all that the queries see now, and little more."""

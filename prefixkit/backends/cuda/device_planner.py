@@ -72,10 +72,6 @@ class CudaPlanner(Planner):
         self.gpu, self.num_sms, self.launch = gpu, num_sms, launch
         self._runs: Runs | None = None  # of the last plan
 
-    def by_paths(self, tree: StepTree) -> bool:
-        """Of deep trees: of others each shared node is a list by itself, whose queries all see it whole."""
-        return tree.is_deep
-
     def specify(self, tree: StepTree) -> Plan:
         return self._plan_of(tree, self.formats(tree))
 
