@@ -12,10 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "prefixkit"
 TABLES = {
     ("attention/variants/registry.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
     ("attention/variants/registry.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
-    (
-        "functional/build_trees.py",
-        "_trees",
-    ): "weak: whose KV a pool holds belongs to it, and it may be the caller's",
+    ("functional/build_trees.py", "_trees"): "weak: whose KV a pool holds belongs to it, and it may be the caller's",
     ("ops/backend.py", "_registered"): "backends register themselves when they are imported",
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
     ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",
@@ -23,6 +20,7 @@ TABLES = {
     ("backends/cuda/variants/block_classes.py", "_functions"): "weak, likewise, for its kernels",
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
     ("models/facts.py", "_rotations"): "weak, likewise",
+    ("models/facts.py", "_latest"): "weak, likewise: what was measured last, and of which state of the model",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
     ("models/tensor_parallel.py", "_known"): "weak: how a model's processes agree is not copied with it",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
