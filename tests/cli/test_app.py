@@ -99,7 +99,16 @@ def test_a_traceback_is_there_for_those_who_ask(folders, prompts, monkeypatch):
     assert isinstance(result.exception, ValueError)
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT interrupts, as it does not in what a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, monkeypatch):
     numbers, arguments = [signal.SIGINT, signal.SIGTERM], ["--model", folders["plain"], "--input", prompts, "-n", 6]
     arguments += ["--max-new-tokens", 8, "--dtype", "float32", "--in-flight", 4, "--stop", "e", "--run"]
