@@ -37,7 +37,7 @@ class Unshared(CudaPlanner):
 
 
 def names(count: int, seed: int) -> list[str]:
-    """Of so many trees; three in four are combs."""
+    """The names of ``count`` random trees; three in four are combs."""
     rng = np.random.default_rng(seed)
     found: list[str] = []
     while len(found) < count:

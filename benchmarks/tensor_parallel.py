@@ -12,6 +12,7 @@ both with the JSON of one process, of the same options: ratios of times, at whic
 how far log-probabilities differ, beside how far those of one process differ between batches of other shapes.
 """
 
+import gc
 import json
 import os
 import statistics
@@ -225,7 +226,10 @@ def main(given: list[str] | None = None) -> None:
     if not agreement.rank:
         run.finish()
     if agreement.processes > 1:
-        prefixkit.unpatch(model)  # or NCCL would wait for the CUDA graphs that hold its collectives
+        # Or NCCL would wait for the CUDA graphs that hold its collectives.
+        prefixkit.unpatch(model)
+        del model, session, add
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ DEVICE void finish(bool fits) {
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
 }
 
-// Attention reads items before it knows how many there are: those beyond are zero.  Stores that nobody waits for.
+// Attention reads items before it knows how many there are: those beyond are zero.  Nothing waits for these stores.
 DEVICE void clear_items(const PlanTree& a) {
     for (int i = threadIdx.x; i < 2 * a.tile_capacity; i += THREADS) a.tile_items[i] = make_int4(0, 0, 0, 0);
     for (int i = threadIdx.x; i < 2 * a.decode_capacity; i += THREADS) a.decode_items[i] = make_int4(0, 0, 0, 0);

@@ -54,7 +54,7 @@ class Score:
 
 
 def logit_bytes(free: int) -> int:
-    """What logits of a step on a GPU may take, in bytes of float32, where so many are ``free``."""
+    """What logits of a step on a GPU may take, in bytes of float32, where it has ``free`` bytes left."""
     return max(MOST_LOGIT_BYTES, min(_MOST_SPARE_LOGIT_BYTES, free // 4))
 
 

@@ -10,9 +10,9 @@
 //            cycles, as much as it takes.
 // cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
 //            tile.
-// limits     D 64 to 128, 192 with V_DIM 128, or 256, whose 64 rows take one warpgroup, and KV tiles of 32 tokens; sizes
-//            between 64 and 128 are padded with zeros in shared memory; items of at most 64 rows leave the second
-//            warpgroup idle.
+// limits     D 64 to 128, 192 with V_DIM 128, or 256, whose 64 rows take one warpgroup, and KV tiles of 32 tokens;
+//            sizes between 64 and 128 are padded with zeros in shared memory; items of at most 64 rows leave the
+//            second warpgroup idle.
 #pragma once
 #include "attention/sm90/wgmma.cuh"
 #include "attention/sm90/exponentials.cuh"

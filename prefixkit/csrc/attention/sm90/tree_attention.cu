@@ -5,7 +5,8 @@
 //            (tile.cuh), two load KV tiles for four warps that stream decode items (decode_load.cuh), so that
 //            compute-bound and bandwidth-bound work share each multiprocessor.  After a grid barrier the blocks merge.
 // cost       floor = max(KV bytes / 4.3 TB/s, flops / 790 TFLOP/s); measured: docs/appendix/kernel_log.md.
-// limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads (384 where D is 256).
+// limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory; 512 threads, or 384 where
+//            D is 256.
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/merge.cuh"
 #include "attention/sm90/decode_load.cuh"

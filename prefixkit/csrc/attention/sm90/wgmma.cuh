@@ -47,7 +47,8 @@ DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 
 #define NAMES_128 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
                   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
                   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
-                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+                  "%124, %125, %126, %127"
 
 // A function for N accumulators: A, B and KEEP are the operands behind them; TRANSPOSED: b has columns along the rows.
 #define WGMMA(FUNCTION, N, SHAPE, A, B, KEEP, TRANSPOSED)                                                            \
