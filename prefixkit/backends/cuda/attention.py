@@ -147,7 +147,8 @@ class TreeAttention:
         out = q.new_empty((rows, heads, v_dim), dtype=prepared.out_dtype)
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
         partials = work[5].shape[0] * heads  # every partial row merges once
-        workspace = partials_workspace(partials * (v_dim + 1), q.device)  # freed on return
+        # The merge reads log-sum-exps by fours.  Freed on return.
+        workspace = partials_workspace(partials * (v_dim + 1) + 3, q.device)
         partial_out = workspace.data_ptr()
         values: tuple[int | float | bytes, ...] = (
             *maps,

@@ -3,7 +3,7 @@
 // tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 V_DIM
 //            floats into a ring of six in shared memory: the 28 KB of L1 would keep too few loads in flight.
 // cost       reads each partial state once (4 V_DIM + 4 bytes per head), at the bandwidth of the L2.
-// limits     heads are a multiple of 4: 16-byte copies of log-sum-exps.
+// limits     V_DIM of 16-byte vectors; log-sum-exps may be read up to three floats behind their end.
 #pragma once
 #include "attention/merge.cuh"
 #include "attention/sm90/tile_shared.cuh"
@@ -12,15 +12,17 @@ namespace prefixkit {
 
 constexpr int SLAB = 8, SLAB_LANES = 4, SLAB_VECTORS = V_DIM / (4 * SLAB_LANES);
 constexpr int SLAB_BYTES = SLAB * V_DIM * 4, SLAB_STAGES = 6, SLAB_WARPS = CONSUMER_WARPS;
-constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB * 4 + 8);
+// A slab's log-sum-exps come in 16-byte vectors, of which the first may begin before them; then by how many floats.
+constexpr int SLAB_SUMS_BEFORE = 12 * 4, SLAB_SUMS_BYTES = 16 * 4;
+constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB_SUMS_BYTES + 8);
 
 // One warp's ring.
 struct SlabRing {
     u32 data, lse, full;
     DEVICE SlabRing(u32 rings, int warp) {
         data = rings + warp * (SLAB_STAGES * SLAB_BYTES);
-        lse = rings + SLAB_WARPS * SLAB_STAGES * SLAB_BYTES + warp * (SLAB_STAGES * SLAB * 4);
-        full = rings + SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB * 4) + warp * (SLAB_STAGES * 8);
+        lse = rings + SLAB_WARPS * SLAB_STAGES * SLAB_BYTES + warp * (SLAB_STAGES * SLAB_SUMS_BYTES);
+        full = rings + SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB_SUMS_BYTES) + warp * (SLAB_STAGES * 8);
     }
 };
 
@@ -57,9 +59,12 @@ DEVICE void slab_issue(
     const int begin = __shfl_sync(~0u, b.begin, p.pair);
     const long long at = (long long)(p.part < 2 ? known : a.merge_indices[begin + p.part]) * a.heads + head;
     if (lane_anew() == 0) {
-        barrier_arrive_expect(ring.full + 8 * stage, heads * (V_DIM * 4 + 4));
-        copy_bulk(ring.data + stage * SLAB_BYTES, a.partial_out + at * V_DIM, heads * (V_DIM * 4), ring.full + 8 * stage);
-        copy_bulk(ring.lse + stage * (SLAB * 4), a.partial_lse + at, heads * 4, ring.full + 8 * stage);
+        const u32 full = ring.full + 8 * stage, sums = ring.lse + stage * SLAB_SUMS_BYTES;
+        const int before = int(at & 3), sum_bytes = (before + heads + 3 & ~3) * 4;
+        store_shared_int(sums + SLAB_SUMS_BEFORE, before);
+        barrier_arrive_expect(full, heads * (V_DIM * 4) + sum_bytes);
+        copy_bulk(ring.data + stage * SLAB_BYTES, a.partial_out + at * V_DIM, heads * (V_DIM * 4), full);
+        copy_bulk(sums, a.partial_lse + at - before, sum_bytes, full);
     }
     ++p.part;
 }
@@ -71,7 +76,8 @@ DEVICE int slab_column(int lane, int j) {
 
 DEVICE void slab_merge(const SlabRing& ring, int stage, Merged<SLAB_VECTORS>& f) {
     const int lane = lane_anew(), head = lane / SLAB_LANES;
-    float lse[1] = {load_shared1(ring.lse + stage * (SLAB * 4) + 4 * head)};
+    const u32 sums = ring.lse + stage * SLAB_SUMS_BYTES;
+    float lse[1] = {load_shared1(sums + 4 * (load_shared_int(sums + SLAB_SUMS_BEFORE) + head))};
     float4 x[1][SLAB_VECTORS];
 #pragma unroll
     for (int j = 0; j < SLAB_VECTORS; ++j)
