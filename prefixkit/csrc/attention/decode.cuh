@@ -1,11 +1,11 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring, filled
-//            by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped:
-//            S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes
-//            D / 4 registers.  Each warp works alone; two that take an item together share its ring and have 8 of its
-//            rows each, for 16 would not fit their registers.
+// tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring,
+//            filled by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped:
+//            S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output
+//            takes D / 4 registers.  Each warp works alone; two that take an item together share its ring and have 8
+//            of its rows each, for 16 would not fit their registers.
 // cost       2 x 2 D bytes per token (2 D in e4m3, see below); D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace prefixkit {
 
-// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that what
-// a KV tile costs besides its products is paid for as many bytes.  Masks hide groups one by one.
+// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that
+// what a KV tile costs besides its products is paid for as many bytes.  Masks hide groups one by one.
 constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && WORDS <= 64 && !Variant::HAS_MASK ? 2 : 1;
 constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * STORED_COLUMNS * 128;  // of K, and of V
@@ -24,7 +24,8 @@ constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
 struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
-    int flags;     // FIRST, LAST of its item; CLIPPED: rows see up to different tokens; LIMITED: kind LIMIT; STOP: no more work
+    int flags;     // FIRST, LAST of its item; CLIPPED: rows see up to different tokens; LIMITED: kind LIMIT; STOP: no
+                   // more work
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
@@ -150,16 +151,8 @@ template <int LANES> struct DecodeWalk {
         const Resolved& item = current();
         int4* to = (int4*)kv_tile;
         to[0] = make_int4(item.q_begin, item.rows(), item.partial, item.head());
-        to[1] = make_int4((flags & (FIRST | CLIPPED | LIMITED)) | (masked ? MASKED : 0) | (last ? LAST : 0), low, high, position);
-    }
-
-    // Brings the current item's queries to L1, where they are read a few KV tiles later.
-    DEVICE void prefetch_queries() const {
-        const Resolved& item = current();
-        const int group = group_of(a);
-        const char* q = (const char*)(a.q + ((long long)item.q_begin * a.heads + item.head() * group) * D);
-        for (int row = 0; row < item.rows(); row += group, q += (long long)a.heads * D * 2)
-            for (int at = lane() * 32; at < group * D * 2; at += LANES * 32) touch(q + at);
+        const int of_item = flags & (FIRST | CLIPPED | LIMITED);
+        to[1] = make_int4(of_item | (masked ? MASKED : 0) | (last ? LAST : 0), low, high, position);
     }
 };
 

@@ -28,7 +28,6 @@ struct Loader : DecodeWalk<32> {
             gather_rows<DECODE_KV_TILE>(a, a.v, stage + DECODE_KV_TILE_BYTES, span.pages, slot, low, high, head);
         }
         copy_commit();
-        if (flags & FIRST) prefetch_queries();
         const bool masked = classes.current() == COMPARED, last = advance(slot + DECODE_KV_TILE);
         if (lane() == 0) describe(kv_tile, low, high, position, masked, last);
         flags &= ~FIRST;

@@ -105,7 +105,6 @@ struct TmaLoader : DecodeWalk<16> {
                 copy_row(a, map, to + i * 128, pages, slot + row, there, head, block % STORED_COLUMNS, full, policy);
             }
         }
-        if (flags & FIRST) prefetch_queries();
         flags &= ~FIRST;
         if (last) begin_item();
         else look_up();

@@ -87,7 +87,7 @@ DEVICE void merge(const Attention& a, u32 rings) {
         if (thread == 0) grid_barrier(a.sync);
         named_barrier<4, TILE_THREADS>();
     };
-    if (a.heads % 4 == 0 && !few_heads(a, rows, SLAB_WARPS))
+    if (!few_heads(a, rows, SLAB_WARPS))
         merge_slabs(a, rows, rings, thread >> 5, block_barrier, all_barrier);
     else merge_heads(a, rows, thread >> 5, SLAB_WARPS, [&] { block_barrier(), all_barrier(); });
 }
