@@ -29,6 +29,8 @@ class CostModel:
             heads, or of ``decode_heads`` where these hold them all.
         tile_heads: Query heads of the kernels' largest tile.
         decode_heads: Query heads of a decode item at most; fewer than ``tile_heads``.
+        read_by_tiles: 1 where each tile of a node reads its tokens, as on a GPU: then what reads a node anew if it is
+            not shared are the tiles of its consumers.  0 where one item reads them for all queries.
     """
 
     item: float
@@ -38,6 +40,7 @@ class CostModel:
     decode_item: float = 0.0
     tile_heads: int = TILE_ROWS
     decode_heads: int = DECODE_ROWS
+    read_by_tiles: int = 0
 
     def __post_init__(self) -> None:
         for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
@@ -110,8 +113,11 @@ def decide_sharing(
     shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
     above fewer consumers, never more.
 
-    With ``paths`` the same is decided for each heavy path: neighbouring shared nodes of one are read as one list, at
-    the price of the first of them.
+    Where tiles read (``read_by_tiles``), a node whose consumers fill their tiles is not shared either, for its own
+    tiles would be as many: its tokens join theirs, and each query has one partial state less.
+
+    With ``paths`` the same is decided for each heavy path, by consumers: neighbouring shared nodes of one are read as
+    one list, at the price of the first of them.
 
     Of a node only what some query sees by ``visible`` counts, and its consumers are those that see some of it.
 
@@ -119,20 +125,20 @@ def decide_sharing(
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
     snapshot, by_token = tree.snapshot, cost.kv_byte * shape.kv_bytes
-    most, length, price = _consumers(tree, shape, cost, visible)
     if paths:
-        return share_paths(snapshot, most, length, price, by_token)
+        return share_paths(snapshot, *_consumers(tree, shape, cost, visible), by_token)
+    reads = _reads(tree, shape, cost, visible)
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
-    candidate = _may_gain(tree, most, length, price, by_token)
+    candidate = reads.may_gain(tree, by_token)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
         return shared
     marked = mark(snapshot.subtree_end, candidate)
     rank, nearest = marked.above[nodes], marked.nearest(nodes)
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
-    rows = most[nodes], length[nodes], price[nodes], above
     few = len(nodes) <= 24 * (int(rank.max()) + 1)
-    shared[nodes] = _share_one_by_one(*rows, by_token) if few else _share_by_level(*rows, by_token, rank)
+    some = reads.some(nodes)
+    shared[nodes] = _share_one_by_one(some, above, by_token) if few else _share_by_level(some, above, by_token, rank)
     return shared
 
 
@@ -140,7 +146,7 @@ def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.b
     """``[nodes]`` False where :func:`decide_sharing` without paths cannot share a node, whatever it decides for those
     below.
     """
-    return _may_gain(tree, *_consumers(tree, shape, cost, ALL), cost.kv_byte * shape.kv_bytes)
+    return _reads(tree, shape, cost, ALL).may_gain(tree, cost.kv_byte * shape.kv_bytes)
 
 
 def may_begin_part(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
@@ -148,12 +154,45 @@ def may_begin_part(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray
     return may_begin(tree.snapshot, *_consumers(tree, shape, cost, ALL), cost.kv_byte * shape.kv_bytes)
 
 
-def _may_gain(
-    tree: StepTree, most: Longs, length: Ints | Longs, price: NDArray[np.float64], by_token: float
-) -> NDArray[np.bool_]:
-    """Which nodes would gain if nothing below were shared: where that many consumers gain nothing, fewer do neither."""
-    gains: NDArray[np.bool_] = (tree.below > 0) & ((most - 1) * length * by_token > price)
-    return gains
+@dataclass(frozen=True, eq=False)
+class _Reads:
+    """How often nodes are read.
+
+    Attributes:
+        most: Times each is read if neither it nor a node below is shared.
+        once: Times each is read if it is shared.
+        length: Tokens that a read fewer spares.
+        price: What sharing each costs besides.
+    """
+
+    most: Longs
+    once: Longs
+    length: Ints | Longs
+    price: NDArray[np.float64]
+
+    def some(self, nodes: Longs) -> _Reads:
+        return _Reads(self.most[nodes], self.once[nodes], self.length[nodes], self.price[nodes])
+
+    def may_gain(self, tree: StepTree, by_token: float) -> NDArray[np.bool_]:
+        """Which would gain if nothing below were shared: where so many reads gain nothing, fewer do neither."""
+        gains: NDArray[np.bool_] = (tree.below > 0) & ((self.most - self.once) * self.length * by_token > self.price)
+        return gains
+
+
+def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible) -> _Reads:
+    """Of all nodes.  Of what queries see of a node no tile tells: there consumers are counted."""
+    most, length, price = _consumers(tree, shape, cost, visible)
+    if visible.limits or not cost.read_by_tiles:
+        return _Reads(most, np.ones_like(most), length, price)
+    own = np.concatenate(([0], np.cumsum(_tiles(tree.own_rows, shape, cost))))
+    below = _tiles(tree.below, shape, cost)
+    return _Reads(own[tree.snapshot.subtree_end] - own[1:], below, length, price)
+
+
+def _tiles(queries: Ints | Longs, shape: HeadShape, cost: CostModel) -> Longs:
+    """Tiles, or decode items, of so many queries of a node."""
+    tiles = -(-queries.astype(np.int64) // max(1, cost.tile_heads // shape.gqa_group))
+    return np.where(queries * shape.gqa_group <= cost.decode_heads, queries > 0, tiles)
 
 
 def _consumers(
@@ -193,34 +232,31 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
     return most, (total - widest) // np.maximum(most - 1, 1)
 
 
-def _share_by_level(
-    most: Longs, length: Ints | Longs, price: NDArray[np.float64], above: Longs, by_token: float, rank: Longs
-) -> NDArray[np.bool_]:
+def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> NDArray[np.bool_]:
     """The decision for candidates, from the deepest level up: for trees with many nodes in each level.
 
-    ``most`` consumers if nothing below is shared; ``above`` is the nearest candidate above, or their number if there is
-    none; ``rank`` says how many there are.
+    ``above`` is the nearest candidate above, or their number if there is none; ``rank`` says how many there are.
     """
+    most, once = reads.most, reads.once
     shared = np.zeros(len(most), dtype=bool)
     spared = np.zeros(len(most) + 1, dtype=np.int64)  # of `most`, by what is shared below
     order = np.argsort(rank, kind="stable")
     bounds = np.searchsorted(rank[order], np.arange(rank.max() + 2))
     for level in range(len(bounds) - 2, -1, -1):
         here = order[bounds[level] : bounds[level + 1]]
-        shared[here] = (most[here] - spared[here] - 1) * length[here] * by_token > price[here]
-        np.add.at(spared, above[here], np.where(shared[here], most[here] - 1, spared[here]))
+        saved = (most[here] - spared[here] - once[here]) * reads.length[here]
+        shared[here] = saved * by_token > reads.price[here]
+        np.add.at(spared, above[here], np.where(shared[here], most[here] - once[here], spared[here]))
     return shared
 
 
-def _share_one_by_one(
-    most: Longs, length: Ints | Longs, price: NDArray[np.float64], above: Longs, by_token: float
-) -> NDArray[np.bool_]:
+def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> NDArray[np.bool_]:
     """The same, node by node: for few nodes, and for deep trees."""
-    columns = most.tolist(), length.tolist(), price.tolist(), above.tolist()
-    shared, spared = [False] * len(most), [0] * (len(most) + 1)
-    for here, consumers, tokens, least, parent in zip(
-        range(len(most) - 1, -1, -1), *(column[::-1] for column in columns), strict=True
+    columns = [of.tolist() for of in (reads.most, reads.once, reads.length, reads.price, above)]
+    shared, spared = [False] * len(above), [0] * (len(above) + 1)
+    for here, most, once, tokens, price, parent in zip(
+        range(len(above) - 1, -1, -1), *(column[::-1] for column in columns), strict=True
     ):
-        shared[here] = (consumers - spared[here] - 1) * tokens * by_token > least
-        spared[parent] += consumers - 1 if shared[here] else spared[here]
+        shared[here] = (most - spared[here] - once) * tokens * by_token > price
+        spared[parent] += most - once if shared[here] else spared[here]
     return np.array(shared)

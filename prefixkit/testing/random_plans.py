@@ -38,11 +38,13 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
     sharing = replace(sharing, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
     sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])), decode_heads=int(rng.choice([8, 16])))
+    sharing = replace(sharing, read_by_tiles=int(rng.integers(2)))
+    low = sharing.tile_heads // 2 * int(rng.integers(2))
     if rng.random() < 0.5:
-        return replace(H200, sharing=sharing)
+        return replace(H200, sharing=sharing, low_tile_heads=low)
     tile = replace(H200.tile, kv_tile=int(rng.choice([4, 64])), start=float(rng.choice([0, 1.37])), merge=0.01)
     decode = replace(H200.decode, kv_tile=2, write=0.1, merge=0.0, least=1)
-    return GpuCost(sharing, tile, decode)
+    return GpuCost(sharing, tile, decode, low)
 
 
 def random_tree(

@@ -9,7 +9,10 @@ from prefixkit.attention.queries import Queries
 
 
 def decide_sharing(snapshot, own, below, shape, cost):
-    """Bottom-up: a node is shared where reading it once saves more than its item, tiles and partial states cost."""
+    """Bottom-up: a node is shared where reading it once saves more than its item, tiles and partial states cost.
+
+    By tiles "once" is as often as it has tiles, and a consumer reads it as often as that has.
+    """
     gain_per_token, price_per_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
     decode, tile, rows_per_tile = (
         cost.decode_item * shape.kv_heads,
@@ -17,16 +20,21 @@ def decide_sharing(snapshot, own, below, shape, cost):
         max(1, 128 // shape.gqa_group),
     )
     parent, length, own, below = (a.tolist() for a in (snapshot.parent, snapshot.length, own, below))
+
+    def reads(queries):
+        tiles = 1 if queries * shape.gqa_group <= 8 or not cost.read_by_tiles else -(-queries // rows_per_tile)
+        return tiles if queries else 0
+
     consumers = [0] * len(parent)
     shared = np.zeros(len(parent), dtype=bool)
     for node in range(len(parent) - 1, -1, -1):
-        gain = (consumers[node] - 1) * length[node] * gain_per_token
+        gain = (consumers[node] - reads(below[node])) * length[node] * gain_per_token
         tiles = decode if below[node] * shape.gqa_group <= 8 else -(-below[node] // rows_per_tile) * tile
         price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True
         if parent[node] >= 0:
-            consumers[parent[node]] += (1 if shared[node] else consumers[node]) + (1 if own[node] else 0)
+            consumers[parent[node]] += (reads(below[node]) if shared[node] else consumers[node]) + reads(own[node])
     return shared
 
 

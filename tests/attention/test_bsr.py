@@ -10,6 +10,7 @@ from prefixkit.attention.bsr import OPEN, decompose
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, CostModel, HeadShape, decide_sharing
 from prefixkit.testing.forests import make_snapshot, random_parents
+from prefixkit.testing.named_trees import tree_of
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
 from tests.attention.trees import assert_same_rows, expected_sight, random_queries, random_tree, row_segments
@@ -73,6 +74,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
         cost = replace(cost, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
+        cost = replace(cost, read_by_tiles=int(rng.integers(2)))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(StepTree(snapshot, queries), shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
@@ -144,6 +146,14 @@ class TestSharing:
         snapshot = tree.snapshot()
         assert snapshot.num_nodes == 18
         assert decide_sharing(leaf_rows(snapshot), SHAPE, CPU_COST)[:2].tolist() == [False, True]
+
+    @pytest.mark.parametrize(("samples", "shared"), [(32, [False, True]), (64, [False, True]), (10, [True, True])])
+    def test_a_node_whose_consumers_fill_their_tiles_joins_them(self, samples, shared):
+        """A tile holds 8 queries: problems with 32 samples fill four each, as many as the examples would have."""
+        tree = tree_of(f"3L b8 p800 m160 k{samples} s16")
+        shape, cost = HeadShape(16, 1, 128, 2), CostModel(0.0, 2e-7, 1e-9, 1e-6, read_by_tiles=1)
+        assert decide_sharing(leaf_rows(tree), shape, cost)[:2].tolist() == shared
+        assert decide_sharing(leaf_rows(tree), shape, replace(cost, read_by_tiles=0))[:2].all()
 
     def test_costs_below_zero_are_refused(self):
         with pytest.raises(ValueError, match="kv_byte must be a time of at least 0"):

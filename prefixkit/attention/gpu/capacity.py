@@ -93,17 +93,18 @@ def capacity_for(
         shared = (shared | (continues & ~meets_parent(tree.snapshot))) & (tree.below > 0)
     else:
         shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
-    # Queries of an item.
+    # Queries of an item: of a tile, of a low one, of a decode item.
     most = max(1, cost.sharing.tile_heads // shape.gqa_group)
+    low = max(1, (cost.low_tile_heads or cost.sharing.tile_heads) // shape.gqa_group)
     least = cost.sharing.decode_heads // shape.gqa_group
     with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
     # Segments of a BSR row that all ancestors join; a path goes on to a leaf, the last node of its subtree.
     ends = tree.snapshot.subtree_end[above] - 1 if paths else above
     reads = tree.snapshot.depth()[np.concatenate((with_queries, ends))].astype(np.int64) + 1
-    tiles = -(-queries_of // most)
+    tiles = -(-queries_of // low)
     # A BSR row of few queries is a decode item, and so may the last tile of others be; a part may begin further down.
-    may_decode = queries_of - (tiles - 1) * most <= least
+    may_decode = (queries_of - (tiles - 1) * low <= least) | ((queries_of - 1) % most < least)
     decode = int((may_decode | (least > 0 and paths)).sum())
     tile_items = int(tiles.sum() - (queries_of <= least).sum())
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))

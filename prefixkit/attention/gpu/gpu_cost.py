@@ -51,16 +51,25 @@ class Role:
 
 @dataclass(frozen=True)
 class GpuCost:
-    """One GPU: which nodes are worth sharing, and what the two paths take."""
+    """One GPU: which nodes are worth sharing, and what the two paths take.
+
+    Attributes:
+        sharing: Which nodes are worth sharing.
+        tile, decode: The two paths.
+        low_tile_heads: Query heads of a low tile, which half of the warps take in about half the time; 0: none.
+    """
 
     sharing: CostModel
     tile: Role
     decode: Role
+    low_tile_heads: int = 0
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``."""
-        return (*astuple(self.sharing), *astuple(self.tile), *astuple(self.decode))
+        """:data:`COST_NUMBERS` numbers, as an op takes them: the fields of ``sharing``, ``tile`` and ``decode``, and
+        ``low_tile_heads``.
+        """
+        return (*astuple(self.sharing), *astuple(self.tile), *astuple(self.decode), self.low_tile_heads)
 
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
@@ -68,11 +77,12 @@ class GpuCost:
         item, kv_byte, partial_byte, tile_item, decode_item, *heads = numbers[:SHARING_NUMBERS]
         sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, *map(int, heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
-        return GpuCost(sharing, _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:]))
+        roles = _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:-1])
+        return GpuCost(sharing, *roles, int(numbers[-1]))
 
 
 SHARING_NUMBERS, ROLE_NUMBERS = len(fields(CostModel)), len(fields(Role))
-COST_NUMBERS = SHARING_NUMBERS + 2 * ROLE_NUMBERS
+COST_NUMBERS = SHARING_NUMBERS + 2 * ROLE_NUMBERS + 1
 
 
 def _role(numbers: Sequence[float]) -> Role:
@@ -82,7 +92,9 @@ def _role(numbers: Sequence[float]) -> Role:
 
 # One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; a multiprocessor does a tile of 128 rows at 550 TFLOP/s,
 # and decode items, one for each of four warps, at 4 TB/s (head size 128).
-H200_COST = CostModel(item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003)
+H200_COST = CostModel(
+    item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003, read_by_tiles=1
+)
 H200 = GpuCost(
     sharing=H200_COST,
     tile=Role(kv_tile=64, workers=1, tokens_per_us=64.0, start=2.0, write=1.5, merge=1.5, least=1),
@@ -90,7 +102,7 @@ H200 = GpuCost(
 )
 
 
-def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: int) -> GpuCost:
+def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: int, low_tile_rows: int = 0) -> GpuCost:
     """The cost for a kernel whose items hold these rows, and its decode items' KV tiles these tokens.
 
     As many workers as hold a decode item's rows take it together, and are together so much faster than one.
@@ -98,7 +110,8 @@ def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: 
     together, decode = -(-decode_rows // DECODE_ROWS), cost.decode
     slower = {name: getattr(decode, name) * together for name in ("start", "write", "merge")}
     decode = replace(decode, kv_tile=decode_kv_tile, workers=decode.workers // together, **slower)
-    return replace(cost, sharing=replace(cost.sharing, tile_heads=tile_rows, decode_heads=decode_rows), decode=decode)
+    sharing = replace(cost.sharing, tile_heads=tile_rows, decode_heads=decode_rows)
+    return replace(cost, sharing=sharing, decode=decode, low_tile_heads=low_tile_rows)
 
 
 def tiles_only(cost: GpuCost) -> GpuCost:
@@ -109,4 +122,4 @@ def tiles_only(cost: GpuCost) -> GpuCost:
 # Latents of 512 + 64 on one H200: a multiprocessor takes 64 tokens for 64 query heads in 1.5 us; an item's queries are
 # 72 KB, a partial state 128 KB.
 _LATENT_TILE = Role(kv_tile=64, workers=1, tokens_per_us=42.0, start=2.0, write=1.5, merge=1.5, least=1)
-H200_LATENT = GpuCost(replace(H200_COST, tile_heads=64), _LATENT_TILE, _LATENT_TILE)
+H200_LATENT = GpuCost(replace(H200_COST, tile_heads=64, read_by_tiles=0), _LATENT_TILE, _LATENT_TILE)

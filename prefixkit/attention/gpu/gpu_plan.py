@@ -27,6 +27,9 @@ from prefixkit.tree.arrays import Ints, Longs
 
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
+# Tiles are low where a multiprocessor has at most so many KV tiles of the others: then an item's beginning and end and
+# its partial states, half as many, weigh more than the second reading of KV.
+FEW_KV_TILES = 6
 
 
 def make_gpu_plan(
@@ -41,9 +44,8 @@ def make_gpu_plan(
         ValueError: as :func:`gather_rows`.
     """
     rows = gather_rows(formats, length)
-    gqa_group, kv_heads, tile_rows = shape.gqa_group, shape.kv_heads, cost.sharing.tile_heads
-    tiles = _tile(rows, gqa_group, tile_rows, cost.sharing.decode_heads)
-    entries = kv_heads * -(-gqa_group // tile_rows)  # of an item: KV heads, and slices of a large GQA group
+    kv_heads, entries = shape.kv_heads, _entries(shape, cost)
+    tiles, heads = _high_or_low(rows, shape, num_sms, cost)
     splits = np.ones(len(tiles.row), dtype=np.int64)
     for role, mine in ((cost.tile, tiles.on_tensor_cores), (cost.decode, ~tiles.on_tensor_cores)):
         if mine.any():
@@ -52,9 +54,21 @@ def make_gpu_plan(
     items, segments, kv_tiles = _split(rows, tiles, splits, tile, split, cost)
     on_tensor_cores = tiles.on_tensor_cores[tile]
     num_tile_items = int(on_tensor_cores.sum())
-    hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, cost)
+    hints = _goes_by_head(tiles, num_tile_items, kv_heads, num_sms, cost), _streams(tiles, heads, cost)
     order = _sort(kv_tiles, on_tensor_cores)
     return finish_plan(items, rows, tiles.row[tile], segments, num_rows, num_tile_items, order, hints)
+
+
+def tile_heads(formats: Sequence[BSR], length: Ints, shape: HeadShape, num_sms: int, cost: GpuCost) -> int:
+    """Query heads of a plan's tiles, which are low where they are few.  Arguments and errors as of
+    :func:`make_gpu_plan`.
+    """
+    return _high_or_low(gather_rows(formats, length), shape, num_sms, cost)[1]
+
+
+def _entries(shape: HeadShape, cost: GpuCost) -> int:
+    """Entries of the work list for an item: KV heads, and slices of a large GQA group."""
+    return shape.kv_heads * -(-shape.gqa_group // cost.sharing.tile_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +86,19 @@ class _Tiles:
     on_tensor_cores: NDArray[np.bool_]
     first: Longs
     count: Longs
+
+    @property
+    def tensor_tokens(self) -> int:
+        """Tokens of all tiles of the tensor-core path."""
+        return int(self.tokens[self.on_tensor_cores].sum())
+
+
+def _high_or_low(rows: BsrRows, shape: HeadShape, num_sms: int, cost: GpuCost) -> tuple[_Tiles, int]:
+    """Tiles, and query heads of each."""
+    high, low, decodes = cost.sharing.tile_heads, cost.low_tile_heads, cost.sharing.decode_heads
+    tiles = _tile(rows, shape.gqa_group, high, decodes)
+    few = tiles.tensor_tokens * _entries(shape, cost) <= FEW_KV_TILES * cost.tile.kv_tile * num_sms
+    return (_tile(rows, shape.gqa_group, low, decodes), low) if low and few else (tiles, high)
 
 
 def _tile(rows: BsrRows, gqa_group: int, most: int, decode_rows: int) -> _Tiles:
@@ -200,7 +227,8 @@ def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: 
     return int(items >= num_sms or 4 * int(tokens.sum()) >= 3 * len(tokens) * longest)
 
 
-def _streams(tiles: _Tiles, cost: GpuCost) -> int:
+def _streams(tiles: _Tiles, heads: int, cost: GpuCost) -> int:
     """1 where decode items take three times as long as tile items, or more: more of their KV should be in flight."""
-    tiled, decoded = int(tiles.tokens[tiles.on_tensor_cores].sum()), int(tiles.tokens[~tiles.on_tensor_cores].sum())
+    tiled = tiles.tensor_tokens // (2 if heads == cost.low_tile_heads else 1)
+    decoded = int(tiles.tokens[~tiles.on_tensor_cores].sum())
     return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)

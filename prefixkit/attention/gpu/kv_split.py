@@ -16,9 +16,8 @@ CANDIDATES = np.array([*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 33, 36, 40, 48
 CANDIDATES_OF_MANY = np.array([*range(1, 17), 18, 20, 22, 25, 28, 33, 40, 48, 66, 88, 110, 132, 176, 264, 396, 528])
 # Lengths are rounded to a power of two, of which the longest has at most this many.
 LEVELS = 128
-# Partial states of one query are merged one after another: each in 0.086 us on an H200, 0.08 KV tiles of a decode
-# worker.  One counts for more, in 1 / POINT KV tile: where few workers share a multiprocessor, each is faster than its
-# role says.
+# Partial states of one query are merged one after another: each in some 0.1 us on an H200, 0.08 KV tiles of a decode
+# worker and 0.13 of a tile.  In 1 / POINT KV tile.
 CHAIN = 8
 # Splits add at most this many entries per worker: more never pay, and buffers of plans have a size.
 EXTRA = 4
@@ -67,6 +66,5 @@ def busiest(role: Role, kv_tiles: Longs, count: Longs, split_size: Longs, kv_hea
     at_least = np.cumsum(at_least[:, ::-1], axis=1)[:, LEVELS - 1 :: -1].astype(np.int64) * kv_heads
     left = np.where(splits > 1, entries, 0).sum(axis=1) * kv_heads
     ends: Longs = ((-(-at_least // workers)).sum(axis=1) << shift) * workers + merge * left
-    if role.workers > 1:
-        ends += CHAIN * workers * splits.max(axis=1)
+    ends += CHAIN * workers * splits.max(axis=1)
     return ends

@@ -97,7 +97,8 @@ def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
     us = np.array([f.shared_us - f.unshared_us + f.spared_bytes * kv_byte for f in forests])
     weight = 1 / np.array([f.shared_us for f in forests])
     tile, decode, partial_byte = _least_squares(columns, us, weight)[-3:].tolist()
-    return CostModel(item=0.0, kv_byte=kv_byte, partial_byte=partial_byte, tile_item=tile, decode_item=decode)
+    found = {"kv_byte": kv_byte, "partial_byte": partial_byte, "tile_item": tile, "decode_item": decode}
+    return replace(H200.sharing, item=0.0, **found)
 
 
 def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:

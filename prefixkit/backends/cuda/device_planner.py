@@ -16,7 +16,7 @@ from torch import Tensor
 from prefixkit.attention.bsr import BSR, MaskKind, decompose_unchecked
 from prefixkit.attention.gpu.capacity import FEWEST_ENTRIES, MOST_PARTIAL_BYTES, PlanCapacity, capacity_for
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, tiles_only, with_tiles
-from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan, tile_heads
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.paths.runs import Runs, with_run_lengths, with_runs
 from prefixkit.attention.plan import Plan
@@ -149,7 +149,9 @@ class CudaPlanner(Planner):
         tiles = self.visible if paths else ALL
         rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs, tiles=tiles))
         plan = cache(lambda: self._plan_of(tree, [rows()]))
-        return plan, lambda length: count_reads(rows(), length, self.shape, self.cost)
+        of = self.shape, self.num_sms, self.gpu
+        cost = cache(lambda: replace(self.cost, tile_heads=tile_heads([rows()], tree.length, *of)))
+        return plan, lambda length: count_reads(rows(), length, self.shape, cost())
 
     def _plan_of(self, tree: StepTree, formats: Sequence[BSR]) -> Plan:
         return make_gpu_plan(formats, tree.length, tree.queries.num_rows, self.shape, self.num_sms, self.gpu)
@@ -234,7 +236,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
         say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
     gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
-    gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile)
+    gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile, kernel.low_tile_rows)
     if shape.value_dim != shape.head_dim:
         gpu = tiles_only(gpu)
     blocks = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count

@@ -172,6 +172,7 @@ class Kernel:
     decode_rows: int = DECODE_ROWS  # query heads of a decode item
     decode_kv_tile: int = 16  # tokens of a KV tile of decode items, where no mask hides some
     e4m3: bool = False  # what pages hold
+    low_tile_rows: int = 0  # query heads of a tile that one of two warpgroups multiplies in half the time; 0: none does
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
@@ -206,7 +207,9 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
         decode_kv_tile = 32 if head_dim * (1 if e4m3 else 2) <= 128 else 16  # as in decode.cuh
         file = "attention/sm90/tree_attention.cu"
-        return Kernel(file, ATTENTION, tile_rows, threads, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3)
+        # Smaller heads take one warpgroup more than half the time, and loads of e4m3 take as long as for both.
+        low = 64 if 64 < head_dim == v_dim <= 128 and not e4m3 else 0
+        return Kernel(file, ATTENTION, tile_rows, threads, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3, low)
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)

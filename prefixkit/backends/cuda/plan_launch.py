@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import NODE_INTS, PlanCapacity, PlanTooLarge, capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost
+from prefixkit.attention.gpu.gpu_plan import FEW_KV_TILES
 from prefixkit.attention.gpu.staging import Staged, carve, carved_size
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -32,10 +33,10 @@ def plan_tree(*arguments: Any) -> None:
     _, tile_items, decode_items, segments, merge_indptr, merge_indices, _ = tensors[7:14]
     nodes, device = len(tensors[1]), tensors[1].device
     function = _function(nodes > PLAN_NODES, len(tensors[5]) > 0, device.index)
-    rates, magic, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
+    rates, magics, heads_of, roles = _constants(tuple(heads), num_sms, tuple(cost))
     sizes = nodes, len(tile_items), len(decode_items), len(segments), len(merge_indptr) - 1, len(merge_indices)
     addresses = (tensor.data_ptr() for tensor in tensors)
-    values = *addresses, *rates, magic, *sizes, *heads_of, *seen, function.max_shared // 4, *roles
+    values = *addresses, *rates, *magics, *sizes, *heads_of, *seen, function.max_shared // 4, *roles
     describe = f"plan_tree on {device}: capacity for {sizes} nodes, items, segments, rows and partials".__str__
     launch(function, PLAN_TREE, values, (1, 1, 1), _THREADS, function.max_shared // 4 * 4, describe)
 
@@ -52,12 +53,14 @@ def _function(large: bool, paths: bool, device: int) -> jit.Function:
 @lru_cache(maxsize=64)
 def _constants(
     heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
-) -> tuple[tuple[float, ...], int, tuple[int, ...], tuple[int, ...]]:
-    """The kernel's parameters for heads and costs: sharing and rates; the magic number; heads, SMs, queries of a tile,
-    rows of a decode item; roles.
+) -> tuple[tuple[float, ...], tuple[int, int], tuple[int, ...], tuple[int, ...]]:
+    """The kernel's parameters for heads and costs: sharing and rates; magic numbers; heads, SMs, queries of a tile and
+    of a low one, tokens up to which tiles are low, rows of a decode item, whether tiles read; roles.
     """
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
-    sharing, many = gpu.sharing, max(1, gpu.sharing.tile_heads // shape.gqa_group)
+    sharing, low_heads = gpu.sharing, gpu.low_tile_heads or gpu.sharing.tile_heads
+    many, low_many = (max(1, tile_heads // shape.gqa_group) for tile_heads in (sharing.tile_heads, low_heads))
+    few_tokens = FEW_KV_TILES * gpu.tile.kv_tile if gpu.low_tile_heads else -1
     rates = (
         sharing.kv_byte * shape.kv_bytes,
         sharing.item,
@@ -70,7 +73,9 @@ def _constants(
     roles = tuple(
         n for role in (gpu.tile, gpu.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)
     )
-    return rates, -(-(2**32) // many), (shape.gqa_group, shape.kv_heads, num_sms, many, sharing.decode_heads), roles
+    tiles = many, low_many, few_tokens
+    heads_of = shape.gqa_group, shape.kv_heads, num_sms, *tiles, sharing.decode_heads, sharing.read_by_tiles
+    return rates, (-(-(2**32) // many), -(-(2**32) // low_many)), heads_of, roles
 
 
 def planned_tree(tree: StepTree, *, paths: bool) -> Ints:

@@ -11,18 +11,22 @@ DEVICE bool count_rows() {
     const auto load = [](int n) {
         const int rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
         at(PARENT)[n] = parent, at(SUBTREE_END)[n] = end, at(LENGTH)[n] = length;
-        return join(rows, rows > 0);
+        return join(rows, p.a.read_by_tiles && !by_paths() ? tiles_of(rows) : rows > 0);
     };
     const u64 total = scan_each(p.nodes, load, [](int n, u64 before) {
-        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // nodes with queries before each, for now
+        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // reads by own queries before each, for now
     });
     if (threadIdx.x == 0) at(FIRST_ROW)[p.nodes] = p.queries = high_of(total), at(UP)[p.nodes] = low_of(total);
     __syncthreads();
     return p.queries <= p.a.row_capacity;
 }
 
+// How often a node is read that is shared.
+DEVICE int reads_once(int n) { return p.a.read_by_tiles ? tiles_of(queries_below(n)) : 1; }
+
 CALLED bool gains(int most, int spared, int n) {
-    return __dmul_rn(double((long long)(most - spared - 1) * at(LENGTH)[n]), p.a.gain_per_token) > price_of(n);
+    const long long saved = (long long)(most - spared - reads_once(n)) * at(LENGTH)[n];
+    return __dmul_rn(double(saved), p.a.gain_per_token) > price_of(n);
 }
 
 // From a candidate with no others below it up to where others still are.
@@ -32,7 +36,7 @@ DEVICE void climb(int node) {
         const bool take = gains(most, less, node);
         at(SHARED)[node] = take;
         if (above < 0) return;
-        atomicAdd(at(SPARED) + above, take ? most - 1 : less);
+        atomicAdd(at(SPARED) + above, take ? most - reads_once(node) : less);
         __threadfence_block();
         if (atomicSub(at(PENDING) + above, 1) != 1) return;
         __threadfence_block();
@@ -148,6 +152,21 @@ DEVICE bool make_tiles() {
     }
     __syncthreads();
     return p.of[0] <= p.a.tile_capacity && p.of[1] <= p.a.decode_capacity;
+}
+
+// Makes low tiles in place of few others: FEW_KV_TILES of attention/gpu/gpu_plan.py.
+DEVICE bool lower_tiles() {
+    if (!p.of[0] || p.a.few_tokens < 0 || p.tokens[0] * p.a.kv_heads > u64(p.a.few_tokens) * p.a.num_sms) return true;
+    __syncthreads();  // all have read that
+    if (threadIdx.x == 0) {
+        p.low = 1, p.a.many = p.a.low_many, p.a.magic = p.a.low_magic;
+        p.shared = p.before_tiles[0], p.global = p.before_tiles[1], p.shared_left = p.before_left;
+        p.longest[0] = p.longest[1] = p.of[0] = p.of[1] = 0, p.tokens[0] = p.tokens[1] = 0;
+    }
+    __syncthreads();
+    const auto tiles = [](int n) { return u64(shared_tiles(n) + tiles_of(own_queries(n))); };
+    const u64 total = scan_each(p.nodes, tiles, [](int n, u64 before) { at(TILE_BASE)[n] = low_of(before); });
+    return keep_tiles(low_of(total)) && make_tiles();
 }
 
 }  // namespace prefixkit

@@ -55,7 +55,7 @@ CALLED void try_splits(int role) {
     rounds = __reduce_add_sync(~0u, rounds), extra = __reduce_add_sync(~0u, extra);
     partials = __reduce_add_sync(~0u, partials);
     if (lane_of() == 0) {
-        const int chain = cost.workers > 1 ? CHAIN * ceil_div(longest, split_size) : 0;
+        const int chain = CHAIN * ceil_div(longest, split_size);
         const u64 merges = u64(cost.merge) * u64(partials) * u64(p.a.kv_heads);
         p.time[role][candidate] = ((u64(rounds) << shift) + chain) * u64(workers) + merges;
         p.extra[role][candidate] = extra;

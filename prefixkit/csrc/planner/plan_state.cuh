@@ -70,6 +70,9 @@ struct State {
     int shared_left;
     int* kept[2];            // `shared`, `global` and `shared_left` behind what stays when paths have become rows
     int kept_left;
+    int* before_tiles[2];    // the same before the arrays of tiles
+    int before_left;
+    int low;                 // 1: tiles are low
     int by_paths;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // tile, decode
@@ -164,16 +167,22 @@ CALLED int tile_with(int query, int node, bool own) {
     return first_tile(node, own) + (by_decode(queries) ? 0 : full_tiles(query - begin));
 }
 
-// Memory for the tiles of rows, of which there are `total` segments and tiles.
-DEVICE bool keep_rows(u64 total) {
-    const bool fits = low_of(total) <= p.a.tile_capacity + p.a.decode_capacity;
+// Memory for so many tiles.
+DEVICE bool keep_tiles(int tiles) {
+    const bool fits = tiles <= p.a.tile_capacity + p.a.decode_capacity;
     if (threadIdx.x == 0) {
-        p.row_segments = high_of(total), at(TILE_BASE)[p.nodes] = p.tiles = low_of(total);
+        at(TILE_BASE)[p.nodes] = p.tiles = tiles;
+        p.before_tiles[0] = p.shared, p.before_tiles[1] = p.global, p.before_left = p.shared_left;
         if (fits) take(TILE_OF, FIRST_ITEM, p.tiles + 1), take(QUERY_NODE, QUERY_NODE, p.queries);
         if (fits && by_paths()) take(TILE_TOKENS, TILE_SKIPPED, p.tiles);
     }
     __syncthreads();
-    return p.row_segments <= p.a.segment_capacity && fits;
+    return fits;
+}
+// The same of rows with `total` segments and tiles.
+DEVICE bool keep_rows(u64 total) {
+    if (threadIdx.x == 0) p.row_segments = high_of(total);
+    return keep_tiles(low_of(total)) && p.row_segments <= p.a.segment_capacity;
 }
 
 }  // namespace prefixkit

@@ -1,6 +1,7 @@
 // A plan for tree_attention, made on the GPU: what attention/gpu/gpu_plan.py specifies, bit by bit, in one launch.
 //
-// shapes   a tree of `nodes` in depth-first order with `own` query rows in each; seven arrays of fixed capacity come out.
+// shapes   a tree of `nodes` in depth-first order with `own` query rows in each; seven arrays of fixed capacity come
+//          out.
 // tiling   one block of 1,024 threads, for the work is small and its steps depend on each other: a thread per node,
 //          tile, query or item, some twenty prefix sums in between.  Sharing is decided from the lowest candidates up.
 //          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
@@ -24,7 +25,7 @@ DEVICE void finish(bool fits) {
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].kv_tile);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
-    const double tile_time = __dmul_rn(double(3 * p.tokens[0]), p.a.decode_rate);
+    const double tile_time = __dmul_rn(double(3 * (p.tokens[0] >> p.low)), p.a.decode_rate);
     const bool streams = tile_time <= __dmul_rn(double(p.tokens[1]), p.a.tile_rate);
     int4* counts = (int4*)p.a.counts;
     counts[0] = make_int4(0, 0, p.queries, 0);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(THREADS, 1) plan_tree(const __grid_constant__ 
     bool fits = begin(a) && count_rows();
     if (fits) {
         share();
-        fits = make_rows() && make_tiles() && choose_splits() && number_merges();
+        fits = make_rows() && make_tiles() && lower_tiles() && choose_splits() && number_merges();
     }
     if (fits) {
         order_items();

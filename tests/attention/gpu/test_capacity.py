@@ -1,5 +1,7 @@
 """What holds a plan, and a plain refusal of what does not fit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, int(rng.choice([1, 5, 20, 60])))
     group, kv_heads = [(1, 8), (4, 8), (8, 1), (16, 2)][rng.integers(4)]
-    sms = int(rng.choice([1, 4, 132]))
+    sms, cost = int(rng.choice([1, 4, 132])), replace(H200, low_tile_heads=64 * (seed % 2))
     rows = None
     for _ in range(4):
         lengths = rng.integers(1, int(rng.choice([4, 100, 20000])), len(parents))
@@ -40,11 +42,11 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         node = np.flatnonzero(count)
         queries = Queries(*(a.astype(np.int32) for a in (node, (lengths - count)[node], lengths[node])))
         shape = HeadShape(group * kv_heads, kv_heads, 128, 2)
-        capacity = capacity_for(StepTree(snapshot, queries), shape, sms)
+        capacity = capacity_for(StepTree(snapshot, queries), shape, sms, cost)
         shared = rng.random(len(parents)) < rng.random()
         formats = [decompose(StepTree(snapshot, queries), shape, H200_COST, shared if rng.random() < 0.5 else None)]
         length = StepTree(snapshot, queries).length
-        plan = make_gpu_plan(formats, length, queries.num_rows, shape, sms, H200)
+        plan = make_gpu_plan(formats, length, queries.num_rows, shape, sms, cost)
         capacity.check(size_of(plan))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkit.attention.bsr import OPEN, decompose
 from prefixkit.attention.gpu.gpu_cost import H200, H200_COST, Role
-from prefixkit.attention.gpu.gpu_plan import make_gpu_plan
+from prefixkit.attention.gpu.gpu_plan import make_gpu_plan, tile_heads
 from prefixkit.attention.gpu.kv_split import CANDIDATES_OF_MANY, CHAIN, LEVELS, busiest
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
@@ -167,3 +167,15 @@ def test_a_plan_says_whether_its_decode_items_take_longer(prefix, own, streams):
     shape = HeadShape(32, 8, 128, 2)
     formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
     assert make_gpu_plan(formats, snapshot.length, leaves, shape, 132, H200).counts[5] == streams
+
+
+@pytest.mark.parametrize(("prefix", "rows"), [(1024, 64), (16384, 128)])
+def test_few_tiles_are_low(prefix, rows):
+    leaves, shape, cost = 64, HeadShape(8, 1, 128, 2), replace(H200, low_tile_heads=64)
+    snapshot = tree([-1] + [0] * leaves, [prefix] + [16] * leaves)
+    queries = Queries(np.arange(1, leaves + 1), np.full(leaves, 15), np.full(leaves, 16))
+    formats = [decompose(StepTree(snapshot, queries), shape, H200_COST)]
+    plan = make_gpu_plan(formats, snapshot.length, leaves, shape, 132, cost)
+    begin, end = plan.tile_items[:, :2].T
+    assert (8 * (end - begin)).tolist() == [rows] * len(begin) and len(begin) <= 132
+    assert tile_heads(formats, snapshot.length, shape, 132, cost) == rows

@@ -157,7 +157,7 @@ def attend(
     of = kernel_for(arch, dim, case.shape.gqa_group, e4m3=e4m3)
     formats = [rows_of if tiles else narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
-    cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile)
+    cost = with_tiles(H200, of.tile_rows, of.decode_rows, of.decode_kv_tile, of.low_tile_rows)
     plan = make_gpu_plan(formats, length, rows, case.shape, blocks, cost)
     mask: tuple[Variant, ...] = ()
     if limits is not None:

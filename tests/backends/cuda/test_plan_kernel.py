@@ -12,6 +12,7 @@ import torch
 from prefixkit.attention.bsr import MaskKind
 from prefixkit.attention.gpu.capacity import capacity_for, scratch_ints
 from prefixkit.attention.gpu.gpu_cost import H200
+from prefixkit.attention.gpu.gpu_plan import FEW_KV_TILES
 from prefixkit.attention.paths.runs import runs_of
 from prefixkit.attention.plan import KINDS
 from prefixkit.attention.queries import Queries, StepTree
@@ -78,7 +79,9 @@ def launch(kernel, shape, cost, num_sms, capacity, tree, tiles=ALL):
     plan = [np.full(shape_, -12345, dtype=np.int32) for shape_ in capacity.shapes()]
     work = *map(len, plan[1:3]), capacity.rows, len(plan[3]) * capacity.paths
     scratch = np.full(scratch_ints(nodes, *work), -12345, dtype=np.int32)
-    sharing, many = cost.sharing, max(1, cost.sharing.tile_heads // shape.gqa_group)
+    sharing, low_heads = cost.sharing, cost.low_tile_heads or cost.sharing.tile_heads
+    many, low = (max(1, tile_heads // shape.gqa_group) for tile_heads in (sharing.tile_heads, low_heads))
+    few = FEW_KV_TILES * cost.tile.kv_tile if cost.low_tile_heads else -1
     roles = [n for role in (cost.tile, cost.decode) for n in (role.kv_tile, role.workers, *role.points(), role.least)]
     values = (
         *addresses,
@@ -86,9 +89,10 @@ def launch(kernel, shape, cost, num_sms, capacity, tree, tiles=ALL):
         *(sharing.kv_byte * shape.kv_bytes, sharing.item),
         *(sharing.tile_item * shape.kv_heads, sharing.decode_item * shape.kv_heads),
         *(sharing.partial_byte * shape.partial_bytes, cost.tile.tokens_per_us, cost.decode.tokens_per_us),
-        -(-(2**32) // many),
+        *(-(-(2**32) // of) for of in (many, low)),
         *(nodes, *map(len, plan[1:4]), capacity.rows, len(plan[5])),
-        *(shape.gqa_group, shape.kv_heads, num_sms, many, sharing.decode_heads, *tiles.numbers, 48 * 1024),
+        *(shape.gqa_group, shape.kv_heads, num_sms, many, low, few, sharing.decode_heads, sharing.read_by_tiles),
+        *(*tiles.numbers, 48 * 1024),
         *roles,
     )
     kernel(capacity, PLAN_TREE.packer.pack(*values))
