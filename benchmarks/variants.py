@@ -21,12 +21,15 @@ decode step over 64 leaves of 128 tokens below 2,048 shared ones, over a binary 
                     keys) and as FlexAttention's are (128 by 128)
 ``over_blocks``     over_base divided by ours and base's share: 1, time is proportional to visible blocks
 ``kv_tokens``       tokens whose K and V are read as planned, ours over base, where a window is known
+``over_kv``         over_base divided by that: 1, time is proportional to the tokens read
 ``classify_us``     classifying the blocks of a plan under a mask, once for all layers and apart from ``us``; null where
                     there is nothing to classify
 ``plan_ms``, ``mask_ms``   our plan; FlexAttention's block mask
 ``first_use_s``     the first call: ours compiles a variant in its first workload only, FlexAttention in each
 ``compilations``    kernels or graphs made: ``ours`` and ``flex`` at first use; ``ours, new numbers``: other sizes,
-                    slopes, documents; of decode steps ``flex, new numbers`` and ``flex, new shape`` (one sequence less)
+                    slopes, documents; ``ours, new shape``, of plain batches: shorter sequences; of decode steps
+                    ``flex, new numbers`` and ``flex, new shape`` (one sequence less)
+``above``           figures above what is allowed, ``[figure, limit]`` (``tree_attention/variant_limits.py``)
 
 ``errors``: root mean square errors against float64 of the variants of the FlexAttention paper (Dong et al. 2024), of
 one prompt of 1,024 tokens: ``rmse`` of outputs, ``lse_rmse`` of log-sum-exps; ``over_best``: ours over the better of
@@ -42,7 +45,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -51,13 +54,12 @@ from torch import Tensor
 
 from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, clocks, failure, free_memory, in_turns
 from benchmarks.tree_attention.rivals import Unfit
-from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Mods, Numbers, causal, mods_of, visible_blocks
+from benchmarks.tree_attention.variant_cases import PAPER, Mods, Numbers, causal, mods_of, visible_blocks
 from benchmarks.tree_attention.variant_errors import error_row
 from benchmarks.tree_attention.variant_inputs import (
     Attend,
     Clock,
     Flex,
-    Heads,
     HostClock,
     Inputs,
     Ours,
@@ -70,6 +72,9 @@ from benchmarks.tree_attention.variant_inputs import (
     make,
     wait,
 )
+from benchmarks.tree_attention.variant_limits import above_errors, above_limits, limits_of
+from benchmarks.tree_attention.variant_sizes import FULL, TINY, Sizes
+from prefixkit.attention.variants import Variant
 from prefixkit.testing.named_trees import leaf_queries, prompts, tree_of
 
 PARTS = ["plain", "trees", "errors"]
@@ -77,39 +82,6 @@ NAMES = list(mods_of(Numbers(), 1, 64, "cpu"))
 # For which FlexAttention's compilations of other numbers are counted: a number and a tensor.
 COUNTED = ("window", "document")
 TURNS = 2
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured."""
-
-    heads: Heads
-    numbers: Numbers
-    other: Numbers
-    plain: dict[str, Plain]
-    trees: tuple[str, ...]
-    tree_prompts: tuple[int, int, int]  # tokens of each, prompts, tokens that they share
-    errors: int  # a square
-
-
-FULL = Sizes(
-    Heads(),
-    Numbers(),
-    OTHER,
-    {"prompt of 16K": Plain(1, 16384, 16384), "decode 16 x 1K": Plain(16, 1024, 1)},
-    ("2L b64 p2048 s128", "beam d6", "comb d64 b8 t64 s128"),
-    (1024, 16, 4096),
-    1024,
-)
-TINY = Sizes(
-    Heads(4, 2, 32),
-    Numbers(window=40, prefix=30, documents=5, grid=16, natten=(3, 5), tile=4),
-    Numbers(window=30, prefix=20, cap=20.0, steepest=0.5, documents=3, grid=16, natten=(5, 3), tile=4),
-    {"prompt of 256": Plain(1, 256, 256), "decode 4 x 64": Plain(4, 64, 1)},
-    ("2L b4 p64 s16", "comb d4 b2 t16 s32"),
-    (32, 3, 64),
-    256,
-)
 
 
 @dataclass(frozen=True)
@@ -172,8 +144,22 @@ class Bench:
         times = in_turns(contenders, TURNS)
         row["us"] = {who: round(statistics.median(each), 2) for who, each in times.items()} | row["us"]
         row |= {"classify_us": self._classify_us(ours), **self._shares(mods, ours, base, row["us"])}
-        counts["ours, new numbers"] = self._new_numbers(name)
-        return row | {"compilations": counts, "sm_mhz": clocks().get("sm_mhz")}
+        counts["ours, new numbers"] = self._compiled_again(self.inputs, self.other[name].variant(name))
+        if self.shorter is not None:
+            counts["ours, new shape"] = self._compiled_again(self.shorter, mods.variant(name))
+        row |= {"compilations": counts, "sm_mhz": clocks().get("sm_mhz")}
+        is_prompt = self.inputs.queries.num_rows > len(self.inputs.queries.node)
+        limits = limits_of(name, is_prompt, bool(ours.variant.visible.limits))
+        return row | {"above": above_limits(row, limits)}
+
+    @cached_property
+    def shorter(self) -> Inputs | None:
+        """The batch with half of each sequence."""
+        plain = self.inputs.plain
+        if plain is None:
+            return None
+        half = Plain(plain.count, plain.length // 2, -(-plain.queries // 2))
+        return self.setting.inputs(half.tree(), half)
 
     def _rivals(
         self, name: str, out: Tensor, row: Row, contenders: dict[str, Callable[[], float]], counts: dict[str, Any]
@@ -222,9 +208,9 @@ class Bench:
         flex.score_mod, flex.block_mask = kept
         return counts | {"flex, new numbers": flex_graphs() - before}
 
-    def _new_numbers(self, name: str) -> int:
-        """Kernels of ours for other numbers in the same functions."""
-        ours, before = Ours(self.inputs, self.other[name].variant(name)), compiled_kernels()
+    def _compiled_again(self, inputs: Inputs, variant: Variant) -> int:
+        """Kernels of ours for other numbers in the same functions, or for another step."""
+        ours, before = Ours(inputs, variant), compiled_kernels()
         ours.first()
         wait(self.inputs.device)
         return compiled_kernels() - before
@@ -252,6 +238,7 @@ class Bench:
             row["over_blocks"] = round(row["over_base"] * shares["base"] / shares["ours"], 3)
         if ours.variant.visible.limits:
             row["kv_tokens"] = round(ours.kv_tokens() / base.kv_tokens(), 4)
+            row["over_kv"] = round(row["over_base"] / row["kv_tokens"], 3)
         return row
 
 
@@ -272,8 +259,8 @@ def line(row: Row) -> str:
     text = f"{row['workload']}, {row['variant']}: "
     if "skipped" in row:
         return text + str(row["skipped"])
-    named = ("over_base", "over_flex", "over_blocks", "kv_tokens", "classify_us", "difference")
-    cells = [f"{name} {row[name]}" for name in named if row.get(name) is not None]
+    named = ("over_base", "over_flex", "over_blocks", "over_kv", "classify_us", "difference", "above")
+    cells = [f"{name} {row[name]}" for name in named if row.get(name) not in (None, {})]
     counts = ", ".join(f"{who} {count}" for who, count in row["compilations"].items() if count)
     times = ", ".join(f"{who} {us}" for who, us in row["us"].items())
     first = ", ".join(f"{who} {seconds}" for who, seconds in row["first_use_s"].items() if seconds > 0.1)
@@ -313,6 +300,7 @@ def errors(run: Run, setting: Setting, names: list[str]) -> None:
             row: Row = {"variant": name, "tokens": tokens}
             try:
                 row |= {"skipped": OUT_OF_TIME} if run.left <= 0 else error_row(name, mods, inputs)
+                row["above"] = above_errors(row)
             except Exception as error:
                 row["skipped"] = failure(error)
             run.add("errors", row)
@@ -340,7 +328,9 @@ def measure_all(options: argparse.Namespace, setting: Setting) -> None:
     parts = {"plain": plain, "trees": trees, "errors": errors}
     for part in options.parts:
         parts[part](run, setting, options.variants)
-    run.finish("machine", "absent", "seconds")
+    rows = (row for part in ("times", "errors") for row in run.result.get(part, []))
+    run.result["above"] = sum(len(row.get("above", {})) for row in rows)
+    run.finish("machine", "absent", "above", "seconds")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from benchmarks.tree_attention.variant_cases import OTHER, PAPER, Numbers, causal, documents_of, mods_of, visible_blocks
 from benchmarks.tree_attention.variant_cases import natten as natten_mask
 from benchmarks.tree_attention.variant_cases import window as window_mask
+from benchmarks.tree_attention.variant_limits import above_errors, above_limits, limits_of
 from benchmarks.variants import NAMES, PARTS, TINY, main
 from prefixkit.backends.cuda.variants import variant_header
 
@@ -69,6 +70,18 @@ def test_blocks_are_visible_if_anything_in_them_is(block: tuple[int, int]) -> No
         assert found == pytest.approx(float(torch.stack(parts).float().mean()))
 
 
+def test_figures_above_their_limits_are_named() -> None:
+    """Windows are held against the tokens that they read, NATTEN against visible blocks; a row lacks some figures."""
+    row = {"over_base": 1.9, "over_kv": 1.1, "over_blocks": 1.4, "over_flex": 0.9}
+    row |= {"first_use_s": {"ours": 11.0}, "compilations": {"ours": 1, "ours, new numbers": 1}}
+    once = {"first_use_s": [11.0, 10.0], "ours, new numbers": [1, 0]}
+    assert above_limits(row, limits_of("window", False, True)) == {"over_blocks": [1.4, 1.15], **once}
+    assert above_limits(row, limits_of("natten 13", True, False)) == {"over_blocks": [1.4, 1.3], **once}
+    assert above_limits(row, limits_of("soft-cap", True, False)) == {"over_base": [1.9, 1.7], **once}
+    assert above_limits(row, limits_of("soft-cap", False, False)) == {"over_base": [1.9, 1.15], **once}
+    assert above_errors({"over_best": 1.06, "lse_over_best": 1.0}) == {"over_best": [1.06, 1.05]}
+
+
 def test_unknown_parts_and_variants_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for option, known in (("--parts", PARTS), ("--variants", NAMES)):
         with pytest.raises(SystemExit):
@@ -94,7 +107,10 @@ def test_everything_end_to_end(tmp_path: Path) -> None:
     assert not [row for row in found["times"] + found["errors"] if "skipped" in row or "failed" in row]
     for (workload, name), row in rows.items():
         counts, us = row["compilations"], row["us"]
-        assert counts["ours"] == counts["ours, new numbers"] == 0
+        assert counts["ours"] == counts["ours, new numbers"] == counts.get("ours, new shape", 0) == 0
+        assert ("ours, new shape" in counts) == (workload in TINY.plain)
+        limits = {**limits_of(name, "prompt" in workload or workload[0].isdigit(), name == "window"), "first_use_s": 10}
+        assert all(row["above"].get(figure, [limit])[-1] == limit for figure, limit in limits.items())
         assert row["over_base"] == pytest.approx(us["ours"] / us["base"], abs=1e-3)
         assert ("kv_tokens" in row) == (name == "window")
         assert ("flex" in us) == (workload in TINY.plain)
