@@ -61,16 +61,21 @@ _KERNEL_PLAN = 12
 _BLOCK, _CLASSES, _MOST_WORDS, _TILE_ROWS = 16, 16, 1 << 22, 128
 
 
-def class_shape(plan: Sequence[Tensor], page_size: int, gqa_group: int, bits: bool) -> tuple[int, int]:
+def class_shape(plan: Sequence[Tensor], page_size: int, gqa_group: int, rows: int, bits: bool) -> tuple[int, int]:
     """A row for each item of a plan for kernels, with words of classes for as many blocks as the tree's pages can hold
-    and one more word; behind these rows those that hold ``bits``, a counter before them.
+    and one more word; behind these rows counts, some for each of ``rows`` queries, and ``bits``.
     """
     tiles, pages, nodes = plan[1].shape[0], plan[10].shape[0], plan[7].shape[0]
     items, blocks = tiles + plan[2].shape[0], pages * -(-page_size // _BLOCK) + nodes
     words = max(1, min(-(-blocks // _CLASSES), _MOST_WORDS // max(1, items)))
     columns = -(-(words + 1) // 2) * 2  # 8 bytes
     most = min(tiles * words * _CLASSES * max(1, _TILE_ROWS // gqa_group) * 2, _MOST_WORDS) if bits else 0
-    return items - (-(2 + most) // columns), columns
+    return items - (-(class_counts(rows) + most) // columns), columns
+
+
+def class_counts(rows: int) -> int:
+    """Words of counts behind the rows of a plan's items, of which there are some for each of ``rows`` queries."""
+    return 4 + -(-rows // 2) * 2
 
 
 def classify_blocks(
@@ -104,7 +109,8 @@ def classify_blocks(
     of = lookup(variant)
     if len(plan) < _KERNEL_PLAN or not of.mask_mods or not of.traced:
         return q_positions.new_empty((0, 0), dtype=torch.int32)
-    shape = class_shape(plan, page_size, heads[0] // heads[1], bits=not of.reads("h", scores=False))
+    bits = not of.reads("h", scores=False)
+    shape = class_shape(plan, page_size, heads[0] // heads[1], len(q_positions), bits)
     return q_positions.new_empty(shape, dtype=torch.int32)
 
 

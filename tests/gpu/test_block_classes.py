@@ -152,3 +152,26 @@ def test_compared_blocks_of_prompts_have_bits_where_no_mask_reads_heads(name: st
         errors.add(number, case, off, _allowed(case, of[name], exact, torch.bfloat16))
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
     errors.check()
+
+
+@pytest.mark.parametrize("size", [50, 60])
+def test_rows_that_see_the_tokens_of_one_item_are_not_merged(size: int) -> None:
+    """Sequences of which all splits are hidden but for one; what is left out writes nothing."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print("seed", seed)
+    rng, errors, count, length = np.random.default_rng(seed), Errors(), 16, 1024
+    snapshot, pages = make_snapshot(rng, [-1] * count, [length - size * (i % 2) for i in range(count)], 16)
+    ends = snapshot.length.astype(np.int32)
+    queries = Queries(np.arange(count, dtype=np.int32), ends - 1, ends)
+    case = numbered(fill(rng, snapshot, pages, queries, (32, 8, 128), torch.bfloat16, 1.0), rng)
+    of = variant(mask_mod=lambda b, h, q, kv: (q // size == kv // size) & (kv <= q))
+    found = {classes: attend(case, of, SHARE_NONE, {"num_sms": 132}, classes) for classes in (True, False)}
+    plan, classes = on_gpu(case, planned(case, SHARE_NONE, num_sms=132)).plan, found[True][2]
+    assert int(plan[0][3]) > 0, "sequences are split"
+    assert int(classes[plan[1].shape[0] + plan[2].shape[0], 1]) == count
+    exact, exact_lse = dense(case, of)
+    for number, (out, lse, _) in enumerate(found.values()):
+        off = float((out.double() - exact).abs().max())
+        errors.add(number, case, off, _allowed(case, of, exact, torch.bfloat16))
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+    errors.check()

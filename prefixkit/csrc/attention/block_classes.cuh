@@ -10,27 +10,46 @@
 
 namespace prefixkit {
 
-// For KV tiles with BITS it has also written which tokens each query sees: for a tile item's n-th KV tile of this class
-// the bits number `n` behind the one that the last word of the item's row names, 2 words for each of up to `bit_rows`
-// queries: 16 bits for each lane of a quad, whose tokens wgmma deals out in pairs (token_of_bit).  Kernels that read no
-// bits compare such tiles.
+// For KV tiles with BITS it has also written which tokens each query sees: those of a tile item one behind the other, from
+// where the last word of the item's row says, in words from the classes on.  A KV tile has 2 words for each of up to
+// `bit_rows` queries: 16 bits for each lane of a quad, whose tokens wgmma deals out in pairs (token_of_bit).  Kernels that
+// read no bits compare such tiles.
 enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2, BITS = 3 };
 DEVICE int bit_rows(const Attention& a) { return max(1, divide_small(128, group_of(a))); }
-// Behind the rows of all items: a counter of two words, then bits.
-DEVICE u32* bits_counter(const Attention& a) {
+constexpr u32 NOTHING_VISIBLE = ~0u;  // the last word of an item's row
+// Behind the rows of all items: how many KV tiles have bits; how many query rows an item with visible tokens has, and how
+// often one had such an item already.  Then for each query row how many it has, and bits.
+enum ClassCounts { BIT_TILES, SEEN_ROWS, SEEN_AGAIN, CLASS_COUNTS = 4 };
+DEVICE u32* class_counts(const Attention& a) {
     return (u32*)a.block_classes + (long long)(a.tile_capacity + a.decode_capacity) * a.class_words;
 }
-// Where the bits with a number begin, in words from the classes on.
-DEVICE int bits_at(const Attention& a, int number) {
-    return (a.tile_capacity + a.decode_capacity) * a.class_words + 2 + 2 * number * bit_rows(a);
+// Whether masks leave every query row the tokens of one item: items write outputs themselves then, those without visible
+// tokens are left out, and nothing is merged.  classify_blocks counts where there is something to merge.
+DEVICE bool each_alone(const Attention& a) {
+    if (!Variant::HAS_MASK || a.class_words == 0) return false;
+    const u32* of = class_counts(a);
+    const u32 again = of[SEEN_AGAIN], seen = of[SEEN_ROWS];  // together: a test of one would wait for it
+    return again == 0 && int(seen) == a.counts[2];
 }
+DEVICE bool is_merged(const Attention& a) { return a.counts[3] != 0 && !each_alone(a); }
+// Item `index` of both lists, where each row sees one item: it has no partial state, and may be left out.
+struct LoneItem {
+    bool alone, left_out;
+
+    DEVICE LoneItem(const Attention& a, int index) {
+        u32 last = 0;
+        if (Variant::HAS_MASK && a.class_words) last = a.block_classes[(long long)(index + 1) * a.class_words - 1];
+        alone = each_alone(a), left_out = alone && last == NOTHING_VISIBLE;
+    }
+};
 // The token of bit `bit` of the first word; those of the second one are 4 tokens behind.
 DEVICE constexpr int token_of_bit(int bit) { return 8 * (bit / 2 % 8) + 2 * (bit / 16) + bit % 2; }
-// Brings the first classes of item `index` of both lists near, before the item is known.
-DEVICE void touch_classes(const Attention& a, int index) {
-    if (Variant::HAS_MASK && a.class_words) touch(a.block_classes + (long long)index * a.class_words);
+// Brings `words` of the classes to the L2 by one lane; KV stays there longer than these do.
+DEVICE void prefetch_classes(const Attention& a, int first, int words) {
+    const int begin = first & ~3;
+    prefetch_l2(a.block_classes + begin, u32(first + words - begin + 3) / 4 * 16);
 }
-constexpr int CLASSES_PER_WORD = 16;
+constexpr int CLASSES_PER_WORD = 16, WORDS_AT_ONCE = 16, TILES_AT_ONCE = CLASSES_PER_WORD * WORDS_AT_ONCE;
 constexpr u32 ALL_COMPARED = 0x55555555;
 
 DEVICE int first_slot_of(const Span& span) { return span.slot & ~15; }
@@ -39,86 +58,105 @@ DEVICE int tiles_of(const Span& span, int kv) {
     return span.slot < span.end ? (span.end - first_slot_of(span) + kv - 1) / kv : 0;
 }
 
-// An item's classes, as what walks over its KV tiles of KV tokens reads them: one KV tile after the other.
+// An item's classes, as what walks over its KV tiles of KV tokens reads them: one KV tile after the other.  `queries`
+// returns the range of the item's queries, where classes come of it.
 template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
-    const u32* words;  // of the item
-    int tile, behind;  // number of the next KV tile; of the first one behind the segment
-    u32 word;          // with the class of the next KV tile
-    QueryRange queries;
-    int origin;        // the position of KV tile 0, counted back from the segment's first
+    int words;  // where the item's begin
+    u32 tile;   // number of the next KV tile
+    u32 word;   // with the class of the next KV tile
+    u32 held;   // lane i of each half warp: word i of the 16 that it is one of
 
-    // Begins item `index` of both lists, whose first span this is.
-    DEVICE void begin(const Attention& a, int index, const Span& span, QueryRange of) {
-        words = a.block_classes + (long long)index * a.class_words, tile = 0, behind = tiles_of(span, KV);
-        queries = of, origin = span.position + first_slot_of(span);
-        look_up(a);
+    // Begins item `index` of both lists; then `skip` finds its first KV tile.  One without tokens compares no masks.
+    DEVICE void begin(const Attention& a, int index) {
+        words = index * a.class_words, tile = 0;
+        word = held = 0;
     }
-    DEVICE void look_up(const Attention& a) {
-        const int at = tile / CLASSES_PER_WORD;
-        word = at < a.class_words - 1 ? words[at] : Variant::DECIDES ? decided(a, at) : ALL_COMPARED;
+    // Where the bits of the item's first KV tile that has some lie.
+    DEVICE int first_bits(const Attention& a) const {
+        return a.class_words ? int(a.block_classes[words + a.class_words - 1]) : 0;
     }
-    // Word `at` of KV tiles of this segment, a lane of each half warp for a KV tile.
-    DEVICE u32 decided(const Attention& a, int at) const {
+    DEVICE u32 place() const { return 2 * (tile % CLASSES_PER_WORD); }
+    DEVICE int current() const { return word >> place() & 3; }
+    // Of the KV tile `ahead` of the next one, in the same word.
+    DEVICE int ahead(int count) const { return word >> 2 * ((tile + count) % CLASSES_PER_WORD) & 3; }
+    // How many KV tiles from the next one on, of `most`, are read; those of one word.
+    DEVICE int run(int most) const {
+        const u32 left = word >> place();
+        const u32 hidden = ~(left | left >> 1) & ALL_COMPARED;  // zeros that were shifted in count too
+        return max(1, min(most, hidden ? (__ffs(hidden) - 1) / 2 : CLASSES_PER_WORD));
+    }
+    // Passes over KV tiles; then `next` or `skip` finds the next one.
+    DEVICE void step(int count = 1) { tile += count; }
+    // Passes over `count` KV tiles from the one at `slot` on, or over those that are left.
+    DEVICE int jump(int count, int slot, int end) {
+        count = min(count, (end - slot + KV - 1) / KV);
+        tile += count;
+        return slot + count * KV;
+    }
+    // The slot of the next KV tile that is read, of those from `slot` on; the end or behind if there is none.
+    template <class Queries>
+    DEVICE int next(const Attention& a, const Span& span, int slot, Queries queries, bool entered = false) {
+        for (; slot < span.end; entered = false) {
+            if (entered || tile % CLASSES_PER_WORD == 0) slot = look_up(a, span, slot, queries, entered);
+            const u32 left = word >> place();  // of this KV tile and those behind it in the word
+            if (left & 3) break;
+            slot = jump(left ? (__ffs(left) - 1) / 2 : CLASSES_PER_WORD - tile % CLASSES_PER_WORD, slot, span.end);
+        }
+        return slot;
+    }
+    // Finds the word of the KV tile at `slot`, or from the first of a word's on the next one in which not all are hidden;
+    // returns the slot that comes then.  16 words are read at once.
+    template <class Queries>
+    DEVICE int look_up(const Attention& a, const Span& span, int slot, Queries queries, bool entered) {
+        if (Variant::DECIDES && a.class_words == 0) {
+            word = decided(a, span.position + slot, queries());
+            return slot;
+        }
+        const int lane = lane_anew(), half = lane & 16, mine = lane % WORDS_AT_ONCE;
+        if (entered || tile % TILES_AT_ONCE == 0) {
+            const int at = int(tile / TILES_AT_ONCE) * WORDS_AT_ONCE + mine;
+            held = at < a.class_words - 1 ? a.block_classes[words + at] : ALL_COMPARED;
+        }
+        const u32 place = tile / CLASSES_PER_WORD % WORDS_AT_ONCE, lanes = 0xffffu << half;
+        const u32 found = (__ballot_sync(lanes, held != 0) >> half & 0xffff) >> place;
+        int count = found ? __ffs(found) - 1 : WORDS_AT_ONCE - 1 - place;
+        if (tile % CLASSES_PER_WORD) count = 0;
+        word = __shfl_sync(lanes, held, place + count + half);
+        return jump(count * CLASSES_PER_WORD, slot, span.end);
+    }
+    // The word of the next KV tile, at `position`, a lane of each half warp for a KV tile.
+    DEVICE u32 decided(const Attention& a, int position, QueryRange queries) const {
         const int lane = lane_anew(), mine = lane % CLASSES_PER_WORD;
-        const int first = origin + (at * CLASSES_PER_WORD + mine) * KV;
+        const int first = position + (mine - int(tile % CLASSES_PER_WORD)) * KV;
         const Maybe shown = Variant::decide({queries.low, queries.high}, {first, first + KV - 1}, a.words);
         u32 found = u32(!shown.yes ? HIDDEN : shown.no ? COMPARED : SHOWN) << 2 * mine;
 #pragma unroll
         for (int d = 1; d < CLASSES_PER_WORD; d <<= 1) found |= __shfl_xor_sync(0xffffu << (lane & 16), found, d);
         return found;
     }
-    DEVICE int current() const { return word >> 2 * (tile % CLASSES_PER_WORD) & 3; }
-    // Number of the bits of the item's first KV tile that has some.
-    DEVICE int first_bits(const Attention& a) const { return a.class_words ? int(words[a.class_words - 1]) : 0; }
-    // Of the KV tile `ahead` of the next one, in the same word.
-    DEVICE int ahead(int count) const { return word >> 2 * ((tile + count) % CLASSES_PER_WORD) & 3; }
-    DEVICE void step(const Attention& a, int count = 1) {
-        tile += count;
-        if (tile % CLASSES_PER_WORD == 0) look_up(a);
-    }
-    // How many KV tiles from the next one on, of `most`, are read; those of one word.
-    DEVICE int run(int most) const {
-        const u32 left = word >> 2 * (tile % CLASSES_PER_WORD);
-        const u32 hidden = ~(left | left >> 1) & ALL_COMPARED;  // zeros that were shifted in count too
-        return max(1, min(most, hidden ? (__ffs(hidden) - 1) / 2 : CLASSES_PER_WORD));
-    }
-    // The slot of the next KV tile that is read, from the next one, at `slot`, on; `end` or behind if there is none.
-    DEVICE int next(const Attention& a, int slot, int end) {
-        while (slot < end && current() == HIDDEN) {
-            const u32 left = word >> 2 * (tile % CLASSES_PER_WORD);  // of this KV tile and those behind it in the word
-            const int count = left ? (__ffs(left) - 1) / 2 : CLASSES_PER_WORD - tile % CLASSES_PER_WORD;
-            tile += count, slot += count * KV;
-            if (!left) look_up(a);
-        }
-        return slot;
-    }
-    // Passes to the next segment.
-    DEVICE void enter(const Attention& a, const Span& span) {
-        const int before = tile / CLASSES_PER_WORD;
-        tile = behind, behind += tiles_of(span, KV), origin = span.position + first_slot_of(span) - tile * KV;
-        if (Variant::DECIDES || tile / CLASSES_PER_WORD != before) look_up(a);
-    }
-    // Passes over a span's hidden KV tiles, and over empty spans and segments.
-    DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) {
+    // Passes over a span's hidden KV tiles, and over empty spans and segments.  `entered`: none of the span has been read.
+    template <class Queries> DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end,
+                                              const VisibleRange& range, Queries queries, bool entered) {
         while (true) {
-            if (span.slot < span.end && current() == HIDDEN) span.slot = next(a, first_slot_of(span), span.end);
+            const int slot = first_slot_of(span), found = next(a, span, slot, queries, entered);
+            if (found != slot) span.slot = found;
             if (span.slot < span.end || seg >= seg_end) return;
-            span = load_segment(a, seg++, range);
-            enter(a, span);
+            span = load_segment(a, seg++, range), entered = true;
         }
     }
 };
 
 // Without a mask all KV tiles are read, and none is compared for its sake.
 template <int KV> struct BlockClasses<KV, false> {
-    DEVICE void begin(const Attention&, int, const Span&, QueryRange) {}
-    DEVICE int current() const { return SHOWN; }
+    DEVICE void begin(const Attention&, int) {}
     DEVICE int first_bits(const Attention&) const { return 0; }
+    DEVICE int current() const { return SHOWN; }
     DEVICE int ahead(int) const { return SHOWN; }
-    DEVICE void step(const Attention&, int = 1) {}
     DEVICE int run(int most) const { return most; }
-    DEVICE int next(const Attention&, int slot, int) const { return slot; }
-    DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) const {
+    DEVICE void step(int = 1) {}
+    template <class Queries> DEVICE int next(const Attention&, const Span&, int slot, Queries) const { return slot; }
+    template <class Queries> DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end,
+                                              const VisibleRange& range, Queries, bool) const {
         skip_empty(a, span, seg, seg_end, range);
     }
 };

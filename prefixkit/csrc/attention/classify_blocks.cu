@@ -46,6 +46,21 @@ DEVICE int look(const Attention& a, const Item& item, const Block& block, int ha
     return seen;
 }
 
+// Where bits with a number begin, in words from the classes on.
+DEVICE int bits_at(const Attention& a, int number) {
+    const int counts = CLASS_COUNTS + (a.rows + 1) / 2 * 2;
+    return (a.tile_capacity + a.decode_capacity) * a.class_words + counts + 2 * number * bit_rows(a);
+}
+
+// Counts the rows of an item with visible tokens, by all threads; items with limits need their partial rows.
+DEVICE void count_rows(const Attention& a, const Item& item) {
+    u32* const counts = class_counts(a);
+    for (int row = item.q_begin + threadIdx.x; row < item.q_end; row += 32 * CLASSIFY_WARPS) {
+        const bool again = atomicAdd(counts + CLASS_COUNTS + row, 1u) > 0 || item.kind == LIMIT;
+        atomicAdd(counts + (again ? SEEN_AGAIN : SEEN_ROWS), 1u);
+    }
+}
+
 constexpr bool WRITES_BITS = PREFIXKIT_KV_TILE == 64 && !Variant::READS_HEAD;
 DEVICE u32 compared_in(u32 word) { return word & ~(word >> 1) & ALL_COMPARED; }
 
@@ -75,7 +90,7 @@ DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange&
         if (compared) atomicAdd(&tiles, __popc(compared));
     }
     __syncthreads();
-    if (threadIdx.x == 0) base = int(atomicAdd(bits_counter(a), u32(tiles)));
+    if (threadIdx.x == 0) base = int(atomicAdd(class_counts(a) + BIT_TILES, u32(tiles)));
     __syncthreads();
     if (tiles == 0 || (long long)(base + tiles) * bit_rows(a) * 2 > a.bits_capacity) return;
     int rank = 0;
@@ -90,7 +105,7 @@ DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange&
     }
     __syncthreads();  // all warps have read the words
     for (int at = threadIdx.x; at < most; at += 32 * CLASSIFY_WARPS) words[at] |= compared_in(words[at]) << 1;
-    if (threadIdx.x == 0) words[a.class_words - 1] = u32(base);
+    if (threadIdx.x == 0) words[a.class_words - 1] = u32(bits_at(a, base));
 }
 
 extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_blocks(const __grid_constant__ Attention a) {
@@ -122,8 +137,9 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
         }
         // An item of which nothing is visible reads one KV tile all the same: its rows come out empty.
         reads = __syncthreads_or(reads);
-        if (threadIdx.x == 0) words[0] = reads ? first : u32(COMPARED), words[a.class_words - 1] = 0;
-        if (WRITES_BITS && !decodes) write_bits(a, item, range, words, used);
+        if (threadIdx.x == 0) words[0] = reads ? first : u32(COMPARED), words[a.class_words - 1] = reads ? 0 : NOTHING_VISIBLE;
+        if (WRITES_BITS && reads && !decodes) write_bits(a, item, range, words, used);
+        if (reads && a.counts[3] != 0) count_rows(a, item);
         __syncthreads();
     }
 }

@@ -29,7 +29,7 @@ struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
-enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64 };
+enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64, LEFT_OUT = 128 };  // the last one: of items
 
 #ifndef PREFIXKIT_ROW_PARTS
 #define PREFIXKIT_ROW_PARTS 1
@@ -71,10 +71,14 @@ DEVICE void look_up_groups(const Attention& a, const Span& span, int (&page)[DEC
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.packed = STOP << ROW_BITS;
-    touch_classes(a, a.tile_capacity + min(entry / a.kv_heads, a.decode_capacity - 1));
+    const LoneItem lone(a, a.tile_capacity + max(0, min(entry / a.kv_heads, a.decode_capacity - 1)));
     const Item item = load_item(a.decode_items, entry, a.kv_heads, a.decode_capacity);  // does not wait for counts
     if (entry >= a.counts[1] * a.kv_heads) return r;
-    r.q_begin = item.q_begin, r.partial = item.partial;
+    if (lone.left_out) {
+        r.packed = LEFT_OUT << ROW_BITS;
+        return r;
+    }
+    r.q_begin = item.q_begin, r.partial = lone.alone ? -1 : item.partial;
     r.queries = {0x7fffffff, 0};
     if (ranges_matter(a)) {
 #pragma unroll 1
@@ -116,22 +120,25 @@ template <int LANES> struct DecodeWalk {
     DEVICE const Resolved& current() const { return batch[(taken - 1) % BATCH]; }
 
     DEVICE void begin_item() {
-        if (taken % BATCH == 0) {
-            sync();
-            const int mine = lane();
-            if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, RINGS * gridDim.x));
-            sync();
-        }
-        const Resolved& r = batch[taken++ % BATCH];
-        flags = r.flags(), seg = r.seg, span = r.span;
+        do {
+            if (taken % BATCH == 0) {
+                sync();
+                const int mine = lane();
+                if (mine < BATCH) batch[mine] = resolve_item(a, entry_of(taken + mine, worker, RINGS * gridDim.x));
+                sync();
+            }
+            flags = batch[taken++ % BATCH].flags();
+        } while (Variant::HAS_MASK && (flags & LEFT_OUT));
+        const Resolved& r = current();
+        seg = r.seg, span = r.span;
         if (flags & STOP) return;
 #pragma unroll
         for (int g = 0; g < DECODE_GROUPS; ++g) page[g] = r.page[g];
         const int entry = entry_of(taken - 1, worker, RINGS * gridDim.x);
-        classes.begin(a, a.tile_capacity + entry / a.kv_heads, span, r.queries);
+        classes.begin(a, a.tile_capacity + entry / a.kv_heads);
         const int first = span.slot;
         if (Variant::HAS_MASK || span.slot >= span.end) {
-            classes.skip(a, span, seg, r.seg_end, r.range(a));
+            classes.skip(a, span, seg, r.seg_end, r.range(a), [&] { return current().queries; }, true);
             if (first != span.slot || seg != r.seg) look_up();  // slots of another node may have the same number
         }
     }
@@ -141,8 +148,8 @@ template <int LANES> struct DecodeWalk {
     // Passes to the KV tile at `slot` or behind; returns whether this item has none.
     DEVICE bool advance(int slot) {
         span.slot = slot;
-        classes.step(a);
-        classes.skip(a, span, seg, current().seg_end, current().range(a));
+        classes.step();
+        classes.skip(a, span, seg, current().seg_end, current().range(a), [&] { return current().queries; }, false);
         return span.slot >= span.end;
     }
 
@@ -161,7 +168,7 @@ struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
-    int sequence[2], position[2], q_head[2];
+    int sequence[2], position[2], q_head[2];  // where scores are changed
     int end[2];  // the position behind the last one that each row sees, of CLIPPED items
 };
 
@@ -193,13 +200,30 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         s.base[i] = LOWEST, s.sum[i] = s.weight[i] = 0.f;
-        if (MODIFIED || (c.flags & CLIPPED)) {
+        if (Variant::HAS_SCORE || (c.flags & CLIPPED)) {
             const TileRow row = row_of_lane(a, c, i);
             s.end[i] = end_of_row(a, c, i);
             s.position[i] = int(a.q_positions[c.q_begin + row.query]), s.q_head[i] = row.head;
             s.sequence[i] = sequence_of(a, c.q_begin + row.query);
         }
     }
+}
+
+// Which of a lane's scores of a MASKED KV tile the masks show, a bit for each; rows are looked up again, for registers are
+// short and such KV tiles are few.
+DEVICE u32 shown_scores(const Attention& a, const DecodeKVTile& c) {
+    u32 shown = 0;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const TileRow of = row_of_lane(a, c, row);
+        const int position = int(a.q_positions[c.q_begin + of.query]), sequence = sequence_of(a, c.q_begin + of.query);
+#pragma unroll 1
+        for (int i = row; i < 4 * DECODE_GROUPS; i += 2) {
+            const int token = c.position + lane_anew() / 4 + 8 * (i / 2);
+            shown |= u32(Variant::mask(sequence, of.head, position, token, a.words)) << i;
+        }
+    }
+    return shown;
 }
 
 // The warps that take an item together wait for each other; each ring has a barrier for that.
@@ -231,6 +255,7 @@ DEVICE MatrixRow<DECODE_KV_TILE> values_of_lane(u32 values, int first, int lane)
 }
 
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
+    const u32 shown = Variant::HAS_MASK && (c.flags & MASKED) ? shown_scores(a, c) : ~0u;
     const int lane = lane_anew();
     // Independent sums: on Hopper each dependent product would wait for the tile warps' too.
     constexpr int SUMS = FP8 ? 2 : 4;
@@ -271,8 +296,7 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
         for (int k = 2; k < SUMS; k += 2) sum += d[k][i % 4] + d[k + 1][i % 4];
         x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1],
                         c.position + lane / 4, 8 * (i / 2), a.words);
-        if (Variant::HAS_MASK && (flags & MASKED))
-            visible = visible && Variant::mask(s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1], position, a.words);
+        if (Variant::HAS_MASK) visible = visible && (shown >> i & 1);
         if (!visible) x[i] = MINUS_INFINITY;
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};

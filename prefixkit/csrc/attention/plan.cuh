@@ -152,7 +152,7 @@ struct VisibleRange {
 struct QueryRange {
     int low, high;
 };
-DEVICE bool ranges_matter(const Attention& a) { return a.window > 0 || Variant::DECIDES; }
+DEVICE bool ranges_matter(const Attention& a) { return a.window > 0 || (Variant::DECIDES && a.class_words == 0); }
 
 // `first`: the smallest position among the item's queries, where the variant has a window.
 DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int first) {

@@ -161,6 +161,8 @@ LOAD(u32, load_acquire, const u32*, "ld.acquire.gpu.global.u32", "=r", "l")
 // All blocks see what this thread has written, or knows that others of its block have, before what it does next.
 DEVICE void fence_device() { EFFECT("fence.acq_rel.gpu;"); }
 
+DEVICE u32 clock_low() { u32 x; asm volatile("mov.u32 %0, %%clock;" : "=r"(x)); return x; }
+
 // ---- what the compiler should know ----
 // True in one lane of a warp.
 DEVICE bool elected() {

@@ -102,27 +102,41 @@ def spans_of(case: Case, plan: Plan, item: np.ndarray, variant: Variant, length:
 
 
 def classes_of(case: Case, plan: Plan, variant: Variant, length: np.ndarray) -> np.ndarray:
-    """``[items, words]`` as classify_blocks writes them, by the meaning of the mask; the rest is never read."""
-    words = np.full((len(plan.tile_items) + len(plan.decode_items), 40), 0xDEADBEEF, dtype=np.uint32)
-    for number in range(int(plan.counts[1])):
-        item = plan.decode_items.reshape(-1, 8)[number]
+    """``[items + 1, words]`` as classify_blocks writes them, by the meaning of the mask; the rest is never read."""
+    words = np.full((len(plan.tile_items) + len(plan.decode_items) + 1, 40), 0xDEADBEEF, dtype=np.uint32)
+    items_of_row = np.zeros(len(case.positions), dtype=np.int64)
+    tiles, decodes = (
+        plan.tile_items.reshape(-1, 8)[: plan.counts[0]],
+        plan.decode_items.reshape(-1, 8)[: plan.counts[1]],
+    )
+    items = [(number, item, 64) for number, item in enumerate(tiles)]
+    items += [(len(plan.tile_items) + number, item, 16) for number, item in enumerate(decodes)]
+    for number, item, kv_tile in items:
         q_begin, q_end, causal = int(item[0]), int(item[1]), int(item[4]) & 3 == MaskKind.OWN
         q, found = case.positions[q_begin:q_end, None].long(), []
         for span, to_slot in spans_of(case, plan, item, variant, length):
             kv, none = torch.arange(span.start, span.stop), torch.zeros(1, 1).long()
             shown, concerned = variant.shows(none, none, q, kv).expand(len(q), len(kv)), (kv <= q) | (not causal)
             some, whole = (shown & concerned).any(0), (shown | ~concerned).all(0)
-            begins = range((span.start + to_slot) // 16 * 16 - to_slot, span.stop, 16)
+            begins = range((span.start + to_slot) // 16 * 16 - to_slot, span.stop, kv_tile)
             sizes = np.diff(np.clip([*begins, span.stop], span.start, None)).tolist()
             for any_, all_ in zip(some.split(sizes), whole.split(sizes), strict=True):
                 found.append(0 if not any_.any() else 2 if all_.all() else 1)
-        if not any(found):
+        words[number, -1] = 0 if any(found) else 0xFFFFFFFF
+        if any(found):
+            items_of_row[q_begin:q_end] += 1 if int(item[4]) & 3 != MaskKind.LIMIT else 2
+        else:
             found = [1, *found[1:]]
         for word in range(len(found) // 16 + 1):
-            words[len(plan.tile_items) + number, word] = sum(
-                kind << 2 * i for i, kind in enumerate(found[16 * word : 16 * word + 16])
-            )
+            words[number, word] = sum(kind << 2 * i for i, kind in enumerate(found[16 * word : 16 * word + 16]))
+    again = int((items_of_row - 1).clip(0).sum())
+    words[-1, :3] = 0, int((items_of_row > 0).sum()), again
     return words
+
+
+def each_alone(case: Case, kinds: np.ndarray) -> bool:
+    """Whether the classes leave every row the tokens of one item."""
+    return bool(kinds.size) and kinds[-1, 1:3].tolist() == [len(case.positions), 0]
 
 
 def attend(
@@ -190,6 +204,8 @@ def attend(
         *(len(plan.tile_items), len(plan.decode_items), int(boxes), rows + padding),
     )
     assert kernel(given, blocks, stages) == len(given)
+    if each_alone(case, kinds):
+        return out.double(), lse.double(), *mask
     return *merge(plan, out, lse, partial_out, partial_lse), *mask
 
 

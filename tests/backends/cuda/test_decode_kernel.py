@@ -21,6 +21,7 @@ from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import make_snapshot, random_parents, random_queries
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.variants import streaming_llm
+from tests.attention.rotations import fresh_rng
 from tests.backends.cuda.decode_emulation import HOLDING, attend, check, random_case
 from tests.emulation.build import build
 
@@ -152,6 +153,22 @@ def test_hidden_blocks_are_not_read(built, mask):
         exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
         torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize(("shared", "is_merged"), [(100, False), (120, True)], ids=["one item", "two items"])
+def test_rows_that_see_the_tokens_of_one_item_are_not_merged(built, shared, is_merged):
+    """The items write outputs, in bfloat16, where a merge gives numbers between."""
+    rng, of = fresh_rng(), MASKS["documents"]
+    snapshot, pages = make_snapshot(rng, [-1, 0, 0, 0], [shared, 20, 24, 29], 16)
+    ends = snapshot.length[1:].astype(np.int32)
+    queries = Queries(np.arange(1, 4, dtype=np.int32), ends - 1, ends)
+    case = random_case(rng, snapshot, pages, queries, 4, 2, 64, spread=1.0)
+    out, lse = attend(built(64, of), case, stages=3, blocks=2, variant=of, classes=True)
+    assert torch.equal(out, out.bfloat16().double()) != is_merged
+    where = case.snapshot, case.row_node, case.positions.numpy()
+    exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, of)
+    torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize("seed", range(8))

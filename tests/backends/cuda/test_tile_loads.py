@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
+from prefixkit.attention.queries import Queries
 from prefixkit.attention.reference import reference_attention
-from prefixkit.attention.variants import CAUSAL
+from prefixkit.attention.variants import CAUSAL, variant
 from prefixkit.backends.cuda.kernels import attention_unit, kernel_for
 from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import make_snapshot, random_parents, random_queries
@@ -19,6 +21,32 @@ from tests.emulation.build import build
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
+
+
+def test_consumers_find_what_masks_show(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of items whose KV tiles are hidden, shown and compared in runs longer than a word of classes."""
+    shown = variant(mask_mod=lambda b, h, q, kv: ((kv // 64 == 1) | (kv // 200 == 14) | (q - kv < 70)) & (kv <= q))
+    unit = attention_unit(kernel_for("sm_90a", 64, 4), 64, False, shown)
+    defines = [f"-D{name}={value}" for name, value in (*unit.defines, ("EMULATED_TILES", "1"))]
+    library = build(tmp_path_factory.mktemp("tiles"), "decode", {"attention/plan.cuh": HOLDING}, unit.headers, *defines)
+    for function in (library.tiles_on_cpu, library.decode_on_cpu):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+
+    def both(given: bytes, blocks: int, stages: int) -> int:
+        library.decode_on_cpu(given, blocks, stages)
+        return int(library.tiles_on_cpu(given, blocks, stages))
+
+    rng = fresh_rng()
+    for classes in (True, False):
+        lengths = [int(rng.integers(2900, 3100)), *rng.integers(5, 100, 3).tolist()]
+        snapshot, pages = make_snapshot(rng, [-1, 0, 1, 1], lengths, 16)
+        queries = Queries(*(np.array(x, np.int32) for x in ([0, 1, 2, 3], [lengths[0] - 40, 0, 0, 0], lengths)))
+        case = random_case(rng, snapshot, pages, queries, 4, 1, 64, spread=0.5)
+        out, lse = attend(both, case, stages=3, blocks=2, tiles=True, variant=shown, classes=classes)
+        where = case.snapshot, case.row_node, case.positions.numpy()
+        exact = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, shown)
+        torch.testing.assert_close(lse, exact.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(80, FP8), (128, FP8), (256, torch.bfloat16)], ids=str)

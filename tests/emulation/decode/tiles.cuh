@@ -39,8 +39,10 @@ static void add_kv_tile(const Attention& a, const TileShared& s, int stage, cons
         const TileRow row(a, item.w, r);
         const u16* q = a.q + row.index(a, item.x) * D;
         const int kind = !(info.flags & CLIPPED) ? ALL : info.flags & LIMITED ? LIMIT : OWN;
-        const int end = end_seen(a, kind, item.x, item.z, row.query);
+        const int end = end_seen(a, kind, item.x, item.z, row.query), query = item.x + row.query;
         for (int token = info.low(); token < info.high() && info.position + token < end; ++token) {
+            const int position = int(a.q_positions[query]), kv = info.position + token;
+            if ((info.flags & MASKED) && !Variant::mask(sequence_of(a, query), row.head, position, kv, a.words)) continue;
             double score = 0;
             for (int i = 0; i < D; ++i) score += from_bfloat16(q[i]) * number_at(k, token, i);
             const double weight = std::exp(score * a.scale);

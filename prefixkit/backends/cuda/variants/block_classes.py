@@ -19,6 +19,7 @@ from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops.arguments import BadShape
+from prefixkit.ops.attention_ops import class_counts
 from prefixkit.ops.attention_ops import classify_blocks as contract
 
 _THREADS, _BLOCKS_PER_SM = 256, 8
@@ -41,8 +42,9 @@ def classify_blocks(
         return classes.new_empty((0, 0))
     words = words_on_device(of, device)
     words.refresh()
-    items = plan[1].shape[0] + plan[2].shape[0]
-    classes[items, :1].zero_()  # counts blocks that have bits
+    items, counts = plan[1].shape[0] + plan[2].shape[0], class_counts(len(q_positions))
+    behind = classes.view(-1)[items * classes.shape[1] :]
+    behind[:counts].zero_()
     work, nodes = plan[:WORK_TENSORS], plan[WORK_TENSORS:PLAN_TENSORS]
     fields: dict[str, int] = dict.fromkeys((leaf.path for leaf in _LAYOUT.leaves), 0) | {
         "q_positions": q_positions.data_ptr(),
@@ -51,7 +53,8 @@ def classify_blocks(
         "q_reach": reach_in(plan, len(q_positions)) if of.looks_ahead else 0,
         "block_classes": classes.data_ptr(),
         "class_words": classes.shape[1],
-        "bits_capacity": (classes.shape[0] - items) * classes.shape[1] - 2,
+        "bits_capacity": len(behind) - counts,
+        "rows": len(q_positions),
         "heads": query_heads,
         "kv_heads": kv_heads,
         "window": of.window or 0,

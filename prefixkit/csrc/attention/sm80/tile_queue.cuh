@@ -44,6 +44,18 @@ constexpr u32 RAGGED = ~0u;
 // Slices of the largest item that a plan may hold.  The walk takes the first slices of all items, then the second ones.
 DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
 
+// The range of an item's queries, where classes come of it.
+template <bool> struct KeptRange {
+    QueryRange of;
+
+    DEVICE void keep(QueryRange range) { of = range; }
+    DEVICE QueryRange range() const { return of; }
+};
+template <> struct KeptRange<false> {
+    DEVICE void keep(QueryRange) {}
+    DEVICE QueryRange range() const { return {}; }
+};
+
 // Where a block is in its share of the tile list.
 struct __align__(16) Walk {
     int round, filled;        // entries begun; KV tiles in the queue so far
@@ -54,6 +66,7 @@ struct __align__(16) Walk {
     u32 tile;
     Span span;                // what is left of its segment
     BlockClasses<KV_TILE> classes;
+    KeptRange<Variant::DECIDES> queries;
 };
 constexpr int EXTRA_BYTES = TILE * 4 + int(sizeof(Walk));  // positions of the tile's rows, or their ends, and the walk
 constexpr int KV_TILE_INFO = int(sizeof(KVTile));
@@ -92,18 +105,26 @@ struct Refill {
             const int walked = walk_entry(a, entry - slice * heads);
             index = walked / a.kv_heads;
             item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
-            rows = min(TILE, (item.q_end - item.q_begin) * group_of(a) - slice * TILE);
+            const LoneItem lone(a, index);
+            if (lone.alone) item.partial = -1;
+            rows = lone.left_out ? 0 : (item.q_end - item.q_begin) * group_of(a) - slice * TILE;
         } while (rows <= 0);
+        rows = min(TILE, rows);
         w.tile = u32(item.head) | u32(rows) << 16 | u32(slice) << 24;
         w.q_begin = item.q_begin, w.partial = item.partial;
         w.all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);
         const QueryRange queries = query_range(a, item);
+        w.queries.keep(queries);
         w.range = visible_range(a, item, queries.low);
         w.flags = FIRST | (item.kind == LIMIT ? LIMITED : 0);
         w.seg = item.seg_begin + 1, w.seg_end = item.seg_end;
         w.span = load_span(a, item.node, item.begin, item.end, w.range);
-        w.classes.begin(a, index, w.span, queries);
-        w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
+        w.classes.begin(a, index);
+        skip_hidden(true);
+    }
+
+    DEVICE void skip_hidden(bool entered) {
+        w.classes.skip(a, w.span, w.seg, w.seg_end, w.range, [&] { return w.queries.range(); }, entered);
     }
 
     // Adds at most `most` KV tiles of one segment.  An item without tokens gives one empty KV tile.
@@ -122,8 +143,8 @@ struct Refill {
         bool done = false;
         if (!(w.flags & STOP)) {
             w.span.slot = begin + count * KV_TILE;
-            w.classes.step(a, count);
-            w.classes.skip(a, w.span, w.seg, w.seg_end, w.range);
+            w.classes.step(count);
+            skip_hidden(false);
             done = w.span.slot >= w.span.end;
             w.flags &= ~FIRST;
         }

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, PREFIXKIT_BLOCKS)
         }
         __syncthreads();
     }
-    if (a.counts[3] == 0) return;
+    if (!is_merged(a)) return;
     merge_rows(a, a.counts[2], threadIdx.x, 32 * BLOCK_WARPS, [&] {
         if (threadIdx.x == 0) grid_barrier(a.sync);
         __syncthreads();

@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_attention(const __gr
     } else {
         registers_up<VALUE_REGISTERS>();
         value_role(a, latent_shared(shared), role - 2);
-        if (a.counts[3] != 0) merge(a);
+        if (is_merged(a)) merge(a);
     }
 }
 

@@ -192,16 +192,16 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     pin(w.s);
     Lookahead next(s, at);
     for (bool first = true;; first = false) {
+        const bool masked = Variant::HAS_MASK && (flags & MASKED);
+        u32 shown = ~0u;
+        if (masked) {  // while scores are computed
+            const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
+            shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
+        }
         wgmma_wait<1>();
         pin(w.s);
         bool compare = (flags & COMPARE) || wary;
-        const bool masked = Variant::HAS_MASK && (flags & MASKED);
-        u32 shown = ~0u;
-        if (masked) {
-            const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
-            shown = shown_scores(a, kv_tile, read_item(s, place), first_row(half), places);
-            compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two: a base is a row's maximum more often
-        }
+        if (masked) compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two: a base is a row's maximum more often
         if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
         } else {
@@ -240,6 +240,18 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     tile_finish(a, item, w, first_row(half));
 }
 
+// Where masks make items short and a block has many, the second warpgroup begins so many cycles late, some three KV tiles:
+// one multiplies while the other ends an item and begins the next.
+constexpr int STAGGER = Variant::HAS_MASK ? 3000 : 0;
+DEVICE void begin_late(const Attention& a, const TileShared& s) {
+    if constexpr (STAGGER > 0) {
+        const bool many = a.counts[0] * a.kv_heads >= 8 * int(gridDim.x);
+        if (s.stages < 6 || !many || each_alone(a)) return;  // blocks may have no item then
+        barrier_wait(s.full, 0);
+        for (const u32 began = clock_low(); int(clock_low() - began) < STAGGER;) {}
+    }
+}
+
 // One warpgroup: rows 64 `half`... of every item of this block.
 DEVICE void tile_role(const Attention& a, const TileShared& s, int half) {
     TileState w;
@@ -250,6 +262,7 @@ DEVICE void tile_role(const Attention& a, const TileShared& s, int half) {
         if (items.rows == 0) break;
         if (64 * half < items.rows) {
             if (!published) read_queries(a, read_item(s, items.place()), w, first_row(half));
+            make_operands(w);
             tile_begin(w);
             tile_item(a, s, w, at, half, items);
         } else {

@@ -41,7 +41,11 @@ struct Pages {
     }
     // Where groups from slot `at` on are known.
     DEVICE void seek(const Attention& a, int at) {
-        while (FROM_END ? at < slot : at - slot >= LOOKED_UP) slot += STEP, now = next, next = look_up(a, slot + STEP);
+        if (FROM_END ? at >= slot : at - slot < LOOKED_UP) return;
+        const bool near = FROM_END || at - slot < 2 * LOOKED_UP;
+        slot = near ? slot + STEP : at;
+        now = near ? next : look_up(a, slot);
+        next = look_up(a, slot + STEP);
     }
     DEVICE int look_up(const Attention& a, int first) const {
         const int mine = first + lane_anew() * GROUP;
@@ -120,6 +124,15 @@ struct TileGroups {
     }
 };
 
+// Brings what a block's next item is known by to the L2.
+DEVICE void prefetch_next(const Attention& a, int round, int entries) {
+    const int entry = entry_of(round + 1, blockIdx.x, gridDim.x);
+    if (TILES_ONLY || entry >= entries || !elected()) return;
+    const int index = walk_entry(a, entry) / a.kv_heads;
+    prefetch_l2(a.tile_items + 2 * index, 32);
+    if (a.class_words) prefetch_classes(a, index * a.class_words, min(a.class_words, WORDS_AT_ONCE));
+}
+
 // A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
@@ -129,16 +142,22 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     StagedTiles staged(s, ring, is_v);
     Ring& landing = FP8 ? staged.places : ring;  // of loads
     const u64 policy = policy_keep();
+    const bool lone = each_alone(a);
     int items = 0;
     for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // first item beside counts
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
         Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
-        touch_classes(a, walked / a.kv_heads);
-        if (TILES_ONLY && entry >= tiled)
+        const bool decodes = TILES_ONLY && entry >= tiled;
+        const int index = decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads;
+        if (decodes)
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
         else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
+        if (lone) {
+            if (LoneItem(a, index).left_out) continue;
+            item.partial = -1;
+        }
         const QueryRange queries = query_range(a, item);
         const VisibleRange range = visible_range(a, item, queries.low);
         const int all_see = end_seen(a, item.kind, item.q_begin, item.partial, 0);  // up to this position
@@ -146,40 +165,44 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         Segments segments;
         Span span = segments.begin(a, item, range);
         BlockClasses<KV_TILE> classes;
-        const bool decodes = TILES_ONLY && entry >= tiled;
-        classes.begin(a, decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads, span, queries);
+        classes.begin(a, index);
+        const auto ranges = [&] { return queries; };
         const int rows = (item.q_end - item.q_begin) * group_of(a);
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int head = LATENT ? 0 : uniform(item.head);
-        int bits = bits_at(a, classes.first_bits(a));
+        int bits = classes.first_bits(a);
         const int bit_words = 2 * bit_rows(a);
-        if (!FROM_END) classes.skip(a, span, segments.seg, segments.seg_end, range);
+        if (!FROM_END) classes.skip(a, span, segments.seg, segments.seg_end, range, ranges, true);
         for (bool more = true; more;) {
-            // Finds the next segment first, so that the flag LAST is right.
+            // Finds the next segment first, so that the flag LAST is right; under masks before this one's last KV tile,
+            // where its classes are read.
             Span following = {};
-            BlockClasses<KV_TILE> later = classes;
-            if (FROM_END) segments.back(a, following, range);
-            else later.skip(a, following, segments.seg, segments.seg_end, range);
-            more = following.slot < following.end;
+            const auto find_following = [&] {
+                if (FROM_END) segments.back(a, following, range);
+                else classes.skip(a, following, segments.seg, segments.seg_end, range, ranges, true);
+                more = following.slot < following.end;
+            };
+            if (!Variant::HAS_MASK) find_following();
             Pages pages(a, span);
             int slot = pages.begin + (FROM_END ? max(0, span.end - pages.begin - 1) / KV_TILE * KV_TILE : 0);
             for (bool ended = false; !ended;) {
                 const bool masked = classes.current() & COMPARED;
                 const int mine = classes.current() == BITS ? bits : -1;
                 if (mine >= 0) {
-                    if (!is_v && 8 * lane_anew() < bit_words) touch(a.block_classes + mine + 8 * lane_anew());
+                    if (!is_v && elected()) prefetch_classes(a, mine, bit_words);
                     bits += bit_words;
                 }
-                classes.step(a);
+                classes.step();
                 const int low = max(0, span.slot - slot);
-                const int next = FROM_END ? slot - KV_TILE : classes.next(a, slot + KV_TILE, span.end);
+                const int next = FROM_END ? slot - KV_TILE : classes.next(a, span, slot + KV_TILE, ranges);
                 ended = FROM_END ? next < pages.begin : next >= span.end;
+                if (Variant::HAS_MASK && ended) find_following();
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
-                pages.seek(a, slot);
                 const TileGroups groups(landing, pages, slot, columns, own);
                 const bool last = !more && ended;
+                if (Variant::HAS_MASK && !is_v && last) prefetch_next(a, round, entries);
                 const int position = span.position + slot;
                 const bool clipped = position + high > all_see;
                 const bool compare = clipped || !whole;
@@ -203,8 +226,9 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                     groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
                 landing.next();
                 slot = next;
+                if (!ended) pages.seek(a, slot);
             }
-            span = following, classes = later;
+            span = following;
         }
         if constexpr (FP8) staged.widen_all();
     }

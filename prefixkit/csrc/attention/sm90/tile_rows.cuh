@@ -54,23 +54,34 @@ DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w,
         for (int m = 0; m < Q_PARTS; ++m) {
             const bool there = D % 32 == 0 || 32 * m + 8 * (threadIdx.x & 3) < D;
             const uint4 x = there ? *(const uint4*)(q + 32 * m) : make_uint4(0, 0, 0, 0);
-            w.q[8 * m + i] = x.x, w.q[8 * m + 2 + i] = x.y, w.q[8 * m + 4 + i] = x.z, w.q[8 * m + 6 + i] = x.w;
+            u32* const to = w.q + 8 * m + 4 * i;  // where it lands, so that nothing waits for it here
+            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
         }
     }
 }
 
-// Queries that were read become operands; nothing is summed yet.
+// Queries that were read become operands.
+DEVICE void make_operands(TileState& w) {
+#pragma unroll
+    for (int m = 0; m < Q_PARTS; ++m) {
+        u32 x[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[i][j] = w.q[8 * m + 4 * i + j];
+            transpose_quad(x[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) w.q[8 * m + 2 * j + i] = x[i][j];
+    }
+}
+
+// Nothing is summed yet.
 DEVICE void tile_begin(TileState& w) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
-#pragma unroll
-        for (int m = 0; m < Q_PARTS; ++m) {
-            u32 x[4] = {w.q[8 * m + i], w.q[8 * m + 2 + i], w.q[8 * m + 4 + i], w.q[8 * m + 6 + i]};
-            transpose_quad(x);
-            w.q[8 * m + i] = x[0], w.q[8 * m + 2 + i] = x[1], w.q[8 * m + 4 + i] = x[2], w.q[8 * m + 6 + i] = x[3];
-        }
-    }
+    for (int i = 0; i < 2; ++i) w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 #pragma unroll
     for (int i = 0; i < V_PAD / 2; ++i) w.o[i] = 0.f;
 }

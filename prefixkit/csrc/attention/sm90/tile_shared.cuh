@@ -11,7 +11,7 @@ constexpr int KV_TILE = TILE_WARPGROUPS == 1 ? 32 : 64;  // tokens
 constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
 constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
 constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
-constexpr int TILE_STAGES = 4;     // at most
+constexpr int TILE_STAGES = FP8 || LATENT || TILES_ONLY || TILE_WARPGROUPS == 1 ? 4 : 6;  // at most
 constexpr int STAGED = FP8 ? 4 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
 static_assert(!FP8 || STORED_COLUMNS == 1, "rows of e4m3 have 128 bytes at most");
 constexpr int CONSUMER_WARPS = 4 * TILE_WARPGROUPS;  // each frees a stage by itself
@@ -21,7 +21,7 @@ constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUM
 struct KVTileInfo {  // what a consumer must know of a KV tile; 16 bytes
     int flags;     // LAST of its item; CLIPPED, LIMITED; COMPARE: not all of its tokens count for all rows; MASKED
     int bounds;    // tokens [low, high) count
-    int bits;      // of a MASKED KV tile, where its bits begin (bits_at), or -1
+    int bits;      // of a MASKED KV tile, where its bits begin, or -1
     int position;  // of token 0
 
     DEVICE int low() const { return bounds & 255; }

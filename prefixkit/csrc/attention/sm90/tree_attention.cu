@@ -25,6 +25,8 @@ constexpr Stages MIXED = FP8                 ? Stages{D <= 64 ? 4 : 2, 3}
 // Where decode items are by far the longer part.
 constexpr Stages STREAMS = FP8 || D <= 64 || V_DIM > 128 ? MIXED : Stages{2, 5};
 constexpr Stages ALONE = {0, V_DIM > 128 ? 3 : 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
+// Where there are no decode items: loads of an item's first KV tiles are on their way before the last item ends.
+constexpr Stages PROMPTS = TILE_STAGES < 6 ? MIXED : Stages{TILE_STAGES, 0};
 DEVICE constexpr int bytes_of_tiles(int stages) {
     return stages * (K_TILE_BYTES + V_TILE_BYTES) + (stages ? 2 * STAGED * STAGED_BYTES : 0);
 }
@@ -45,8 +47,8 @@ struct Shared {
     Resolved batches[RINGS * BATCH];
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
-static_assert(bytes_of(STREAMS) <= RING_BYTES, "all uses of the rings fit");
-static_assert(MIXED.tile <= TILE_STAGES && MIXED.decode * ROW_PARTS <= RING_STAGES, "barriers");
+static_assert(bytes_of(STREAMS) <= RING_BYTES && bytes_of(PROMPTS) <= RING_BYTES, "all uses of the rings fit");
+static_assert(MIXED.tile <= TILE_STAGES && PROMPTS.tile <= TILE_STAGES && MIXED.decode * ROW_PARTS <= RING_STAGES, "barriers");
 static_assert(STREAMS.decode * ROW_PARTS <= RING_STAGES && ALONE.decode * ROW_PARTS <= RING_STAGES, "barriers");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
@@ -56,6 +58,7 @@ struct Registers { int load, decode, tile; };
 constexpr Registers REGISTERS = TILE_WARPGROUPS == 1 ? Registers{64, 184, 256}
                                 : TILES_ONLY         ? Registers{64, 32, 208}
                                 : FP8                ? Registers{64, 96, 176}
+                                : Variant::HAS_MASK  ? Registers{56, 88, 184}
                                                      : Registers{48, 96, 184};
 constexpr int TILE_THREADS = 128 * TILE_WARPGROUPS, THREADS = 256 + TILE_THREADS;
 
@@ -104,7 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
     __syncthreads();
     pdl_wait();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
-    const Stages stages = TILES_ONLY ? MIXED : a.counts[0] == 0 ? ALONE : a.counts[5] ? STREAMS : MIXED;
+    const Stages stages = TILES_ONLY         ? MIXED
+                          : a.counts[0] == 0 ? ALONE
+                          : a.counts[1] == 0 ? PROMPTS
+                          : a.counts[5]      ? STREAMS
+                                             : MIXED;
     if (role == 0) {
         registers_down<REGISTERS.load>();
         if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
@@ -121,8 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
         registers_up<REGISTERS.tile>();
         if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
         named_barrier<5, TILE_THREADS>();
+        if (role == 3) begin_late(a, tile_shared(shared, stages));
         tile_role(a, tile_shared(shared, stages), role - 2);
-        if (a.counts[3] != 0) merge(a, shared_address(shared.rings));
+        if (is_merged(a)) merge(a, shared_address(shared.rings));
     }
 }
 
