@@ -68,8 +68,6 @@ DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first
 DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
 // Brings `bytes` (a multiple of 16, as the address is) to the L2 without waiting for them (sm_90).
 DEVICE void prefetch_l2(const void* p, u32 bytes) { EFFECT("cp.async.bulk.prefetch.L2.global [%0], %1;", "l"(p), "r"(bytes)); }
-// Brings a line near without waiting for it.
-DEVICE void touch(const void* p) { asm volatile("{.reg .b32 x; ld.global.ca.b32 x, [%0];}" ::"l"(p)); }
 
 DEVICE void store_shared16(u32 to, int4 x) {
     EFFECT("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));

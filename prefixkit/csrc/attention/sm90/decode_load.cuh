@@ -134,7 +134,6 @@ DEVICE void decode_load(const Attention& a, const DecodeShared& s, int pair) {
 DEVICE void decode_role(const Attention& a, const DecodeShared& s, int warp) {
     DecodeRing ring(s, warp / ROW_PARTS, 0);
     DecodeState state;
-    if (MODIFIED) touch(a.words);
     barrier_wait(ring.full, 0);
     if (!(ring.kv_tiles->flags & STOP)) decode_queries(a, *ring.kv_tiles, state);
     while (true) {

@@ -137,10 +137,10 @@ template <int PENDING> DEVICE void copy_wait() {
 }
 DEVICE u64 policy_stream() { return 0; }
 DEVICE u64 policy_keep() { return 0; }
-DEVICE void touch(const void* p) { volatile char x = *(const char*)p; (void)x; }
 DEVICE void prefetch_l2(const void* p, u32 bytes) {
     if (uintptr_t(p) % 16 || bytes % 16 || bytes == 0) std::abort();
-    touch(p);
+    volatile char x = *(const char*)p;
+    (void)x;
 }
 DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
 template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
