@@ -19,6 +19,7 @@ from prefixkit.backends.torch.host_planner import bind
 from prefixkit.cuda.launch import LaunchCache
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
+from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
 
 GPU = torch.device("cuda")
@@ -77,7 +78,7 @@ def planned(case: Case, cost: CostModel, **options: int) -> Plan:
 def item_rows(case: Case) -> dict[str, int]:
     """The options of ``gpu_plan_of`` for the kernel that runs the case: how many rows its items hold."""
     arch = arch_for(torch.cuda.get_device_capability(GPU), supported_archs())
-    kernel = kernel_for(arch, case.shape.head_dim, case.shape.gqa_group)
+    kernel = kernel_for(arch, case.shape.head_dim, case.shape.gqa_group, e4m3=case.k_pages.dtype == FP8)
     return {} if kernel is None else {"tile_rows": kernel.tile_rows, "decode_rows": kernel.decode_rows}
 
 

@@ -33,11 +33,17 @@ def gathered(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def dense(
-    case: Case, variant: Variant = CAUSAL, dtype: torch.dtype = torch.float64, order: int = 0
+    case: Case,
+    variant: Variant = CAUSAL,
+    dtype: torch.dtype = torch.float64,
+    order: int = 0,
+    *,
+    together: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``out [rows, heads, v_dim]``, ``lse [rows, heads]`` with every product and sum in ``dtype``.
 
-    ``order``: of the keys: 0 as in the text, others shuffled, for sums round otherwise then.
+    Sums round otherwise in another order.  ``order``: of the keys: 0 as in the text, others shuffled.  ``together``:
+    one product has the scores of all rows with all pages, as a matrix; else torch takes each row by itself.
     """
     slots, positions = gathered(case)
     if order:
@@ -59,7 +65,13 @@ def dense(
             t[where[part] // page_size, where[part] % page_size].to(dtype).repeat_interleave(heads // kv_heads, dim=2)
             for t in (k, v)
         )  # [rows, len, heads, head_dim]
-        score = torch.einsum("rhd,rlhd->rhl", q[part].to(dtype), keys)[:, :, None, :] * case.scale
+        if together:
+            score = scores_of_matrices(q[part].to(dtype), k.to(dtype)).gather(
+                2, where[part, None].expand(-1, heads, -1)
+            )
+        else:
+            score = torch.einsum("rhd,rlhd->rhl", q[part].to(dtype), keys)
+        score = score[:, :, None, :] * case.scale
         b = torch.from_numpy(StepTree(case.snapshot, case.queries).sequences).to(GPU)[part, None, None, None]
         at = b, number[None], case.positions.to(GPU)[part, None, None, None], positions[part, None, None, :]
         for mod in variant.score_mods:
@@ -78,6 +90,14 @@ def dense(
     if variant.sums:  # in float32 a sum errs as the log-sum-exp does
         out *= lse.exp()[..., None]
     return out, lse
+
+
+def scores_of_matrices(q: Tensor, k_pages: Tensor) -> Tensor:
+    """Scores ``[rows, heads, slots]`` of every query with every slot, a product of two matrices for each KV head."""
+    rows, heads, head_dim = q.shape
+    keys = k_pages.nan_to_num().permute(2, 3, 0, 1).flatten(2)  # [kv_heads, head_dim, slots]
+    of_heads = q.reshape(rows, len(keys), -1, head_dim).transpose(0, 1).flatten(1, 2)
+    return (of_heads @ keys).unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def torch_error(case: Case, exact: Tensor) -> float:
