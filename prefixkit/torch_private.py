@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from importlib import import_module
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,32 @@ def tensors_over(tensor: Tensor) -> int | None:
     """How many tensors there are over the memory of this one, itself included; None where torch does not tell."""
     count = _uses(tensor)
     return count - _NO_TENSORS if count else None
+
+
+class SharedMemory(NamedTuple):
+    """Memory of GPUs that processes see.
+
+    Attributes:
+        parts: ``[size]`` uint8 of each process, in the order of their ranks; zero at first.
+        handle: What holds it.
+    """
+
+    parts: list[Tensor]
+    handle: Any
+
+
+def shared_memory(size: int, device: torch.device, group: Any) -> SharedMemory | None:
+    """``size`` bytes of each process of a group, each on its GPU, which all read and write; None where torch has none.
+
+    All processes call it; RuntimeError where their GPUs are not linked.
+    """
+    module = "torch.distributed._symmetric_memory"
+    empty = private(module, "empty", lambda size, dtype, device: None)
+    meet = private(module, "rendezvous", lambda tensor, group: None)
+    own = empty(size, dtype=torch.uint8, device=device)
+    if own is None or (met := meet(own.zero_(), group)) is None:
+        return None
+    return SharedMemory([met.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())], (own, met))
 
 
 # -- the compiler, which takes a second to import: looked up when it is used -------------------------------------------

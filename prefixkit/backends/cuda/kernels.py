@@ -80,6 +80,13 @@ def expert_unit(half: bool) -> Unit:
     return Unit("experts/expert_product.cu", names, defines, (layouts.EXPERT_PRODUCT.header,))
 
 
+def sum_name(dtype: str) -> str:
+    """The kernel that sums what two processes have."""
+    return f"prefixkit::sum_parts<{FLOATS[dtype]}>"
+
+
+SUM_PARTS = Unit("parallel/sum_parts.cu", tuple(map(sum_name, FLOATS)), headers=(layouts.SUM_PARTS.header,))
+
 CONV_WIDTHS = (2, 3, 4)
 STATE_SIZES = (16, 32, 64, 128, 256)  # of a head's rows, in Mamba 2
 
@@ -312,5 +319,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = (merge_unit(*of) for of in product((False, True), repeat=2))
-    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES)
+    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), SUM_PARTS
     return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, *plain, *varied

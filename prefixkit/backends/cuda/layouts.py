@@ -163,6 +163,21 @@ ADVANCE = define(
     ("int", "rows page_size"),
 )
 
+# ---- processes that share a model ----
+
+SUM_PARTS = define(
+    "SumParts",
+    ("const int4*", "part", "[vectors] of 16 bytes"),
+    ("int4*", "sum", "[vectors]"),
+    ("int4*", "theirs", "[2, blocks, VECTORS, THREADS] memory of the other process"),
+    ("const int4*", "own", "the same of this process"),
+    ("unsigned int*", "their_flags", "[blocks] of the other process: rounds that this one has written"),
+    ("const unsigned int*", "own_flags", "[blocks] rounds that the other one has written"),
+    ("unsigned int*", "epochs", "[blocks] rounds that this process has done"),
+    ("long long", "vectors"),
+    ("int", "blocks", "that there is memory for"),
+)
+
 # ---- experts ----
 
 EXPERT_PRODUCT = define(

@@ -1,4 +1,4 @@
-"""``linear_pair``; see the op for its contract."""
+"""``linear_pair``, and what stands for ``sum_parts``; see the ops for their contracts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from prefixkit.ops.arguments import check_pair
+from prefixkit.ops.backend import BackendError
 
 # Rows up to which one product is faster than two: 2 x 14,336 columns of width 4,096 take 58 us as one and 63 as two for
 # 32 rows on an H200, 62 and 64 for 64, 66 and 66 for 128, 347 and 304 for 1,024.
@@ -24,3 +25,10 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
     for part, half in zip(out.view(rows, -1).chunk(2, dim=1), weight.chunk(2), strict=True):
         torch.mm(flat, half.t(), out=part)
     return out
+
+
+def sum_parts(part: Tensor, addresses: Tensor) -> Tensor:
+    """BackendError: memory that two processes see is memory of GPUs."""
+    raise BackendError(
+        f"sum_parts: plain torch has none, and {part.device} runs plain torch; sum by torch.distributed.all_reduce"
+    )

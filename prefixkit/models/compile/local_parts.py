@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from prefixkit.models.tensor_parallel import process_group, tp_size
+from prefixkit.models.compile.shared_sums import shared_sums
+from prefixkit.models.tensor_parallel import tp_size
 
 # Styles of a plan: a process computes some of the outputs, or part of every sum; or what it computes is whole.
 _PART_OF_OUTPUTS, _PART_OF_SUMS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -25,21 +27,25 @@ class SummedLinear(nn.Linear):
     """A linear layer of which each process has some columns of the weight: their products are summed."""
 
     group: Any
+    addresses: Tensor | None  # see SharedSums
 
     def forward(self, input: Tensor) -> Tensor:
         out = F.linear(input, self.weight)
-        torch.distributed.all_reduce(out, group=self.group)
+        if self.addresses is None:
+            torch.distributed.all_reduce(out, group=self.group)
+        else:
+            out = torch.ops.prefixkit.sum_parts(out, self.addresses)
         return out if self.bias is None else out + self.bias
 
 
 class LocalParts:
     """The modules of a model that stand-ins are made for; none where no other process shares it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._styles: dict[nn.Module, str] = {}
         if tp_size(model) == 1:
             return
-        self._group = process_group(model)
+        self._sums = shared_sums(model)
         plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
         for name, module in model.named_modules():
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -61,7 +67,8 @@ class LocalParts:
         if (style := self._styles.get(module)) is not None:
             held = {name: None if one is None else _parameter(one) for name, one in module._parameters.items()}
             if style == _PART_OF_SUMS:
-                return copy_of_module(module, SummedLinear, _parameters=held, group=self._group)
+                to = {"group": self._sums.group, "addresses": self._sums.addresses_for(module.get_parameter("weight"))}
+                return copy_of_module(module, SummedLinear, _parameters=held, **to)
             return copy_of_module(module, type(module), _parameters=held)
         inner = {name: part and self.in_place_of(part) for name, part in module._modules.items()}
         if all(part is module._modules[name] for name, part in inner.items()):

@@ -1,0 +1,67 @@
+"""``sum_parts``: two processes write to each other's memory.  Here both are streams of one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import prefixkit.backends
+import prefixkit.ops.library  # noqa: F401  (registers them)
+from prefixkit.ops.part_sums import BLOCKS, SHARED_BYTES, addresses_of
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture
+def two():
+    """What each of two processes passes as addresses, a stream for each, and what the addresses are of."""
+    memory = [torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    epochs = [torch.zeros(BLOCKS, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    addresses = [addresses_of(memory[own], memory[1 - own], epochs[own]) for own in range(2)]
+    torch.cuda.synchronize()
+    return addresses, [torch.cuda.Stream() for _ in range(2)], memory, epochs
+
+
+def sums_of(parts, addresses, streams):
+    """What both get: each launches on a stream of its own, for one waits for the other on the GPU."""
+    sums = []
+    for part, own, stream in zip(parts, addresses, streams, strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            sums.append(torch.ops.prefixkit.sum_parts(part, own))
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_both_get_the_sum_rounded_once_round_after_round(two, dtype):
+    addresses, streams, *_ = two
+    for rows, width in ((1, 64), (64, 4096), (3, 40), (1024, 4096), (2, 8), (1500, 5120), (64, 4096), (0, 64)):
+        parts = [torch.randn(rows, width, device=DEVICE).to(dtype) for _ in range(2)]
+        expected = (parts[0].float() + parts[1].float()).to(dtype)
+        for got in sums_of(parts, addresses, streams):
+            assert torch.equal(got, expected), (rows, width)
+
+
+def test_graphs_that_hold_it_go_on_where_others_have_ended(two):
+    addresses, streams, *_ = two
+    parts = [torch.randn(64, 512, device=DEVICE).bfloat16() for _ in range(2)]
+    sums_of(parts, addresses, streams)
+    graphs, totals = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for own, stream in enumerate(streams):
+        with torch.cuda.graph(graphs[own], stream=stream):
+            once = torch.ops.prefixkit.sum_parts(parts[own], addresses[own])
+            totals.append(torch.ops.prefixkit.sum_parts(once, addresses[own]))
+    for _ in range(5):
+        for part in parts:
+            part.copy_(torch.randn(64, 512, device=DEVICE))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        once = (parts[0].float() + parts[1].float()).bfloat16()
+        for total in totals:
+            assert torch.equal(total, (once.float() * 2).bfloat16())
+        sums_of(parts, addresses, streams)
