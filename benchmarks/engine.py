@@ -21,12 +21,13 @@ import prefixkit
 from benchmarks.runner import Row, Run, arguments, captured, free_memory, replayed_ms, spread
 from benchmarks.shapes import LLAMA_8B
 from benchmarks.tree_attention.inputs import planner_for
-from benchmarks.tree_attention.workloads import PAGE, workload
+from benchmarks.tree_attention.workloads import PAGE, Workload, workload
+from prefixkit.attention.planner import Planner
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.request import Request
-from prefixkit.kv.kv_pool import KVPool
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.models import ModelRunner, kv_spec
 from prefixkit.ops import library
 from prefixkit.ops.backend import Backend, backend_for
@@ -161,23 +162,38 @@ def step_ms(runner: ModelRunner, step: Step) -> dict[str, float]:
     return {"ms": times["median"], "least_ms": times["best"], "most_ms": times["worst"]}
 
 
+def random_pool(spec: KVSpec, pages: int) -> KVPool:
+    """A pool whose pages hold random numbers; in e4m3 from 0.5 to 2."""
+    pool = KVPool(spec, pages, PAGE)
+    for layer in range(len(spec.layers)):
+        for tensor in pool.pages(layer):
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor.view(torch.uint8).random_(0x30, 0x41)
+            else:
+                tensor.normal_()
+    return pool
+
+
+def decode_step(work: Workload, planner: Planner, vocab: int, device: str = "cuda") -> Step:
+    """A step that gives each leaf of a workload's tree its last token."""
+    count = work.queries.num_rows
+    tokens = np.random.default_rng(count).integers(0, vocab, count)
+    computed = work.snapshot.computed.copy()
+    computed[work.queries.node] = work.queries.begin  # a decode step appends its tokens
+    tree = StepTree(dataclasses.replace(work.snapshot, computed=computed), work.queries)
+    return build_step(tree, tokens, np.arange(count), planner, torch.device(device))
+
+
 def measure_step(run: Run, model: Any, batches: list[int]) -> None:
     """A decode step of sequences that share a prefix, its layers as they are and through torch.compile."""
     spec = kv_spec(model)
-    pool = KVPool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE), PAGE)
-    for layer in range(len(spec.layers)):
-        for pages in pool.pages(layer):
-            pages.normal_()
+    pool = random_pool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE))
     planner = planner_for(LLAMA_8B.heads, LLAMA_8B.kv_heads, LLAMA_8B.head_dim, spec.device, spec.dtype)
     runners = {"eager": ModelRunner(model, pool), "compiled": ModelRunner(model, pool, compiled=True)}
     layers: Any = runners["compiled"].compiled
     for batch in batches:
         work = workload(f"2L b{batch} p{PREFIX} s{SUFFIX}", LLAMA_8B.heads, LLAMA_8B.kv_heads)
-        tokens = np.random.default_rng(batch).integers(0, LLAMA_8B.vocab, batch)
-        computed = work.snapshot.computed.copy()
-        computed[work.queries.node] = work.queries.begin  # a decode step appends its tokens
-        tree = StepTree(dataclasses.replace(work.snapshot, computed=computed), work.queries)
-        step = build_step(tree, tokens, np.arange(batch), planner, "cuda")
+        step = decode_step(work, planner, LLAMA_8B.vocab)
         for name, runner in runners.items():
             graphs, seconds, began = layers.graphs, layers.seconds, time.perf_counter()
             runner(step)

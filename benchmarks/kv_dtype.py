@@ -2,11 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.kv_dtype --out benchmarks/results/cpu_kv_dtype.json
     python -m benchmarks.kv_dtype --device cuda --dtype bfloat16
+    python -m benchmarks.kv_dtype --steps           # decode steps beside those over bfloat16; 110 GiB of GPU memory
 
 SmolLM2-135M-Instruct over HumanEval.  *nll*: nats per token of the reference solutions behind their heads; *rms*,
 *most*: of the difference of a token's log-probability from that under K and V in the model's dtype.  *passed*: of
 ``--samples`` programs for each of the ``--problems`` with the shortest solutions, at temperature 0.6; *interval*: how
 far that number of two runs of one model is apart at most, 95 times in 100.
+
+``--steps``: decode steps of random bf16 weights whose time is mostly that of reading own tokens, each as a CUDA graph
+over pages of random numbers, layers as transformers has them: milliseconds, and bytes of KV of a token.
 """
 
 import math
@@ -17,21 +21,51 @@ import numpy as np
 import torch
 
 import prefixkit
+from benchmarks.engine import decode_step, random_pool, step_ms
 from benchmarks.real_model import passes
-from benchmarks.runner import Run, arguments
+from benchmarks.runner import Row, Run, arguments, free_memory
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.tree_attention.workloads import workload
+from prefixkit.attention.sharing import HeadShape
 from prefixkit.evaluation.demo.model import load_demo
 from prefixkit.evaluation.tasks.encode import encode
 from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.evaluation.tasks.wording import FENCE_STOP
+from prefixkit.models import ModelRunner, kv_spec
 from prefixkit.models.kv_dtype import KVDtype
+from prefixkit.ops.backend import backend_for
 
 DTYPES: tuple[KVDtype | None, ...] = (None, "fp8")
+STEPS = {"Llama-3.1-8B": "2L b32 p16 s16384", "Llama-3.2-1B": "2L b64 p16 s32768"}
+
+
+def measure_step(shape: Shape, tree: str) -> Row:
+    """A decode step over this tree, by the dtype of pages."""
+    work = workload(tree, shape.heads, shape.kv_heads)
+    model: Any = shape.build("cuda", torch.bfloat16)
+    row: Row = {"shape": shape.name, "tree": tree}
+    for kv_dtype in DTYPES:
+        spec = kv_spec(prefixkit.patch(model, kv_dtype=kv_dtype))
+        heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim, spec.dtype.itemsize)
+        planner = backend_for(spec.device).planner_for(heads, spec.device, torch.bfloat16)
+        runner = ModelRunner(model, random_pool(spec, int(work.snapshot.page_indptr[-1])))
+        row[f"{kv_dtype or 'bfloat16'}_ms"] = step_ms(runner, decode_step(work, planner, shape.vocab))["ms"]
+        row[f"{kv_dtype or 'bfloat16'}_bytes_per_token"] = spec.bytes_per_token
+        del runner
+        free_memory()
+    prefixkit.unpatch(model)
+    return row | {"fp8 / bfloat16": round(row["fp8_ms"] / row["bfloat16_ms"], 3)}
 
 
 def main() -> None:
     sizes = {"texts": 40, "problems": 8, "samples": 16}
-    options = arguments(__doc__, device="cpu", dtype="float32", **sizes)
-    run = Run(options, options.device)
+    options = arguments(__doc__, device="cpu", dtype="float32", **sizes, steps=False)
+    run = Run(options, "cuda" if options.steps else options.device)
+    if options.steps:
+        for name, tree in STEPS.items():
+            run.add("steps", measure_step(SHAPES[name], tree))
+            free_memory()
+        return run.finish()
     model, tokenizer = load_demo()
     model = model.to(options.device, getattr(torch, options.dtype))
     every = load(Source(task="humaneval"))

@@ -8,6 +8,13 @@ namespace prefixkit {
 struct Half { u16 bits; };
 struct BFloat { u16 bits; };
 using Storage = BFloat;
+#if PREFIXKIT_HALF || (PREFIXKIT_KV_FP8 && PREFIXKIT_MAPS)
+#define PREFIXKIT_HALF_OPERANDS 1
+using Operand = Half;
+#else
+#define PREFIXKIT_HALF_OPERANDS 0
+using Operand = BFloat;
+#endif
 
 DEVICE u16 to_bfloat16(float x) {
     const u32 b = __float_as_uint(x);

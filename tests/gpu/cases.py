@@ -13,6 +13,7 @@ from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel
 from prefixkit.attention.variants import lookup
+from prefixkit.backends.cuda import kernels
 from prefixkit.backends.cuda.device_planner import WORK_TENSORS, over_tree, say_plain_torch
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.torch.host_planner import bind
@@ -21,6 +22,7 @@ from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.ops import backend
 from prefixkit.ops.arguments import FP8
 from prefixkit.testing.forests import Case, gpu_plan_of, int_tensors, node_tensors, plan_of
+from prefixkit.threads import once
 
 GPU = torch.device("cuda")
 
@@ -28,6 +30,7 @@ GPU = torch.device("cuda")
 def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has launched no kernel of attention, and said nothing of one."""
     monkeypatch.setattr(backend.backend_for(torch.device("cuda")).tree_attention, "launches", LaunchCache())
+    monkeypatch.setattr(kernels, "first_named", once(kernels.named_kernel))
     say_plain_torch.clear()
 
 

@@ -19,7 +19,13 @@ from prefixkit.backends.cuda.device_planner import (
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
-from prefixkit.backends.cuda.prepared_attention import Prepared, launch_signature, prepare_attention, prepare_latents
+from prefixkit.backends.cuda.prepared_attention import (
+    Prepared,
+    check_begins,
+    launch_signature,
+    prepare_attention,
+    prepare_latents,
+)
 from prefixkit.backends.cuda.variants.block_classes import classes_in, reach_in, sequence_numbers
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.backends.torch import run_program
@@ -27,7 +33,7 @@ from prefixkit.backends.torch.latent_attention import latent_attention as plain_
 from prefixkit.checking import checked
 from prefixkit.cuda.launch import LaunchCache, launch
 from prefixkit.cuda.tensor_maps import TensorMaps, cached_tensor_maps
-from prefixkit.ops.arguments import BadShape, check_packed
+from prefixkit.ops.arguments import check_packed
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.threads import once
 from prefixkit.torch_private import raw_stream, stream_captures
@@ -133,7 +139,7 @@ class TreeAttention:
         if not q.is_contiguous() or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k_pages.data_ptr() | v_pages.data_ptr() | (0 if rotary_pages is None else rotary_pages.data_ptr())) & 15:
-            raise BadShape("tree_attention: pages must begin at multiples of 16 bytes; make them with KVPool")
+            check_begins("tree_attention", k_pages, v_pages, *([] if rotary_pages is None else [rotary_pages]))
         maps: TensorMaps = ()
         if uses_tma:
             maps = cached_tensor_maps(self._maps, k_pages, v_pages, prepared.pages_signature, rotary_pages)

@@ -12,6 +12,7 @@ from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
+from prefixkit.threads import once
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
@@ -153,6 +154,30 @@ ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_at
 MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_blocks"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
 KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
+
+
+class KernelChanged(ValueError):
+    """``PREFIXKIT_KERNEL`` has changed since kernels were chosen by it: plans of one kernel are not another one's."""
+
+
+def named_kernel() -> str:
+    """What the variable says now."""
+    return os.environ.get(KERNEL_VARIABLE, "")
+
+
+first_named = once(named_kernel)  # what it said when the first kernel was chosen
+
+
+def _wants_portable() -> bool:
+    now, first = named_kernel(), first_named()
+    if now != first:
+        raise KernelChanged(
+            f"{KERNEL_VARIABLE} is {now!r}, and was {first!r} when this process chose its first kernel, for which "
+            "plans may have been made; set it before the process begins"
+        )
+    return now == "portable"
+
+
 # Sizes of heads of K and V.
 HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128, 256)), (192, 128))
 # Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
@@ -208,11 +233,12 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
     tile_rows, threads = (64, 384) if v_dim > 128 else (128, 512)
     hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= tile_rows
     hopper = hopper and not (e4m3 and head_dim > 128)
-    if hopper and os.environ.get(KERNEL_VARIABLE, "") != "portable":
+    if hopper and not _wants_portable():
         # Two warps take an item of the decode path together where that makes it hold a query's rows.
         wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
-        decode_kv_tile = 32 if head_dim * (1 if e4m3 else 2) <= 128 else 16  # as in decode.cuh
+        row = head_dim * (1 if e4m3 else 2)  # bytes
+        decode_kv_tile = 64 if row <= 64 else 32 if row <= 128 else 16  # as in decode.cuh
         file = "attention/sm90/tree_attention.cu"
         # Smaller heads take one warpgroup more than half the time, and loads of e4m3 take as long as for both.
         low = 64 if 64 < head_dim == v_dim <= 128 and not e4m3 else 0
@@ -228,7 +254,7 @@ def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = Non
 
 def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
     """The kernel for latents with rotary keys of these elements; None if no kernel serves them."""
-    hopper = arch == "sm_90a" and os.environ.get(KERNEL_VARIABLE, "") != "portable"
+    hopper = arch == "sm_90a" and not _wants_portable()
     if not hopper or latent not in LATENT_DIMS or rotary % 16 or not 0 < rotary <= MOST_ROTARY:
         return None
     file = "attention/sm90/latent_attention.cu"

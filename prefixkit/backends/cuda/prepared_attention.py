@@ -140,8 +140,16 @@ def prepare_latents(
     return _prepared(kernel, q, (latent_pages, v_pages, rotary_pages), groups, latent, lookup(key), key)
 
 
+def check_begins(op: str, *pages: Tensor) -> None:
+    """Raise BadShape unless pages begin at multiples of 16 bytes."""
+    for each in pages:
+        if each.data_ptr() & 15:
+            raise BadShape(f"{op}: pages must begin at multiples of 16 bytes; make them with KVPool")
+
+
 def _check_strides(op: str, *pages: Tensor) -> None:
     """Raise BadShape unless rows of pages begin at multiples of 16 bytes."""
+    check_begins(op, *pages)  # pages in e4m3 are read as words of 16 bits, which an odd byte does not begin
     for each in pages:
         vector = 16 // each.element_size()
         if any(stride % vector for stride in each.stride()[:3]):

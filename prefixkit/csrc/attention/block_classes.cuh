@@ -115,7 +115,8 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
         const int lane = lane_anew(), half = lane & 16, mine = lane % WORDS_AT_ONCE;
         if (entered || tile % TILES_AT_ONCE == 0) {
             const int at = int(tile / TILES_AT_ONCE) * WORDS_AT_ONCE + mine;
-            held = at < a.class_words - 1 ? a.block_classes[words + at] : ALL_COMPARED;
+            const int behind = (tile + (span.end - slot + KV - 1) / KV + CLASSES_PER_WORD - 1) / CLASSES_PER_WORD;
+            held = at >= behind ? 0 : at < a.class_words - 1 ? a.block_classes[words + at] : ALL_COMPARED;
         }
         const u32 place = tile / CLASSES_PER_WORD % WORDS_AT_ONCE, lanes = 0xffffu << half;
         const u32 found = (__ballot_sync(lanes, held != 0) >> half & 0xffff) >> place;

@@ -1,7 +1,7 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
 // shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (on Hopper 32, where rows have up to 128 bytes) pass through a warp's own ring,
+// tiling     KV tiles of 16 tokens (on Hopper 32 or 64, where rows are short) pass through a warp's own ring,
 //            filled by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped:
 //            S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output
 //            takes D / 4 registers.  Each warp works alone; two that take an item together share its ring and have 8
@@ -16,8 +16,9 @@
 namespace prefixkit {
 
 // Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that
-// what a KV tile costs besides its products is paid for as many bytes.  Masks hide groups one by one.
-constexpr int DECODE_GROUPS = PREFIXKIT_MAPS && WORDS <= 64 && !Variant::HAS_MASK ? 2 : 1;
+// what a KV tile costs besides its products is paid for as many bytes, and four of rows of 64 bytes.  Masks hide groups
+// one by one.
+constexpr int DECODE_GROUPS = !PREFIXKIT_MAPS || Variant::HAS_MASK ? 1 : WORDS <= 32 ? 4 : WORDS <= 64 ? 2 : 1;
 constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * STORED_COLUMNS * 128;  // of K, and of V
 constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
@@ -170,6 +171,7 @@ struct DecodeState {
     float base[2], sum[2], weight[2];
     int sequence[2], position[2], q_head[2];  // where scores are changed
     int end[2];  // the position behind the last one that each row sees, of CLIPPED items
+    u32 unscale;  // of NARROWED queries: what scores are multiplied by, of both rows
 };
 
 // Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
@@ -194,7 +196,21 @@ DEVICE int end_of_row(const Attention& a, const DecodeKVTile& c, int i) {
     return end_seen(a, c.flags & LIMITED ? LIMIT : OWN, c.q_begin, c.partial, query);
 }
 
+// The queries of row lane / 4.
+DEVICE void narrow_queries(DecodeState& s) {
+    u32 largest = 0;
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) largest = larger_bits(larger_bits(largest, s.q[k][0]), s.q[k][1]);
+    const float factor = narrowing_factor(largest_of_quad(largest)), inverse = inverse_power(factor);
+    const int lane = 8 * (lane_anew() & 3);  // that has the first of this lane's two rows
+    s.unscale = two_powers(__shfl_sync(~0u, inverse, lane), __shfl_sync(~0u, inverse, lane + 4));
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k)
+        s.q[k][0] = narrow_pair(s.q[k][0], factor), s.q[k][1] = narrow_pair(s.q[k][1], factor);
+}
+
 DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
+    if constexpr (NARROWED) narrow_queries(s);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) s.o[k][0] = s.o[k][1] = s.o[k][2] = s.o[k][3] = 0.f;
 #pragma unroll
@@ -287,17 +303,26 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     float x[4 * DECODE_GROUPS];
 #pragma unroll
     for (int i = 0; i < 4 * DECODE_GROUPS; ++i) {
-        const int token = lane / 4 + 8 * (i / 2), position = c.position + token;
-        bool visible = token >= low && token < high;
-        if (flags & CLIPPED) visible = visible && position < s.end[i & 1];
         const float(&d)[SUMS][4] = dot[i / 4];
         float sum = d[0][i % 4] + d[1][i % 4];
 #pragma unroll
         for (int k = 2; k < SUMS; k += 2) sum += d[k][i % 4] + d[k + 1][i % 4];
+        if constexpr (NARROWED) sum *= one_power(s.unscale, i & 1);
         x[i] = exponent(sum, a.scale, a.scale_log2, s.sequence[i & 1], s.q_head[i & 1], s.position[i & 1],
                         c.position + lane / 4, 8 * (i / 2), a.words);
-        if (Variant::HAS_MASK) visible = visible && (shown >> i & 1);
-        if (!visible) x[i] = MINUS_INFINITY;
+    }
+    if ((flags & CLIPPED) || low > 0 || high < DECODE_KV_TILE) {
+#pragma unroll
+        for (int i = 0; i < 4 * DECODE_GROUPS; ++i) {
+            const int token = lane / 4 + 8 * (i / 2);
+            if (token < low || token >= high || ((flags & CLIPPED) && c.position + token >= s.end[i & 1]))
+                x[i] = MINUS_INFINITY;
+        }
+    }
+    if (Variant::HAS_MASK && (flags & MASKED)) {
+#pragma unroll
+        for (int i = 0; i < 4 * DECODE_GROUPS; ++i)
+            if (!(shown >> i & 1)) x[i] = MINUS_INFINITY;
     }
     float top[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
 #pragma unroll
@@ -305,7 +330,7 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     if (__any_sync(~0u, top[0] > s.base[0] + HEADROOM || top[1] > s.base[1] + HEADROOM)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float base = fmaxf(s.base[i], lanes_max<4, 32>(top[i])), shrink = exp2_fast(s.base[i] - base);
+            const float base = fmaxf(s.base[i], lanes_max<4, 32>(top[i]) - LIFT), shrink = exp2_fast(s.base[i] - base);
             s.base[i] = base, s.sum[i] *= shrink, s.weight[i] *= shrink;
 #pragma unroll
             for (int k = 0; k < D / 16; ++k) s.o[k][i] *= shrink, s.o[k][i + 2] *= shrink;

@@ -1,5 +1,6 @@
 // The hook for variants of attention: PREFIXKIT_VARIANT names a header that defines a `struct Variant` like this one.
 #pragma once
+#include "attention/narrow_queries.cuh"
 #include "attention/variant_functions.cuh"
 
 #ifdef PREFIXKIT_VARIANT
@@ -38,9 +39,10 @@ constexpr bool MODIFIED = Variant::HAS_SCORE || Variant::HAS_MASK;
 // A flag of KV tiles: the mask is evaluated.
 constexpr int MASKED = 32;
 
-// Each row takes exponentials against a base that starts at LOWEST and rises when an exponent passes it by more than
-// HEADROOM; sums of exponentials up to ALLOWED are well inside float16.
-constexpr float LOWEST = -1e30f, HEADROOM = 8.f, ALLOWED = 4096.f;
+// Each row takes exponentials against a base that starts at LOWEST and rises, to LIFT below the largest exponent, when one
+// passes it by more than HEADROOM; sums of exponentials up to ALLOWED are inside float16.  Its smallest number is 2^-24:
+// where the outputs are bfloat16, whose exponentials would go on below that, they are LIFTed as far as ALLOWED lets them.
+constexpr float LOWEST = -1e30f, LIFT = NARROWED ? 3.f : 0.f, HEADROOM = 8.f + LIFT, ALLOWED = NARROWED ? 32768.f : 4096.f;
 
 // From q . k to the exponent of 2.  `sequence` counts where the variant reads it.
 DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, int head, int q_position, int kv_base,

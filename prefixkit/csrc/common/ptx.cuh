@@ -21,6 +21,17 @@ using Storage = Half;
 using Storage = BFloat;
 #define STORAGE "bf16"
 #endif
+// Operands of products.  On Hopper those of pages in e4m3 are float16, which has all its numbers: one instruction widens
+// two of them, where bfloat16 takes four.
+#if PREFIXKIT_HALF || (PREFIXKIT_KV_FP8 && PREFIXKIT_MAPS)
+#define PREFIXKIT_HALF_OPERANDS 1
+using Operand = Half;
+#define OPERAND "f16"
+#else
+#define PREFIXKIT_HALF_OPERANDS 0
+using Operand = BFloat;
+#define OPERAND "bf16"
+#endif
 
 // An instruction without a result that changes memory or waits for it; then its operands.
 #define EFFECT(text, ...) asm volatile(text ::__VA_ARGS__ : "memory")
@@ -79,6 +90,13 @@ LOAD(float, load_shared1, u32, "ld.shared.f32", "=f", "r")
 LOAD(int, load_shared_int, u32, "ld.shared.b32", "=r", "r")
 LOAD4(int4, load_shared_int4, u32, "ld.shared.v4.b32", "=r", "r")
 LOAD4(float4, load_shared, u32, "ld.shared.v4.f32", "=f", "r")
+// Writes `to` where a word of shared memory is `from`; returns what it was.
+DEVICE u32 swap_shared(u32 address, u32 from, u32 to) {
+    u32 x;
+    asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "r"(address), "r"(from), "r"(to) : "memory");
+    return x;
+}
+DEVICE void rest_a_little() { EFFECT("nanosleep.u32 100;"); }
 // Orders ordinary accesses to memory before those of TMA and the warpgroup instructions (sm_90).
 DEVICE void async_fence() { EFFECT("fence.proxy.async.shared::cta;"); }
 DEVICE void async_fence_global() { EFFECT("fence.proxy.async.global;"); }
@@ -98,7 +116,7 @@ DEVICE u32 transpose8(u32 x) {
 }
 // d[16 x 8] += a[16 x 16] b[16 x 8]
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." STORAGE "." STORAGE ".f32 "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -123,23 +141,23 @@ DEVICE void store_two(float* to, float x, float y) { *(float2*)to = make_float2(
 DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
 DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
 DEVICE void store_four(u16* to, const float4& x) { *(uint2*)to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
-// Both floats become what the storage type makes of them.
+// Both floats become what operands make of them.
 DEVICE void round_pair(float& low, float& high) {
-    const u32 x = pack(low, high);
-    low = widen(Storage{u16(x)}), high = widen(Storage{u16(x >> 16)});
+    const u32 x = pack<Operand>(low, high);
+    low = widen(Operand{u16(x)}), high = widen(Operand{u16(x >> 16)});
 }
-// Two floats that the storage type can hold.
+// Two floats that operands can hold.
 DEVICE u32 pack_rounded(float low, float high) {
-    return PREFIXKIT_HALF ? pack(low, high) : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    return PREFIXKIT_HALF_OPERANDS ? pack<Operand>(low, high) : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 #if __CUDA_ARCH__ >= 890
 // Two numbers of e4m3 as float16, which has them all.
 DEVICE u32 halves_of_e4m3(u32 two) { u32 y; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(u16(two))); return y; }
 #endif
-// Two numbers of the storage type times `factor`, two too.
+// Two operands times `factor`, two too.
 DEVICE u32 scaled_pair(u32 x, u32 factor) {
     u32 y;
-    asm("fma.rn." STORAGE "x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000));
+    asm("fma.rn." OPERAND "x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000));
     return y;
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

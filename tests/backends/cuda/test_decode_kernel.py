@@ -228,11 +228,11 @@ def wide_kernel(request, built):
 
 @pytest.mark.parametrize(
     ("dim", "heads", "variant"),
-    [(128, (16, 1), CAUSAL), (80, (6, 3), MASKS["blocks"])],
-    ids=["groups of 16", "masked"],
+    [(128, (16, 1), CAUSAL), (64, (12, 1), CAUSAL), (80, (6, 3), MASKS["blocks"])],
+    ids=["groups of 16", "small heads", "masked"],
 )
 def test_pages_in_e4m3(built, dim, heads, variant):
-    """Forests; values of many magnitudes, and NaN where no token is."""
+    """Forests; queries and values of many magnitudes, some outside of float16, and NaN where no token is."""
     run = built(dim, variant, heads[0] // heads[1], e4m3=True)
     for seed, page_size in enumerate((16, 1, 64)):
         rng = np.random.default_rng(seed)
@@ -242,6 +242,7 @@ def test_pages_in_e4m3(built, dim, heads, variant):
         snapshot, pages = make_snapshot(rng, parents, lengths.tolist(), page_size)
         case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), *heads, dim, spread=1.0, dtype=FP8)
         case.v_pages.copy_((case.v_pages.float() * 2.0 ** -(torch.arange(dim) % 8)).to(FP8))
+        case.q.mul_(2.0 ** torch.from_numpy(rng.choice([-24, 0, 0, 4, 18], (len(case.q), heads[0], 1))))
         if variant is CAUSAL:
             check(run, case, stages=3, blocks=1 + seed % 3)
         out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant, classes=variant.mods and seed == 0)

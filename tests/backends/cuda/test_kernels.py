@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixkit.attention.variants import CAUSAL, soft_cap
+from prefixkit.backends.cuda import kernels
 from prefixkit.backends.cuda.kernels import (
     ATTENTION,
     FLOATS,
@@ -22,6 +23,7 @@ from prefixkit.backends.cuda.kernels import (
 )
 from prefixkit.cuda import jit, nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
+from prefixkit.threads import once
 from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints, main
 from tests.covering import cover
 
@@ -75,21 +77,34 @@ def test_pages_in_e4m3_have_kernels_where_k_and_v_have_one_head_size():
     assert kernel_for("sm_90a", 256, 4, e4m3=True).file == PORTABLE
     assert kernel_for("sm_90a", 192, 4, 128, e4m3=True) is None
     tiles = [kernel_for("sm_90a", dim, 4, e4m3=e4m3).decode_kv_tile for dim in (64, 128) for e4m3 in (False, True)]
-    assert tiles == [32, 32, 16, 32]
+    assert tiles == [32, 64, 16, 32]
     unit = attention_unit(kernel_for("sm_90a", 128, 4, e4m3=True), 128, False, CAUSAL)
     assert dict(unit.defines)["PREFIXKIT_KV_FP8"] == "1"
 
 
-def test_the_portable_kernel_can_be_asked_for(monkeypatch):
+@pytest.fixture
+def asked_for_portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that begins with the variable."""
     monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
+    monkeypatch.setattr(kernels, "first_named", once(kernels.named_kernel))
+
+
+def test_the_portable_kernel_can_be_asked_for(asked_for_portable):
     assert kernel_for("sm_90a", 128, 4).file == PORTABLE
+
+
+def test_another_kernel_than_plans_were_made_for_is_an_error(asked_for_portable, monkeypatch):
+    kernel_for("sm_90a", 128, 16)
+    monkeypatch.delenv("PREFIXKIT_KERNEL")
+    for choose in (lambda: kernel_for("sm_90a", 128, 16), lambda: kernels.latent_kernel_for("sm_90a", 512, 64)):
+        with pytest.raises(ValueError, match=r"PREFIXKIT_KERNEL is '', and was 'portable'.*set it before"):
+            choose()
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("head_dim", [48, 96, 256])
-def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim, monkeypatch):
+def test_the_blocks_of_a_multiprocessor_fit_in_its_shared_memory(arch, head_dim, asked_for_portable):
     """Of which the smallest GPUs have 100 KB, A100 164, H100 228; each block takes 1 KB more than it asks for."""
-    monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
     kernel = kernel_for(arch, head_dim, 1)
     space = {"sm_80": 164, "sm_90a": 228}.get(arch, 100) * 1024
     assert kernel.blocks_per_sm * (kernel.shared + 1024) <= space

@@ -8,7 +8,7 @@ namespace prefixkit {
 struct alignas(1024) TileRings {
     unsigned char k[TILE_STAGES * K_TILE_BYTES], v[TILE_STAGES * V_TILE_BYTES], staged[2 * STAGED * STAGED_BYTES + 1024];
     u64 barriers[TILE_BARRIERS];
-    int4 items[2], kv_tiles[TILE_STAGES + STAGED];
+    int4 items[2], slices, kv_tiles[TILE_STAGES + STAGED];
 };
 static_assert(sizeof(TileRings) <= sizeof(memory));
 
@@ -20,6 +20,7 @@ static TileShared tile_shared() {
     s.item_full = s.v_empty + 8 * TILE_STAGES, s.item_empty = s.item_full + 16, s.staged_full = s.item_empty + 16;
     s.items = shared_address(r.items), s.kv_tiles = shared_address(r.kv_tiles);
     s.staged = shared_address(r.staged), s.staged_kv_tiles = s.kv_tiles + 16 * TILE_STAGES;
+    s.staged_empty = s.staged_full + 8 * (2 * STAGED), s.slices = shared_address(&r.slices);
     return s;
 }
 
@@ -28,7 +29,7 @@ struct ExactRow {
 };
 
 static double number_at(u32 tile, int row, int column) {
-    return from_bfloat16(load_address<u16>(tile + vector_at<KV_TILE>(row, column / 8) + 2 * (column % 8)));
+    return widen(Operand{load_address<u16>(tile + vector_at<KV_TILE>(row, column / 8) + 2 * (column % 8))});
 }
 
 static void add_kv_tile(const Attention& a, const TileShared& s, int stage, const int4& item, std::vector<ExactRow>& rows) {
@@ -95,6 +96,7 @@ extern "C" int tiles_on_cpu(const prefixkit::Attention* a, int blocks, int stage
             const int warp = emulation::current / 32;
             if (warp < 2) tile_load(arguments, tile_shared(), warp == 1);
             else if (emulation::current == 64) consume_items(arguments, tile_shared());
+            else if (FP8 && warp > 2 && blockIdx.x % 2 == 0) Slices{tile_shared(), warp % 2 == 1}.help();  // of K one, of V two
         });
     }
     if (!flying.empty()) std::abort();

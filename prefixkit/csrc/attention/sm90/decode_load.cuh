@@ -49,6 +49,36 @@ DEVICE void copy_row(const Attention& a, const TensorMap* map, u32 to, int pages
     tma_copy(to, map, column * 64, slot - index * a.page_size, head, page, barrier, policy);
 }
 
+// Where a half warp's KV tile goes, and the pages of its groups.
+struct GroupLoads {
+    u32 to = ~0u, full;  // none: to be loaded otherwise, or not at all
+    int head, slot, page[DECODE_GROUPS];
+};
+// Both halves of a warp load groups by one lane: were each lane to load one, the compiler would serialise the lanes, 80
+// cycles a load.  (Over 16 bits that is hidden behind twice as many bytes.)
+constexpr bool TOGETHER = FP8 && DECODE_GROUPS > 1 && ROW_PARTS == 1;
+
+DEVICE void load_groups(const Attention& a, const GroupLoads& mine) {
+    const u64 policy = policy_stream();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const auto of_half = [&](int x) { return __shfl_sync(~0u, x, 16 * half); };
+        const u32 to = of_half(mine.to), full = of_half(mine.full);
+        const int head = of_half(mine.head), slot = of_half(mine.slot);
+        int page[DECODE_GROUPS];
+#pragma unroll
+        for (int g = 0; g < DECODE_GROUPS; ++g) page[g] = of_half(mine.page[g]);
+        if (to == ~0u || !elected()) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * DECODE_GROUPS; ++i) {
+            const int g = i >> 1, in_page = place_in_page(a, slot + g * GROUP);
+            const u32 box = to + (i & 1) * DECODE_KV_TILE_BYTES + g * (GROUP * 128);
+            if constexpr (WORDS % 64 != 0) tma_copy(box, &a.k_map + (i & 1), 0, in_page, head, page[g], full, policy);
+            else tma_copy(box, &a.k_group + (i & 1), 0, in_page, 0, head, page[g], full, policy);
+        }
+    }
+}
+
 // Issues the loads of KV tiles into one ring.
 struct TmaLoader : DecodeWalk<16> {
     DecodeRing ring;
@@ -56,8 +86,9 @@ struct TmaLoader : DecodeWalk<16> {
     DEVICE TmaLoader(const Attention& a, const DecodeShared& s, int ring, int worker)
         : DecodeWalk(a, s.batches + ring * BATCH, worker), ring(s, ring, 1) {}
 
-    // Loads the next KV tile once its stage is free; returns whether there was one.
-    DEVICE bool issue() {
+    // Loads the next KV tile once its stage is free, but for `groups`, which both halves of the warp load then; returns
+    // whether there was one, and whether it is the LAST of its item.
+    DEVICE bool issue(GroupLoads& groups, bool& last) {
         const u32 full = ring.full + 8 * ring.stage;
         if (flags & STOP) {
             barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
@@ -69,7 +100,8 @@ struct TmaLoader : DecodeWalk<16> {
         }
         const int head = current().head(), pages = span.pages, low = span.slot & 15, slot = span.slot - low;
         const int high = max(0, min(DECODE_KV_TILE, span.end - slot)), position = span.position + slot;
-        const bool masked = classes.current() == COMPARED, last = advance(slot + DECODE_KV_TILE);
+        const bool masked = classes.current() == COMPARED;
+        last = advance(slot + DECODE_KV_TILE);
         barrier_wait(ring.empty + 8 * ring.stage, ring.phase);  // as late as possible: all look-ups are done
         if (lane() == 0) {
             describe(ring.kv_tiles + ring.stage, low, high, position, masked, last);
@@ -89,10 +121,17 @@ struct TmaLoader : DecodeWalk<16> {
                 const int i = lane(), in_page = place_in_page(a, slot);
                 if (i < 2)
                     tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page[0], full, policy);
-            } else if (lane() < 2 * DECODE_GROUPS) {
+            } else if constexpr (TOGETHER) {
+                groups.to = to, groups.full = full, groups.head = head, groups.slot = slot;
                 // A group of which the segment has no token is loaded from outside the tensor, which gives zeros.
+#pragma unroll
+                for (int g = 0; g < DECODE_GROUPS; ++g) groups.page[g] = g * GROUP < high ? page[g] : -1;
+            } else if (lane() < 2 * DECODE_GROUPS) {
                 const int i = lane() & 1, g = lane() >> 1, in_page = place_in_page(a, slot + g * GROUP);
-                const int where = g * GROUP < high ? (g ? page[1] : page[0]) : -1;
+                int where = page[0];
+#pragma unroll
+                for (int other = 1; other < DECODE_GROUPS; ++other) where = g == other ? page[other] : where;
+                if (g * GROUP >= high) where = -1;
                 const u32 box = to + i * DECODE_KV_TILE_BYTES + g * (GROUP * 128);
                 if constexpr (WORDS % 64 != 0) tma_copy(box, &a.k_map + i, 0, in_page, head, where, full, policy);
                 else tma_copy(box, &a.k_group + i, 0, in_page, 0, head, where, full, policy);
@@ -106,10 +145,14 @@ struct TmaLoader : DecodeWalk<16> {
             }
         }
         flags &= ~FIRST;
+        if constexpr (!TOGETHER) pass(last);
+        return true;
+    }
+    // Passes to the next KV tile once this one's loads are issued.
+    DEVICE void pass(bool last) {
         if (last) begin_item();
         else look_up();
         ring.next();
-        return true;
     }
 };
 
@@ -121,12 +164,19 @@ DEVICE void decode_load(const Attention& a, const DecodeShared& s, int pair) {
     // there are enough for all blocks.
     const bool crowded = a.counts[1] * a.kv_heads >= int(RINGS * gridDim.x);
     TmaLoader loader(a, s, ring, crowded ? blockIdx.x * RINGS + ring : ring * gridDim.x + blockIdx.x);
+    bool last;
     if constexpr (ROW_PARTS > 1) {
-        while (loader.issue()) {}
+        for (GroupLoads none; loader.issue(none, last);) {}
     } else {
         // The vote makes the halves converge: apart, each would wait for the other's instructions.
-        for (bool more = true; __any_sync(~0u, more);)
-            if (more) more = loader.issue();
+        for (bool more = true; __any_sync(~0u, more);) {
+            GroupLoads groups;
+            if (more) more = loader.issue(groups, last);
+            if constexpr (TOGETHER) {
+                load_groups(a, groups);
+                if (more) loader.pass(last);
+            }
+        }
     }
 }
 

@@ -11,6 +11,18 @@ namespace prefixkit {
 // The token of a thread's score number i, counted from its first.
 DEVICE constexpr int token_of(int i) { return 8 * (i / 4) + (i & 1); }
 
+// From a row's scores, as they are summed, to exponents of 2.
+template <class State> DEVICE float score_factor(const Attention& a, const State& w, int row) {
+    if constexpr (NARROWED) return a.scale_log2 * one_power(w.unscale, row);
+    return a.scale_log2;
+}
+// Before a variant sees the scores.
+template <class State> DEVICE void unscale_scores(State& w) {
+    if constexpr (NARROWED)
+#pragma unroll
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= one_power(w.unscale, i >> 1 & 1);
+}
+
 // What a variant knows of a thread's two rows.
 struct ScoredRows {
     int sequence[2], head[2], position[2];
@@ -95,21 +107,23 @@ DEVICE constexpr bool is_shown(u32 shown, int i) { return shown >> (16 * (i >> 1
 template <class State> DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0,
                                                 const BiasLines& lines, u32 shown, State& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), position = c.position + column;
+    const float factor[2] = {score_factor(a, w, 0), score_factor(a, w, 1)};
     if constexpr (Variant::LINEAR) {
         const float begin[2] = {lines.at(0, position), lines.at(1, position)};
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) {
             const int row = i >> 1 & 1;
-            w.s[i] = fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row]));
+            w.s[i] = fmaf(w.s[i], factor[row], fmaf(lines.slope[row], float(token_of(i)), begin[row]));
         }
     } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, item, row0);
+        unscale_scores(w);
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i)
             w.s[i] = rows.changed(a, w.s[i], i >> 1 & 1, position, token_of(i)) * LOG2E;
     } else {
 #pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= a.scale_log2;
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= factor[i >> 1 & 1];
     }
     if (c.flags & COMPARE) {
         const ScoredRows rows(a, item, row0);
@@ -137,12 +151,12 @@ template <class State> DEVICE bool exponentials(const Attention& a, const KVTile
             top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
     // Where masks leave few tokens the largest weight is a good part of the output, and rounds to itself where it is 1.
-    constexpr float headroom = Variant::HAS_MASK ? 0.f : HEADROOM;
+    constexpr float headroom = Variant::HAS_MASK ? LIFT : HEADROOM;
     const bool rose = __any_sync(~0u, top[0] > w.base[0] + headroom || top[1] > w.base[1] + headroom);
     if (rose) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float base = fmaxf(w.base[row], lanes_max<1, 4>(top[row]));
+            const float base = fmaxf(w.base[row], lanes_max<1, 4>(top[row]) - LIFT);
             shrink[row] = exp2_fast(w.base[row] - base);
             w.base[row] = base;
             w.sum[row] *= shrink[row];
@@ -156,7 +170,7 @@ template <class State> DEVICE bool exponentials(const Attention& a, const KVTile
 
 template <class State> DEVICE void pack_exponentials(State& w) {
 #pragma unroll
-    for (int i = 0; i < KV_TILE / 4; ++i) w.p[i] = pack(w.s[2 * i], w.s[2 * i + 1]);
+    for (int i = 0; i < KV_TILE / 4; ++i) w.p[i] = pack<Operand>(w.s[2 * i], w.s[2 * i + 1]);
 }
 
 }  // namespace prefixkit

@@ -40,7 +40,7 @@ DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
 
 // By one thread, before any warp of both warpgroups multiplies.
 DEVICE void write_ones(u32 at) {
-    constexpr int ONES = PREFIXKIT_HALF ? 0x3c003c00 : 0x3f803f80;
+    constexpr int ONES = PREFIXKIT_HALF_OPERANDS ? 0x3c003c00 : 0x3f803f80;
     for (int i = 0; i < 8; ++i) store_shared16(at + 16 * i, make_int4(ONES, ONES, ONES, ONES));
     async_fence();
 }
@@ -67,22 +67,24 @@ template <class Tanh> DEVICE void change(const Attention& a, const ScoredRows& r
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
                                  const BiasLines& lines, bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
+    const float factor[2] = {score_factor(a, w, 0), score_factor(a, w, 1)};
     if constexpr (Variant::LINEAR) {
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
         const float begin[2] = {lines.at(0, position) - w.base[0], lines.at(1, position) - w.base[1]};
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) {
             const int row = i >> 1 & 1;
-            w.s[i] = exp2_fast(fmaf(w.s[i], a.scale_log2, fmaf(lines.slope[row], float(token_of(i)), begin[row])));
+            w.s[i] = exp2_fast(fmaf(w.s[i], factor[row], fmaf(lines.slope[row], float(token_of(i)), begin[row])));
         }
     } else if constexpr (Variant::HAS_SCORE) {
         const ScoredRows rows(a, read_item(s, place), first_row(half));
         const int position = load_shared_int(s.kv_tiles + 16 * at.stage + 12) + 2 * (threadIdx.x & 3);
+        unscale_scores(w);
         if (Variant::HAS_TANH && all_near(a, rows, position, w)) change<NearTanh>(a, rows, position, w);
         else change<Variant::Tanh>(a, rows, position, w);
     } else {
 #pragma unroll
-        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * a.scale_log2 - w.base[i >> 1 & 1]);
+        for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] = exp2_fast(w.s[i] * factor[i >> 1 & 1] - w.base[i >> 1 & 1]);
     }
     if (Variant::HAS_MASK && masked) {
 #pragma unroll

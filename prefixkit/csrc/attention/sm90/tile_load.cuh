@@ -11,10 +11,14 @@
 
 namespace prefixkit {
 
+// The barrier, and its phase, for which item number `items` waits.
+DEVICE u32 item_empty(const TileShared& s, int items) { return s.item_empty + 8 * (items & 1); }
+DEVICE u32 item_parity(int items) { return (items >> 1 & 1) ^ 1; }
+
 // Gives the consumers item number `items`, or the end (no rows).
 DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, int partial, int head) {
     const int place = items & 1;
-    barrier_wait(s.item_empty + 8 * place, (items >> 1 & 1) ^ 1);
+    barrier_wait(item_empty(s, items), item_parity(items));
     if (lane_anew() == 0) {
         store_shared16(s.items + 16 * place, make_int4(q_begin, rows, partial, head));
         barrier_arrive(s.item_full + 8 * place);
@@ -79,10 +83,8 @@ struct TileGroups {
     u32 to, full;
     int columns, own, place, page[KV_TILE_GROUPS];  // column blocks, those that lie in the first tensor
 
-    DEVICE TileGroups(const Ring& ring, const Pages& pages, int slot, int columns, int own)
-        : columns(columns), own(own) {
-        to = uniform(ring.data + ring.stage * columns * COLUMN_BYTES), full = uniform(ring.full + 8 * PARTS * ring.stage);
-        place = uniform(slot);
+    DEVICE TileGroups(u32 data, u32 full, const Pages& pages, int slot, int columns, int own)
+        : to(uniform(data)), full(uniform(full)), columns(columns), own(own), place(uniform(slot)) {
 #pragma unroll
         for (int i = 0; i < KV_TILE_GROUPS; ++i)
             page[i] = __shfl_sync(~0u, pages.now, (slot - pages.slot) / GROUP + i & 31);
@@ -139,8 +141,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const int columns = V_COLUMNS == COLUMNS ? STORED_COLUMNS : is_v ? V_COLUMNS : COLUMNS;
     const int own = !APART || is_v ? columns : OWN_DIM / 64;
     Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
-    StagedTiles staged(s, ring, is_v);
-    Ring& landing = FP8 ? staged.places : ring;  // of loads
+    const Slices slices{s, is_v};
+    u32 loaded = 0;  // KV tiles, where they are widened
     const u64 policy = policy_keep();
     const bool lone = each_alone(a);
     int items = 0;
@@ -168,6 +170,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
         classes.begin(a, index);
         const auto ranges = [&] { return queries; };
         const int rows = (item.q_end - item.q_begin) * group_of(a);
+        if (FP8 && !is_v) slices.widen_until(loaded, item_empty(s, items), item_parity(items));
         if (!is_v) publish_item(s, items, item.q_begin, rows, item.partial, item.head);
         ++items;
         const int head = LATENT ? 0 : uniform(item.head);
@@ -187,6 +190,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
             Pages pages(a, span);
             int slot = pages.begin + (FROM_END ? max(0, span.end - pages.begin - 1) / KV_TILE * KV_TILE : 0);
             for (bool ended = false; !ended;) {
+                if constexpr (FP8) slices.make_room(loaded);  // where the least is in registers
                 const bool masked = classes.current() & COMPARED;
                 const int mine = classes.current() == BITS ? bits : -1;
                 if (mine >= 0) {
@@ -200,7 +204,9 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if (Variant::HAS_MASK && ended) find_following();
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
-                const TileGroups groups(landing, pages, slot, columns, own);
+                const u32 data = FP8 ? slices.data(loaded) : ring.data + ring.stage * columns * COLUMN_BYTES;
+                const u32 full = FP8 ? slices.full(loaded) : ring.full + 8 * PARTS * ring.stage;
+                const TileGroups groups(data, full, pages, slot, columns, own);
                 const bool last = !more && ended;
                 if (Variant::HAS_MASK && !is_v && last) prefetch_next(a, round, entries);
                 const int position = span.position + slot;
@@ -208,11 +214,10 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const bool compare = clipped || !whole;
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
-                if constexpr (FP8) staged.make_room();
-                else barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
+                if constexpr (!FP8) barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (lane_anew() == 0) {
-                    const u32 infos = FP8 ? s.staged_kv_tiles : s.kv_tiles;
-                    if (!is_v) store_shared16(infos + 16 * landing.stage, make_int4(flags, low | high << 8, mine, position));
+                    const u32 info = FP8 ? slices.kv_tile_info(loaded) : s.kv_tiles + 16 * ring.stage;
+                    if (!is_v) store_shared16(info, make_int4(flags, low | high << 8, mine, position));
                     // Before a load lands, or a phase may never end.
                     const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP) : KV_TILE;
 #pragma unroll
@@ -224,14 +229,15 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, high, head, policy);
                 if (!a.tma_groups || (!LATENT && !whole))
                     groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
-                landing.next();
+                if constexpr (FP8) slices.publish(loaded++);
+                else ring.next();
                 slot = next;
                 if (!ended) pages.seek(a, slot);
             }
             span = following;
         }
-        if constexpr (FP8) staged.widen_all();
     }
+    if constexpr (FP8) slices.end(loaded);
     if (!is_v) publish_item(s, items, 0, 0, 0, 0);
 }
 

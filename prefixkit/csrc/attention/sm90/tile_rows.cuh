@@ -21,6 +21,7 @@ struct TileState {
     float sum[2];          // of this thread's exponentials
     float weight[4];       // of the row's, rounded: two of each row, the same in the four lanes that hold it
     float rest[2];         // and those of earlier KV tiles
+    u32 unscale;           // of NARROWED queries: what scores are multiplied by, of both rows
 };
 
 struct TileItem {
@@ -60,6 +61,21 @@ DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w,
     }
 }
 
+DEVICE void narrow_queries(TileState& w) {
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        u32 largest = 0;
+#pragma unroll
+        for (int m = i; m < 8 * Q_PARTS; m += 2) largest = larger_bits(largest, w.q[m]);
+        const float factor = narrowing_factor(largest_of_quad(largest));
+        inverse[i] = inverse_power(factor);
+#pragma unroll
+        for (int m = i; m < 8 * Q_PARTS; m += 2) w.q[m] = narrow_pair(w.q[m], factor);
+    }
+    w.unscale = two_powers(inverse[0], inverse[1]);
+}
+
 // Queries that were read become operands.
 DEVICE void make_operands(TileState& w) {
 #pragma unroll
@@ -76,6 +92,7 @@ DEVICE void make_operands(TileState& w) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) w.q[8 * m + 2 * j + i] = x[i][j];
     }
+    if constexpr (NARROWED) narrow_queries(w);
 }
 
 // Nothing is summed yet.

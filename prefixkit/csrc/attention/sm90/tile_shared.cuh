@@ -12,8 +12,9 @@ constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
 constexpr int K_TILE_BYTES = COLUMNS * COLUMN_BYTES, V_TILE_BYTES = V_COLUMNS * COLUMN_BYTES;
 constexpr int KV_TILE_GROUPS = KV_TILE / GROUP;
 constexpr int TILE_STAGES = FP8 || LATENT || TILES_ONLY || TILE_WARPGROUPS == 1 ? 4 : 6;  // at most
-constexpr int STAGED = FP8 ? 4 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
+constexpr int STAGED = FP8 ? 2 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
 static_assert(!FP8 || STORED_COLUMNS == 1, "rows of e4m3 have 128 bytes at most");
+constexpr int SLICES = 2, SLICE_BYTES = COLUMN_BYTES / SLICES;  // of a KV tile in e4m3
 constexpr int CONSUMER_WARPS = 4 * TILE_WARPGROUPS;  // each frees a stage by itself
 // A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
 constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
@@ -38,18 +39,21 @@ struct TileShared {
     u32 kv_tiles;                // KVTileInfo for each stage of K
     u32 ones;                    // descriptor of 8 rows of 8 ones
     u32 staged, staged_full;     // of pages in e4m3: places of KV tiles, first those of K, and their barriers
+    u32 staged_empty;            // more barriers of the places
     u32 staged_kv_tiles;         // KVTileInfo for each of K
+    u32 slices;                  // of K, then of V: how many are claimed, and how many KV tiles are loaded
 };
-constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4 + 2 * STAGED;
+constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4 + 4 * STAGED;
 
 DEVICE void tile_barriers(const TileShared& s) {
     for (int i = 0; i < TILE_STAGES; ++i) {
-        barrier_init(s.full + 8 * i, FP8 ? 64 : 2);
+        barrier_init(s.full + 8 * i, FP8 ? 2 * SLICES * 32 : 2);
         barrier_init(s.k_empty + 8 * i, CONSUMER_WARPS), barrier_init(s.v_empty + 8 * i, CONSUMER_WARPS);
     }
     for (int i = 0; i < 2; ++i)
         barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, CONSUMER_WARPS);
-    for (int i = 0; i < 2 * STAGED; ++i) barrier_init(s.staged_full + 8 * i, 1);
+    for (int i = 0; i < 2 * STAGED; ++i) barrier_init(s.staged_full + 8 * i, 1), barrier_init(s.staged_empty + 8 * i, SLICES);
+    if (FP8) store_zeros(s.slices);
 }
 
 }  // namespace prefixkit

@@ -16,15 +16,18 @@ namespace prefixkit {
 
 // Stages of the rings that share the memory: of tiles, and for each decode warp.
 struct Stages { int tile, decode; };
-// Of pages in e4m3 the tiles' loads are ahead in STAGED places, which have as much memory as four stages of D 64.
-constexpr Stages MIXED = FP8                 ? Stages{D <= 64 ? 4 : 2, 3}
+// Of pages in e4m3 the tiles' loads are ahead in STAGED places.  Of fewer than three stages one would be widened while
+// all consumers wait for it: V's is free when the last warpgroup has added the values of a KV tile, and the next scores
+// wait.
+constexpr Stages MIXED = FP8                 ? Stages{3, DECODE_GROUPS > 2 ? 2 : 3}
                          : V_DIM > 128       ? Stages{3, 2}
                          : DECODE_GROUPS > 1 ? Stages{4, 4}
                          : D <= 64           ? Stages{4, 6}
                                              : Stages{4, 3};
 // Where decode items are by far the longer part.
 constexpr Stages STREAMS = FP8 || D <= 64 || V_DIM > 128 ? MIXED : Stages{2, 5};
-constexpr Stages ALONE = {0, V_DIM > 128 ? 3 : 4};  // where there are no tile items; 6 stages cost 1% of the bandwidth
+// Where there are no tile items; 6 stages cost 1% of the bandwidth.
+constexpr Stages ALONE = {0, V_DIM > 128 || DECODE_GROUPS > 2 ? 3 : 4};
 // Where there are no decode items: loads of an item's first KV tiles are on their way before the last item ends.
 constexpr Stages PROMPTS = TILE_STAGES < 6 ? MIXED : Stages{TILE_STAGES, 0};
 DEVICE constexpr int bytes_of_tiles(int stages) {
@@ -40,7 +43,7 @@ constexpr int RING_BYTES = larger(larger(bytes_of(MIXED), bytes_of(ALONE)), SLAB
 struct Shared {
     unsigned char rings[RING_BYTES];
     u64 barriers[TILE_BARRIERS + DECODE_BARRIERS];
-    int4 items[2];
+    int4 items[2], slices;
     KVTileInfo kv_tiles[TILE_STAGES + STAGED];
     u32 ones[32];  // not the last: memcheck takes wgmma_ones to read 256 bytes
     DecodeKVTile decode_kv_tiles[RINGS * RING_STAGES];
@@ -57,6 +60,7 @@ static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have"
 struct Registers { int load, decode, tile; };
 constexpr Registers REGISTERS = TILE_WARPGROUPS == 1 ? Registers{64, 184, 256}
                                 : TILES_ONLY         ? Registers{64, 32, 208}
+                                : FP8 && D <= 64     ? Registers{80, 96, 168}
                                 : FP8                ? Registers{64, 96, 176}
                                 : Variant::HAS_MASK  ? Registers{56, 88, 184}
                                                      : Registers{48, 96, 184};
@@ -71,7 +75,8 @@ DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     w.item_full = w.v_empty + 8 * TILE_STAGES, w.item_empty = w.item_full + 16;
     w.items = at(s.items), w.kv_tiles = at(s.kv_tiles), w.ones = descriptor(at(s.ones), 0);
     w.staged = w.v + w.stages * V_TILE_BYTES, w.staged_full = w.item_empty + 16;
-    w.staged_kv_tiles = w.kv_tiles + 16 * TILE_STAGES;
+    w.staged_empty = w.staged_full + 8 * (2 * STAGED);
+    w.staged_kv_tiles = w.kv_tiles + 16 * TILE_STAGES, w.slices = at(&s.slices);
     return w;
 }
 
@@ -116,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
         registers_down<REGISTERS.load>();
         if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
         else if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
+        if (FP8 && warp >= 2) {
+            __syncwarp();
+            Slices{tile_shared(shared, stages), warp == 3}.help();
+        }
         __syncwarp();
         named_arrive<1, THREADS>();
     } else if (role == 1) {
@@ -123,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
         else registers_down<REGISTERS.decode>();
         clear_padding(a, threadIdx.x - 128, 128);
         if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
+        if constexpr (FP8) Slices{tile_shared(shared, stages), (warp & 1) != 0}.help();
         named_arrive<1, THREADS>();
     } else {
         registers_up<REGISTERS.tile>();

@@ -27,11 +27,7 @@ template <int N> DEVICE void pin(float (&x)[N]) {
 DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 4 | (leading >> 4) << 16; }
 #define DESCRIPTOR_HIGH "0x40000040"
 
-#if PREFIXKIT_HALF
-#define WGMMA_TYPES "f32.f16.f16"
-#else
-#define WGMMA_TYPES "f32.bf16.bf16"
-#endif
+#define WGMMA_TYPES "f32." OPERAND "." OPERAND
 
 // Operands of inline assembly: N accumulators d from number i on, and their names.
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

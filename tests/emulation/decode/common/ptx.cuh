@@ -66,6 +66,11 @@ DEVICE void barrier_wait(u32 a, u32 parity) {
     }
 }
 
+DEVICE bool barrier_ended(u32 a, u32 parity) {
+    land_one();
+    return __all_sync(~0u, barriers.at(a).phase != parity);
+}
+
 // Threads that wait for each other.
 template <int ID, int THREADS> DEVICE void named_barrier() {
     static int arrived = 0, turns = 0;
@@ -146,6 +151,18 @@ DEVICE void store_zeros(u32 to) { std::memset(at_address(to), 0, 16); }
 template <class T> DEVICE T load_address(u32 a) { T x; std::memcpy(&x, at_address(a), sizeof(x)); return x; }
 DEVICE int4 load_shared_int4(u32 a) { return load_address<int4>(a); }
 DEVICE void store_shared16(u32 to, int4 x) { std::memcpy(at_address(to), &x, 16); }
+DEVICE int load_shared_int(u32 a) { return load_address<int>(a); }
+DEVICE void store_shared_int(u32 to, int x) { std::memcpy(at_address(to), &x, 4); }
+DEVICE u32 swap_shared(u32 a, u32 from, u32 to) {
+    const u32 x = load_address<u32>(a);
+    if (x == from) store_shared_int(a, to);
+    return x;
+}
+DEVICE void rest_a_little() { emulation::give_way(); }
+DEVICE void barrier_arrive_warp(u32 a) {
+    __syncwarp();
+    if (lane_anew() == 0) barrier_arrive(a);
+}
 DEVICE bool elected() { return lane_anew() == 0; }
 DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE void async_fence() {}
@@ -157,16 +174,18 @@ DEVICE u32 kept(u32 x) { return x; }
 
 // ---- numbers ----
 DEVICE u32 scaled_pair(u32 x, u32 factor) {
-    using T = std::conditional_t<PREFIXKIT_HALF, Half, BFloat>;
-    const float by = widen(T{u16(factor)});
-    return pack<T>(widen(T{u16(x)}) * by, widen(T{u16(x >> 16)}) * by);
+    const float by = widen(Operand{u16(factor)});
+    return pack<Operand>(widen(Operand{u16(x)}) * by, widen(Operand{u16(x >> 16)}) * by);
 }
 DEVICE void store_two(float* to, float x, float y) { to[0] = x, to[1] = y; }
 DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
 DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
 DEVICE void store_four(u16* to, const float4& x) { store_two(to, x.x, x.y), store_two(to + 2, x.z, x.w); }
-DEVICE u32 pack_rounded(float low, float high) { return pack(low, high); }
-DEVICE void round_pair(float& low, float& high) { low = from_bfloat16(to_bfloat16(low)), high = from_bfloat16(to_bfloat16(high)); }
+DEVICE u32 pack_rounded(float low, float high) { return pack<Operand>(low, high); }
+DEVICE void round_pair(float& low, float& high) {
+    const u32 x = pack<Operand>(low, high);
+    low = widen(Operand{u16(x)}), high = widen(Operand{u16(x >> 16)});
+}
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float log2_rounded(float x) { return std::log2(x); }
@@ -210,7 +229,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
             const u32 x = half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2);
-            d[i] += from_bfloat16(x) * from_bfloat16(half_of(right(4 * n + pair, k / 8), k % 2));
+            d[i] += widen(Operand{u16(x)}) * widen(Operand{u16(half_of(right(4 * n + pair, k / 8), k % 2))});
         }
     }
 }
