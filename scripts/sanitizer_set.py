@@ -88,25 +88,30 @@ def tree_attention() -> None:
 
 
 def variants() -> None:
-    """Masks and changed scores of both paths: captured tensors, numbers of sequences, classes of KV tiles."""
+    """Masks and changed scores of both paths: captured tensors, numbers of sequences, classes of KV tiles.
+
+    Some nodes begin inside pages at position 0, so that KV tiles have slots before the first element of a tensor.
+    """
     from prefixkit.attention.variants import register, variant
     from prefixkit.testing.forests import SHARE_ALL, make_snapshot
     from prefixkit.testing.gpu_forests import fill, step_of
 
-    table = torch.rand(2, 8, device=GPU) < 0.5
+    table, bias = torch.rand(2, 8, device=GPU) < 0.5, torch.rand(512, 64, device=GPU)
     of = variant(
-        lambda s, b, h, q, kv: 30 * torch.tanh(s / 30) + (kv - q) * 0.01,
-        lambda b, h, q, kv: table[b, kv // 64 % 8] & (kv <= q),
+        lambda s, b, h, q, kv: 30 * torch.tanh(s / 30) + bias[kv, 0],
+        lambda b, h, q, kv: table[b, kv // 64 % 8] & (bias[kv, 1] < 0.9) & (kv <= q),
         name="sanitized",
     )
     key, multiprocessors = register(of), torch.cuda.get_device_properties(GPU).multi_processor_count
     for dtype, heads, page_size in ((torch.bfloat16, (8, 2, 128), 16), (torch.float16, (7, 1, 64), 3)):
         rng = np.random.default_rng(page_size)
-        snapshot, num_pages = make_snapshot(rng, [-1, 0, 1, 1, 1, 0], [300, 20, 5, 9, 1, 170], page_size)
-        last = np.array([2, 3, 4, 5], dtype=np.int32)
-        begin = snapshot.length[last] - np.array([1, 1, 1, snapshot.length[5]], dtype=np.int32)
+        parents = [-1, 0, 1, 1, 1, 0, *[-1] * 8]
+        lengths = [300, 20, 5, 9, 1, 170, *rng.integers(40, 90, 8).tolist()]
+        snapshot, num_pages = make_snapshot(rng, parents, lengths, page_size)
+        last = np.array([2, 3, 4, *range(5, 14)], dtype=np.int32)
+        begin = snapshot.length[last] - np.array([1, 1, 1, *lengths[5:]], dtype=np.int32)
         snapshot.computed[last] = begin
-        queries = Queries(last, begin, snapshot.length[last], np.array([0, 1, 0, 1], dtype=np.int32))
+        queries = Queries(last, begin, snapshot.length[last], np.arange(12, dtype=np.int32) % 2)
         case = fill(rng, snapshot, num_pages, queries, heads, dtype, GPU)
         step = step_of(case, SHARE_ALL, multiprocessors)
         shape = [heads[0], heads[1], heads[2], heads[2]]

@@ -8,12 +8,13 @@ namespace prefixkit {
 DEVICE long long long_word(const int* words) { return (long long)(u32)words[0] | (long long)words[1] << 32; }
 
 // An index into a dimension of `size`: negative ones count from its end.  Others outside, which torch refuses, read the
-// nearest element: rows that pad a batch have any position.
+// nearest element: rows that pad a batch have any position, and so have slots of a KV tile that no token owns, which
+// are -15 to -1 before a root that begins inside a page.
 template <class T> DEVICE int index_of(T index, int size) {
     const T from_start = index < 0 ? index + size : index;
     return from_start < 0 ? 0 : from_start < size ? int(from_start) : size - 1;
 }
-DEVICE int index_from_start(int index, int size) { return min(index, size - 1); }
+DEVICE int index_from_start(int index, int size) { return max(min(index, size - 1), 0); }  // of a position
 template <class T> DEVICE T element(const T* tensor, long long at) { return tensor[at]; }
 DEVICE float element(const double* tensor, long long at) { return float(tensor[at]); }
 DEVICE float element(const BFloat* tensor, long long at) { return widen(tensor[at]); }

@@ -198,6 +198,7 @@ DEVICE void barrier_init(u32 barrier, u32 count) {
 DEVICE void barrier_arrive(u32 barrier) { EFFECT("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}", "r"(barrier)); }
 // One lane of a warp arrives, once all have come.
 DEVICE void barrier_arrive_warp(u32 barrier) {
+    __syncwarp();  // elect.sync alone orders no accesses of other lanes
     EFFECT("{.reg .pred p;\n .reg .b64 t;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.shared.b64 t, [%0];\n}",
            "r"(barrier));
 }

@@ -198,6 +198,17 @@ def test_other_values_shapes_and_strides_run_in_the_kernel_that_there_is(tmp_pat
     assert header(make(3, torch.randint(9, (3, 9)))) != header(first), "elements of another dtype"
 
 
+def test_slots_before_the_first_token_and_behind_the_last_read_what_a_tensor_has(tmp_path: Path) -> None:
+    """Kernels look at all slots of a KV tile, those that no token owns too, and use nothing of these."""
+    memory = torch.full((900,), torch.inf)
+    line = memory[300:600] = torch.randn(300)
+    of = variant(lambda s, b, h, q, kv: s + memory[300:600][kv], lambda b, h, q, kv: line[kv] < 9)
+    score, q = torch.zeros(SIZES), torch.arange(SIZES[2])
+    kv = torch.cat((torch.arange(-15, 0), torch.tensor([0, 299, 300, 362])))
+    got, _ = Compiled(tmp_path, of)(of, score, q, kv)
+    torch.testing.assert_close(got[0, 0, 0], line[kv.clamp(0, 299)])
+
+
 def test_a_number_of_64_bits_is_read_as_one(tmp_path: Path) -> None:
     """Kernels compute with 32 bits where they can."""
     narrow, wide = (variant(mask_mod=lambda b, h, q, kv, n=n: q - kv < n) for n in (2**20, 2**40))
