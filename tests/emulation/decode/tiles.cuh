@@ -50,6 +50,10 @@ static void add_kv_tile(const Attention& a, const TileShared& s, int stage, cons
             rows[r].sum += weight;
             for (int i = 0; i < D; ++i) rows[r].o[i] += weight * number_at(v, token, i);
         }
+        // Tensor cores multiply the values of other rows too, by 0.
+        for (int token = 0; token < KV_TILE; ++token)
+            for (int i = 0; i < D && (token < info.low() || token >= info.high()); ++i)
+                rows[r].o[i] += 0 * number_at(v, token, i);
     }
 }
 

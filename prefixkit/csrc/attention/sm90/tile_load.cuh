@@ -2,8 +2,9 @@
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
 // tiling     a complete group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane;
-//            other groups are loaded row by row, zeros where the segment has no token.  Latents have too many columns
-//            for that: their groups are loaded whole, and the consumers clear the rows without a token.
+//            of other groups the rows that the segment has are loaded one by one, and the producer of V clears those that
+//            it has not: 0 * NaN is NaN.  (Those of K hold anything; their scores are replaced.)  Latents have too many
+//            columns for that: their groups are loaded whole, and the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -109,7 +110,19 @@ struct TileGroups {
     }
     DEVICE bool apart(int j) const { return APART && j >= own; }
     DEVICE int column_of(int j) const { return apart(j) ? j - own : j; }
-    // Loads the other groups row by row.
+    // Clears the rows before `low` and from `high` on, by the producer warp, before it says that they are there.
+    DEVICE void clear_rows(int low, int high) const {
+        const int absent = (low + KV_TILE - high) * 8;  // vectors of a column block
+#pragma unroll 1
+        for (int i = lane_anew(); i < absent; i += 32) {
+            const int at = i + (i >= 8 * low ? (high - low) * 8 : 0);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                if (j < columns) store_zeros(to + j * COLUMN_BYTES + at * 16);
+        }
+        async_fence();  // wgmma reads them
+    }
+    // Loads the rows of the other groups, of latents also those that there are not, as zeros.
     DEVICE void copy_rows(const Attention& a, const TensorMap* map, int pages, int slot, int low, int high, int head,
                           u64 policy) const {
 #pragma unroll 1
@@ -118,6 +131,7 @@ struct TileGroups {
 #pragma unroll 1
             for (int i = lane_anew(); i < GROUP * columns; i += 32) {
                 const int row = first + i % GROUP, j = i / GROUP;
+                if (!LATENT && (row < low || row >= high)) continue;
                 copy_row(a, apart(j) ? rotary_row(a) : map, to + j * COLUMN_BYTES + row * 128, pages, slot + row,
                          row >= low && row < high, apart(j) ? 0 : head, column_of(j), full + 8 * (j / PART_COLUMNS),
                          policy);
@@ -215,11 +229,14 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
                 if constexpr (!FP8) barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
+                if (!LATENT && is_v && !whole) groups.clear_rows(low, max(low, high)), __syncwarp();
                 if (lane_anew() == 0) {
                     const u32 info = FP8 ? slices.kv_tile_info(loaded) : s.kv_tiles + 16 * ring.stage;
                     if (!is_v) store_shared16(info, make_int4(flags, low | high << 8, mine, position));
                     // Before a load lands, or a phase may never end.
-                    const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP) : KV_TILE;
+                    const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP)
+                                     : LATENT || whole       ? KV_TILE
+                                                             : max(0, high - low);
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part)
                         barrier_arrive_expect(groups.full + 8 * part,
