@@ -1,9 +1,9 @@
 """Random deep trees on one GPU: attention by our plan, beside our own plan that shares no node, in turns.
 
-    python -m benchmarks.deep_trees [--count 200] [--seconds 240] [--seed 0] --out FILE
+    python -m benchmarks.deep_trees [--count 200] [--only TEXT] [--seconds 240] [--seed 0] --out FILE
 
 Combs of 64 to 4,096 leaves with 1 to 64 tokens a node, and what beams leave that searched for 2,000 steps (``tree_of``
-in prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs.
+in prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs.  ``--only``: part of a name.
 """
 
 from collections.abc import Callable
@@ -74,13 +74,13 @@ def measured(workload: Workload, pool: Pool) -> Row:
 
 
 def main() -> None:
-    options = arguments(__doc__, count=200, seed=0, seconds=240.0)
+    options = arguments(__doc__, count=200, only="", seed=0, seconds=240.0)
     run = Run(options)
-    wanted = names(options.count, options.seed)
+    wanted = {at: name for at, name in enumerate(names(options.count, options.seed)) if options.only in name}
     with ProcessPoolExecutor() as workers:  # before this process has a GPU
-        trees = workers.map(tree_of, wanted, chunksize=4)
+        trees = workers.map(tree_of, wanted.values(), chunksize=4)
         pool = Pool()
-        for number, (name, snapshot) in enumerate(zip(wanted, trees, strict=True)):
+        for (number, name), snapshot in zip(wanted.items(), trees, strict=True):
             if run.left <= 0:
                 break
             heads = HEADS[number % len(HEADS)]
