@@ -3,7 +3,8 @@
     python -m benchmarks.deep_trees [--count 200] [--only TEXT] [--seconds 240] [--seed 0] --out FILE
 
 Combs of 64 to 4,096 leaves with 1 to 64 tokens a node, and what beams leave that searched for 2,000 steps (``tree_of``
-in prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs.  ``--only``: part of a name.
+in prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs.  ``--only``:
+part of a name.
 """
 
 from collections.abc import Callable
