@@ -1,7 +1,7 @@
 """The contract of ``sum_parts``, and the memory by which two processes, each with a GPU, sum what they have.
 
-Memory of a process that both see (``torch_private.shared_memory``): rounds of parts that the other one writes, in turns
-in two halves, and a flag for each block of a launch; ``csrc/parallel/sum_parts.cu`` says how they are used.
+Memory of a process that both see (``torch_private.shared_memory``): chunks of parts that the other one writes, and a
+flag for each block of a launch; ``csrc/parallel/sum_parts.cu`` says how they are used.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from prefixkit.ops.arguments import FLOATS, expect
 
 BLOCKS = 128  # of a launch, at most; GPUs that are linked have as many multiprocessors
-ROUND_BYTES = 512 * 8 * 16  # of a block: THREADS x VECTORS x 16 of the kernel
 VECTOR_BYTES = 16
-SHARED_BYTES = 2 * BLOCKS * ROUND_BYTES + 4 * BLOCKS
+CHUNK_BYTES = 256 * 3 * VECTOR_BYTES  # of a block: THREADS x VECTORS of the kernel
+SHARED_BYTES = BLOCKS * (8 * CHUNK_BYTES + 4)  # 2 AHEAD chunks, and a flag
 ADDRESSES = 5
 
 
-def sum_parts(part: Tensor, addresses: Tensor) -> Tensor:
-    """The sum of what both processes pass, which both get, bit for bit the same.
+def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The sum of what both processes pass, which both get, bit for bit the same; and this plus a residual.
 
     Both call it as often, in the same order, with parts of one shape and dtype, as they do a collective of
     ``torch.distributed``; a CUDA graph can capture it.  The host does not wait; the GPU waits for the other one.
@@ -29,9 +29,11 @@ def sum_parts(part: Tensor, addresses: Tensor) -> Tensor:
     Args:
         part: ``[..., width]`` on a GPU, contiguous, each row a multiple of 16 bytes.
         addresses: ``[5]`` int64 on the CPU, from :func:`addresses_of`.
+        residual: Like ``part``, contiguous; what this process adds to the sum.
 
     Returns:
-        Like ``part``; the sum is float32 and rounded once.
+        Like ``part``, contiguous; the sum is float32 and rounded once.  With a residual it has the bits of
+        ``sum + residual``: another sum in float32, of the rounded one, which is rounded too.
 
     Raises:
         BadShape, BadDtype, BadDevice: the arguments are not these.
@@ -42,6 +44,9 @@ def sum_parts(part: Tensor, addresses: Tensor) -> Tensor:
     expect(op, "part", part, "[..., width], contiguous, rows of a multiple of 16 bytes", fits, FLOATS)
     fits = addresses.shape == (ADDRESSES,) and addresses.device.type == "cpu"
     expect(op, "addresses", addresses, f"[{ADDRESSES}] on the CPU", fits, (torch.int64,))
+    if residual is not None:
+        fits = residual.shape == part.shape and residual.is_contiguous()
+        expect(op, "residual", residual, f"{list(part.shape)} like part, contiguous", fits, (part.dtype,), part.device)
     return part.new_empty(part.shape)
 
 

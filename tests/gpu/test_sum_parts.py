@@ -22,13 +22,13 @@ def two():
     return addresses, [torch.cuda.Stream() for _ in range(2)], memory, epochs
 
 
-def sums_of(parts, addresses, streams):
+def sums_of(parts, addresses, streams, residuals=(None, None)):
     """What both get: each launches on a stream of its own, for one waits for the other on the GPU."""
     sums = []
-    for part, own, stream in zip(parts, addresses, streams, strict=True):
+    for part, own, stream, residual in zip(parts, addresses, streams, residuals, strict=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            sums.append(torch.ops.prefixkit.sum_parts(part, own))
+            sums.append(torch.ops.prefixkit.sum_parts(part, own, residual))
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
     return sums
@@ -38,10 +38,22 @@ def sums_of(parts, addresses, streams):
 def test_both_get_the_sum_rounded_once_round_after_round(two, dtype):
     addresses, streams, *_ = two
     for rows, width in ((1, 64), (64, 4096), (3, 40), (1024, 4096), (2, 8), (1500, 5120), (64, 4096), (0, 64)):
-        parts = [torch.randn(rows, width, device=DEVICE).to(dtype) for _ in range(2)]
+        parts, residuals = ([torch.randn(rows, width, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2))
         expected = (parts[0].float() + parts[1].float()).to(dtype)
         for got in sums_of(parts, addresses, streams):
             assert torch.equal(got, expected), (rows, width)
+        for got, residual in zip(sums_of(parts, addresses, streams, residuals), residuals, strict=True):
+            assert torch.equal(got, expected + residual), (rows, width)
+
+
+def test_parts_of_many_times_the_memory_are_summed(two):
+    """62 chunks a block, of 8 that there is memory for; again and again."""
+    addresses, streams, *_ = two
+    parts, residuals = ([torch.randn(12_000, 4096, device=DEVICE).bfloat16() for _ in range(2)] for _ in range(2))
+    for _ in range(20):
+        got = sums_of(parts, addresses, streams, residuals)
+        for total, residual in zip(got, residuals, strict=True):
+            assert torch.equal(total, parts[0] + parts[1] + residual)
 
 
 def test_graphs_that_hold_it_go_on_where_others_have_ended(two):

@@ -167,15 +167,14 @@ ADVANCE = define(
 
 SUM_PARTS = define(
     "SumParts",
-    ("const int4*", "part", "[vectors] of 16 bytes"),
+    ("const int4*", "part residual", "[vectors] of 16 bytes; residual or null"),
     ("int4*", "sum", "[vectors]"),
-    ("int4*", "theirs", "[2, blocks, VECTORS, THREADS] memory of the other process"),
+    ("int4*", "theirs", "[blocks, 2 AHEAD, VECTORS, THREADS] memory of the other process"),
     ("const int4*", "own", "the same of this process"),
-    ("unsigned int*", "their_flags", "[blocks] of the other process: rounds that this one has written"),
-    ("const unsigned int*", "own_flags", "[blocks] rounds that the other one has written"),
-    ("unsigned int*", "epochs", "[blocks] rounds that this process has done"),
-    ("long long", "vectors"),
-    ("int", "blocks", "that there is memory for"),
+    ("unsigned int*", "their_flags", "[blocks] of the other process: chunks that this one has written"),
+    ("const unsigned int*", "own_flags", "[blocks] chunks that the other one has written"),
+    ("unsigned int*", "epochs", "[blocks] chunks that this process has added"),
+    ("int", "vectors"),
 )
 
 # ---- experts ----

@@ -27,7 +27,7 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def sum_parts(part: Tensor, addresses: Tensor) -> Tensor:
+def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
     """BackendError: memory that two processes see is memory of GPUs."""
     raise BackendError(
         f"sum_parts: plain torch has none, and {part.device} runs plain torch; sum by torch.distributed.all_reduce"

@@ -5,7 +5,8 @@ on a shallow copy as in ``attention_class.py`` with a :class:`TracedLayer` for i
 the layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph,
 and neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The
 q, k and v projections become one product over packed weights, and so do gate and up where rows are few (see
-``packing.py``); rotary embedding and appending become one op (see ``rotary.py``).
+``packing.py``); rotary embedding and appending become one op (see ``rotary.py``), and residual adds are part of the
+sums of tensor parallelism (see ``residuals.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from prefixkit.models.attention_class import cache_among, original_class, shallo
 from prefixkit.models.compile.local_parts import LocalParts, copy_of_module
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
+from prefixkit.models.compile.residuals import with_residuals
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.families import attention_layers, pretrained_model
@@ -70,8 +72,8 @@ def _contracts() -> str:
 
 
 def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
-    """``compiler(graph, inputs)`` for a layer's graph, with packed projections, and one op that rotates and appends."""
-    return compile_packed(with_rotary_append(graph), inputs, compiler)
+    """``compiler(graph, inputs)`` for a layer's graph, rewritten as the module says."""
+    return compile_packed(with_residuals(with_rotary_append(graph)), inputs, compiler)
 
 
 class NotCompilable(TypeError):
@@ -88,8 +90,7 @@ class CompiledLayers:
 
     A layer's first compiled step packs the weights of q, k and v, and those of gate and up: it moves each group into
     one block of memory, and they stay the same Parameter objects with the same values.  ``unpatch`` gives each weight
-    its own memory back.  CUDA graphs that were captured of this model before must be captured again, which engines do
-    by themselves.
+    its own memory back.  CUDA graphs that were captured of this model before must be captured again; engines do so.
 
     Attributes:
         rows: The numbers of rows to compile for; None for any.
@@ -304,9 +305,8 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
         return cache.compiled.run(cache, self, args, kwargs)
 
-    return subclass(
-        original, object.__new__, {"forward": forward}
-    )  # copies are of the original class: they belong to no cache
+    # Copies are of the original class: they belong to no cache.
+    return subclass(original, object.__new__, {"forward": forward})
 
 
 def decoder_layers(model: nn.Module, parts: LocalParts) -> list[tuple[nn.Module, str]]:

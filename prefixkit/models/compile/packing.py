@@ -46,8 +46,13 @@ def capturing() -> bool:
 
 
 def is_own_op(node: fx.Node) -> bool:
-    """Whether a node calls one of prefixkit's ops."""
-    return node.op == "call_function" and str(node.target).startswith("prefixkit.")
+    """Whether a node calls one of prefixkit's ops, but for the sum of any product over processes."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and str(target).startswith("prefixkit.")
+        and target is not torch.ops.prefixkit.sum_parts
+    )
 
 
 def compile_packed(

@@ -10,6 +10,7 @@ from torch import nn
 
 from prefixkit.models.compile.packed_weights import packed_view
 from prefixkit.models.compile.packing import compile_packed, is_own_op
+from prefixkit.ops.backend import BackendError
 from tests.models.compile.products import WIDTH, Compiler, input_of
 from tests.models.compile.weights import storage_bytes
 
@@ -65,6 +66,13 @@ def test_a_graph_of_pairs_serves_any_number_of_rows(plain, rng):
         x = input_of(rng, rows)
         with torch.inference_mode():
             assert torch.allclose(function(x), module(x), atol=1e-5), rows
+    assert pairs(plain) == [1]
+
+
+def test_products_whose_result_processes_sum_are_pairs_too(plain, rng):
+    module, addresses = Gated(), torch.zeros(5, dtype=torch.int64)
+    with pytest.raises(BackendError, match="sum_parts"):  # which no CPU computes
+        plain.of(lambda x: torch.ops.prefixkit.sum_parts(module(x), addresses))(input_of(rng))
     assert pairs(plain) == [1]
 
 

@@ -1,0 +1,72 @@
+"""Residual adds within the sums of tensor parallelism, in a compiled layer's graph.
+
+A kernel of Inductor for such an add reads a sum that ``sum_parts`` has just written.  Where a graph, as dynamo traced
+it, adds a tensor to a sum that nothing else reads, the op adds it too, with the same bits.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
+from prefixkit.models.compile.packing import changes_mode, copy_of, may_write
+
+_ADDS = (operator.add, torch.add, "add", "__add__")
+_ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")  # to what comes first
+
+
+def with_residuals(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with residuals as arguments of ``sum_parts``, or the same graph where there are none.
+
+    Args:
+        graph: As dynamo traced it under no_grad or inference mode.  It is not changed.
+    """
+    if torch.is_grad_enabled() or not _found(graph.graph):
+        return graph
+    copied = copy_of(graph)
+    found = _found(copied.graph)
+    for total, residual, _ in found:  # which may be one of the adds
+        total.args = (*total.args, residual)
+    for total, _, add in found:
+        add.replace_all_uses_with(total)
+        copied.graph.erase_node(add)
+    copied.recompile()
+    return copied
+
+
+def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Sums without a residual, what is added to each, and the node that adds it."""
+    nodes, found = list(graph.nodes), []
+    at = {node: place for place, node in enumerate(nodes)}
+    modes = next((place for place, node in enumerate(nodes) if changes_mode(node)), len(nodes))
+    for total in graph.find_nodes(op="call_function", target=torch.ops.prefixkit.sum_parts):
+        if len(total.args) != 2 or total.kwargs or len(total.users) != 1:
+            continue
+        (add,) = total.users
+        residual = _added_to(total, add)
+        # The op reads the residual before the sum is taken, in the mode of the call.
+        if residual is None or at[residual] > at[total] or at[add] > modes:
+            continue
+        if not any(may_write(node) for node in nodes[at[total] : at[add]]):
+            found.append((total, residual, add))
+    return found
+
+
+def _added_to(total: fx.Node, add: fx.Node) -> fx.Node | None:
+    """What ``add`` adds to a sum, where that is all it does and it is a tensor like the sum."""
+    if add.op not in ("call_function", "call_method") or add.kwargs or len(add.args) != 2:
+        return None
+    one, other = add.args
+    if not (add.target in _ADDS or (add.target in _ADDS_IN_PLACE and one is total)):
+        return None
+    residual = other if one is total else one
+    if not isinstance(residual, fx.Node) or residual is total:
+        return None
+    first, second = (node.meta.get("example_value") for node in (total, residual))
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or not second.is_contiguous():
+        return None
+    like = first.dtype == second.dtype and first.device == second.device and first.shape == second.shape
+    return residual if like else None
