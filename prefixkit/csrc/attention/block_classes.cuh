@@ -139,8 +139,10 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
     template <class Queries> DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end,
                                               const VisibleRange& range, Queries queries, bool entered) {
         while (true) {
-            const int slot = first_slot_of(span), found = next(a, span, slot, queries, entered);
-            if (found != slot) span.slot = found;
+            if (span.slot < span.end) {  // an empty one may end behind the multiple of 16 before its slot
+                const int slot = first_slot_of(span), found = next(a, span, slot, queries, entered);
+                if (found != slot) span.slot = found;
+            }
             if (span.slot < span.end || seg >= seg_end) return;
             span = load_segment(a, seg++, range), entered = true;
         }

@@ -19,6 +19,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant
+from prefixkit.attention.visible import ALL
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.layouts import ATTENTION
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
@@ -151,10 +152,12 @@ def attend(
     paths: bool = False,
     tiles: bool = False,
     arch: str = "sm_90a",
+    trims: bool = True,
 ) -> tuple[Tensor, ...]:
     """Outputs and log-sum-exps, in float64 where rows were merged, with ``padding`` rows more than the plan has.
 
-    ``tiles``: plans have items of any number of rows, not of decode items alone.
+    ``tiles``: plans have items of any number of rows, not of decode items alone.  ``trims``: plans leave out what no
+    query sees.
 
     ``limits`` draws a limit for each query, and the mask that means the same is returned too.
     """
@@ -167,7 +170,7 @@ def attend(
     length = StepTree(snapshot, case.queries).length
     shared = None if limits is None else np.ones(snapshot.num_nodes, dtype=bool)
     tree = StepTree(snapshot, case.queries)
-    rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible, paths=paths)
+    rows_of = decompose(tree, case.shape, SHARE_ALL, shared, visible=variant.visible if trims else ALL, paths=paths)
     of = kernel_for(arch, dim, case.shape.gqa_group, e4m3=e4m3)
     formats = [rows_of if tiles else narrowed(rows_of, case.shape.gqa_group, of.decode_rows)]
     words = words_on_device(variant, torch.device("cpu")).tensor
