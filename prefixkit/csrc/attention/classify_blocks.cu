@@ -113,10 +113,13 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
     for (int index = blockIdx.x; index < a.tile_capacity + a.decode_capacity; index += gridDim.x) {
         const bool decodes = index >= a.tile_capacity;
         const int number = decodes ? index - a.tile_capacity : index, kv = decodes ? DECODE_KV : PREFIXKIT_KV_TILE;
-        if (number >= a.counts[decodes]) continue;
+        u32* words = (u32*)a.block_classes + (long long)index * a.class_words;
+        if (number >= a.counts[decodes]) {
+            if (threadIdx.x == 0) words[a.class_words - 1] = 0;  // read before counts are known
+            continue;
+        }
         const Item item = load_item(decodes ? a.decode_items : a.tile_items, number, 1, number + 1);
         const VisibleRange range = visible_range(a, item, query_range(a, item).low);
-        u32* words = (u32*)a.block_classes + (long long)index * a.class_words;
         bool reads = false;
         u32 first = 0;
         int used = 1;  // words of this warp and before

@@ -96,6 +96,15 @@ DEVICE u32 swap_shared(u32 address, u32 from, u32 to) {
     asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "r"(address), "r"(from), "r"(to) : "memory");
     return x;
 }
+// A word of shared memory that some warps read while others write it: whoever reads it sees what was written before it.
+DEVICE u32 read_shared_word(u32 from) {
+    u32 x;
+    asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+DEVICE void write_shared_word(u32 to, u32 x) {
+    EFFECT("{.reg .b32 y; atom.release.cta.shared.exch.b32 y, [%0], %1;}", "r"(to), "r"(x));
+}
 DEVICE void rest_a_little() { EFFECT("nanosleep.u32 100;"); }
 // Orders ordinary accesses to memory before those of TMA and the warpgroup instructions (sm_90).
 DEVICE void async_fence() { EFFECT("fence.proxy.async.shared::cta;"); }

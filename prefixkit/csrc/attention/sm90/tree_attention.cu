@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
     } else if (role == 1) {
         if constexpr (TILE_WARPGROUPS == 1) registers_up<REGISTERS.decode>();
         else registers_down<REGISTERS.decode>();
-        clear_padding(a, threadIdx.x - 128, 128);
+        clear_padding(a, threadIdx.x - 128, 128), clear_behind_sums(a, threadIdx.x - 128);
         if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
         if constexpr (FP8) Slices{tile_shared(shared, stages), (warp & 1) != 0}.help();
         named_arrive<1, THREADS>();

@@ -55,7 +55,7 @@ struct Slices {
     DEVICE u32 claim(u32 kv_tiles) const {
         u32 mine = NONE;
         if (lane_anew() == 0) {
-            u32 next = load_shared_int(claimed());
+            u32 next = read_shared_word(claimed());
             while (next < kv_tiles * SLICES && mine == NONE) {
                 const u32 found = swap_shared(claimed(), next, next + 1);
                 if (found == next) mine = next;
@@ -81,25 +81,29 @@ struct Slices {
     DEVICE void widen_until(u32 kv_tiles, u32 barrier, u32 parity) const {
         while (!barrier_ended(barrier, parity)) {
             const u32 slice = claim(kv_tiles);
-            if (slice == NONE) return barrier_wait(barrier, parity);
+            if (slice == NONE) break;
             widen(slice);
         }
+        barrier_wait(barrier, parity);
     }
     // Before KV tile number `kv_tile` is loaded: its place is free.
     DEVICE void make_room(u32 kv_tile) const { widen_until(kv_tile, empty(kv_tile), (kv_tile / PLACES & 1) ^ 1); }
     // Once the loads of KV tile number `kv_tile` are issued.
     DEVICE void publish(u32 kv_tile) const {
-        if (lane_anew() == 0) store_shared_int(loaded(), kv_tile + 1);
+        if (lane_anew() == 0) write_shared_word(loaded(), kv_tile + 1);
     }
     // No more KV tiles.
     DEVICE void end(u32 kv_tiles) const {
-        if (lane_anew() == 0) store_shared_int(loaded(), kv_tiles | ENDED);
+        if (lane_anew() == 0) write_shared_word(loaded(), kv_tiles | ENDED);
         for (u32 slice; (slice = claim(kv_tiles)) != NONE;) widen(slice);
     }
     // A warp that has nothing else to do.
     DEVICE void help() const {
         while (true) {
-            const u32 known = uniform(load_shared_int(loaded())), slice = claim(known & ~ENDED);
+            u32 known = 0;
+            if (lane_anew() == 0) known = read_shared_word(loaded());
+            known = uniform(known);
+            const u32 slice = claim(known & ~ENDED);
             if (slice != NONE) widen(slice);
             else if (known & ENDED) return;
             else rest_a_little();

@@ -158,6 +158,8 @@ DEVICE u32 swap_shared(u32 a, u32 from, u32 to) {
     if (x == from) store_shared_int(a, to);
     return x;
 }
+DEVICE u32 read_shared_word(u32 from) { return load_address<u32>(from); }
+DEVICE void write_shared_word(u32 to, u32 x) { std::memcpy(at_address(to), &x, 4); }
 DEVICE void rest_a_little() { emulation::give_way(); }
 DEVICE void barrier_arrive_warp(u32 a) {
     __syncwarp();
