@@ -1,30 +1,30 @@
-// Classes of KV tiles under a variant's mask: those that it hides from all of an item's queries are not read, those that
-// it shows to all are not compared.
+// Classes of KV tiles under a variant's mask: those that it hides from all of an item's queries are not read, those
+// that it shows to all are not compared.
 //
-// A class takes 2 bits of a word; classify_blocks.cu writes a row of `class_words` words for each item of both lists, tile
-// items first.  An item's KV tiles are numbered along its segments, those of every segment that is not empty from a multiple
-// of 16 slots on.  Where there are no words, or behind an item's last, classes come of the ranges of positions of queries
-// and keys, if the masks can be known by these; else KV tiles are compared.
+// A class takes 2 bits of a word; classify_blocks.cu writes a row of `class_words` words for each item of both lists,
+// tile items first.  An item's KV tiles are numbered along its segments, those of every segment that is not empty from
+// a multiple of 16 slots on.  Where there are no words, or behind an item's last, classes come of the ranges of
+// positions of queries and keys, if the masks can be known by these; else KV tiles are compared.
 #pragma once
 #include "attention/plan.cuh"
 
 namespace prefixkit {
 
-// For KV tiles with BITS it has also written which tokens each query sees: those of a tile item one behind the other, from
-// where the last word of the item's row says, in words from the classes on.  A KV tile has 2 words for each of up to
-// `bit_rows` queries: 16 bits for each lane of a quad, whose tokens wgmma deals out in pairs (token_of_bit).  Kernels that
-// read no bits compare such tiles.
+// For KV tiles with BITS it has also written which tokens each query sees: those of a tile item one behind the other,
+// from where the last word of the item's row says, in words from the classes on.  A KV tile has 2 words for each of up
+// to `bit_rows` queries: 16 bits for each lane of a quad, whose tokens wgmma deals out in pairs (token_of_bit).
+// Kernels that read no bits compare such tiles.
 enum BlockClass { HIDDEN = 0, COMPARED = 1, SHOWN = 2, BITS = 3 };
 DEVICE int bit_rows(const Attention& a) { return max(1, divide_small(128, group_of(a))); }
 constexpr u32 NOTHING_VISIBLE = ~0u;  // the last word of an item's row
-// Behind the rows of all items: how many KV tiles have bits; how many query rows an item with visible tokens has, and how
-// often one had such an item already.  Then for each query row how many it has, and bits.
+// Behind the rows of all items: how many KV tiles have bits; how many query rows an item with visible tokens has, and
+// how often one had such an item already.  Then for each query row how many it has, and bits.
 enum ClassCounts { BIT_TILES, SEEN_ROWS, SEEN_AGAIN, CLASS_COUNTS = 4 };
 DEVICE u32* class_counts(const Attention& a) {
     return (u32*)a.block_classes + (long long)(a.tile_capacity + a.decode_capacity) * a.class_words;
 }
-// Whether masks leave every query row the tokens of one item: items write outputs themselves then, those without visible
-// tokens are left out, and nothing is merged.  classify_blocks counts where there is something to merge.
+// Whether masks leave every query row the tokens of one item: items write outputs themselves then, those without
+// visible tokens are left out, and nothing is merged.  classify_blocks counts where there is something to merge.
 DEVICE bool each_alone(const Attention& a) {
     if (!Variant::HAS_MASK || a.class_words == 0) return false;
     const u32* of = class_counts(a);
@@ -104,8 +104,8 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
         }
         return slot;
     }
-    // Finds the word of the KV tile at `slot`, or from the first of a word's on the next one in which not all are hidden;
-    // returns the slot that comes then.  16 words are read at once.
+    // Finds the word of the KV tile at `slot`, or from the first of a word's on the next one in which not all are
+    // hidden; returns the slot that comes then.  16 words are read at once.
     template <class Queries>
     DEVICE int look_up(const Attention& a, const Span& span, int slot, Queries queries, bool entered) {
         if (Variant::DECIDES && a.class_words == 0) {
@@ -135,7 +135,8 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
         for (int d = 1; d < CLASSES_PER_WORD; d <<= 1) found |= __shfl_xor_sync(0xffffu << (lane & 16), found, d);
         return found;
     }
-    // Passes over a span's hidden KV tiles, and over empty spans and segments.  `entered`: none of the span has been read.
+    // Passes over a span's hidden KV tiles, and over empty spans and segments.  `entered`: none of the span has been
+    // read.
     template <class Queries> DEVICE void skip(const Attention& a, Span& span, int& seg, const int& seg_end,
                                               const VisibleRange& range, Queries queries, bool entered) {
         while (true) {

@@ -1,10 +1,11 @@
 // Classes of KV tiles under a variant's mask (block_classes.cuh), for every item of a plan.
 //
 // shapes     items of up to 128 queries, KV tiles of PREFIXKIT_KV_TILE tokens (tile items) and 16 (decode items).
-// tiling     a block takes an item, a warp a word of 16 KV tiles, two lanes one KV tile: each evaluates the mask for every
-//            query and every second token, until it has seen a hidden and a visible one.
+// tiling     a block takes an item, a warp a word of 16 KV tiles, two lanes one KV tile: each evaluates the mask for
+//            every query and every second token, until it has seen a hidden and a visible one.
 // cost       queries x tokens evaluations of the mask for each item, of all heads if it reads them; bytes are few.
-//            Of compared KV tiles of tile items a warp then writes bits, a lane for two tokens, where no mask reads heads.
+//            Of compared KV tiles of tile items a warp then writes bits, a lane for two tokens, where no mask reads
+//            heads.
 // limits     KV tiles behind an item's words get no class, and those for which there is no room have no bits.
 #include "attention/block_classes.cuh"
 
@@ -16,7 +17,8 @@ constexpr int CLASSIFY_WARPS = 8, DECODE_KV = 16;
 struct Block { int begin, low, high, position; };
 
 // KV tile `tile` of an item; false behind its last.
-DEVICE bool find_block(const Attention& a, const Item& item, const VisibleRange& range, int kv, int tile, Block& found) {
+DEVICE bool find_block(
+    const Attention& a, const Item& item, const VisibleRange& range, int kv, int tile, Block& found) {
     Span span = load_span(a, item.node, item.begin, item.end, range);
     for (int seg = item.seg_begin + 1;; span = load_segment(a, seg++, range)) {
         const int tiles = tiles_of(span, kv);
@@ -76,8 +78,8 @@ DEVICE void write_block(const Attention& a, const Item& item, const Block& block
     }
 }
 
-// The bits of an item's compared KV tiles, whose class becomes BITS, if there is room for all; by all warps.  `used`: the
-// words that this warp has seen.
+// The bits of an item's compared KV tiles, whose class becomes BITS, if there is room for all; by all warps.  `used`:
+// the words that this warp has seen.
 DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange& range, u32* words, int used) {
     __shared__ int most, tiles, base;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -140,7 +142,10 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
         }
         // An item of which nothing is visible reads one KV tile all the same: its rows come out empty.
         reads = __syncthreads_or(reads);
-        if (threadIdx.x == 0) words[0] = reads ? first : u32(COMPARED), words[a.class_words - 1] = reads ? 0 : NOTHING_VISIBLE;
+        if (threadIdx.x == 0) {
+            words[0] = reads ? first : u32(COMPARED);
+            words[a.class_words - 1] = reads ? 0 : NOTHING_VISIBLE;
+        }
         if (WRITES_BITS && reads && !decodes) write_bits(a, item, range, words, used);
         if (reads && a.counts[3] != 0) count_rows(a, item);
         __syncthreads();

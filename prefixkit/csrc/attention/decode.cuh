@@ -225,8 +225,8 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     }
 }
 
-// Which of a lane's scores of a MASKED KV tile the masks show, a bit for each; rows are looked up again, for registers are
-// short and such KV tiles are few.
+// Which of a lane's scores of a MASKED KV tile the masks show, a bit for each; rows are looked up again, for registers
+// are short and such KV tiles are few.
 DEVICE u32 shown_scores(const Attention& a, const DecodeKVTile& c) {
     u32 shown = 0;
 #pragma unroll

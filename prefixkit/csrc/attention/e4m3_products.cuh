@@ -1,8 +1,8 @@
 // Operands of mma.sync from rows of e4m3 in shared memory, for the decode path.
 //
-// A register that ldmatrix fills has four numbers.  Of keys they are neighbours in a row, and stand for columns 2t, 2t + 1,
-// 2t + 8 and 2t + 9 of a product's 16 (t: the lane in its quad); queries come in the same order.  Of values, transposed,
-// they are columns 2c and 2c + 1 of two tokens (c: the quad), which are rows c and c + 8 of the product.
+// A register that ldmatrix fills has four numbers.  Of keys they are neighbours in a row, and stand for columns 2t, 2t
+// + 1, 2t + 8 and 2t + 9 of a product's 16 (t: the lane in its quad); queries come in the same order.  Of values,
+// transposed, they are columns 2c and 2c + 1 of two tokens (c: the quad), which are rows c and c + 8 of the product.
 #pragma once
 #include "attention/gather.cuh"
 #include "attention/widen.cuh"

@@ -1,8 +1,8 @@
 // The end of a launch: a grid barrier, then the merge of partial states in the plan's order; here each head by a warp.
 //
 // tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
-// cost   each partial state (4 V_DIM + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few heads
-//        costs the latency of its reads and of fetching its code, so the code is short.
+// cost   each partial state (4 V_DIM + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few
+//        heads costs the latency of its reads and of fetching its code, so the code is short.
 // limits all blocks must be resident at once, which a cooperative launch sees to.
 #pragma once
 #include "attention/plan.cuh"

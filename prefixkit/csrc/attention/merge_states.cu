@@ -1,7 +1,7 @@
 // Two partial states of attention merged by their log-sum-exps: each of some rows of a step.
 //
-// shapes     first, second [their rows, heads, V] and lse [their rows, heads]; place [rows]: for each row of the step its
-//            row in a state, or -1; out [rows, heads, V].
+// shapes     first, second [their rows, heads, V] and lse [their rows, heads]; place [rows]: for each row of the step
+//            its row in a state, or -1; out [rows, heads, V].
 // dtypes     out has the storage type, the states too, or PREFIXKIT_PART float32.
 // tiling     a thread merges 8 elements of a head.
 // cost       each state is read once, out written once: 6 V bytes per row and head, 10 V of states of float32.

@@ -30,8 +30,8 @@ static_assert(D % 16 == 0 && V_DIM % 16 == 0, "head sizes are multiples of 16");
 // Latents (multi-head latent attention): a key's first V_DIM elements are its value, and all heads read the same ones:
 // `kv_heads` only says how many groups heads come in.
 constexpr bool LATENT = PREFIXKIT_LATENT;
-// Where keys are APART, only their first OWN_DIM elements lie in `k`.  The others are their rotary part, which all heads
-// share; they lie in a tensor of their own, which has one head.
+// Where keys are APART, only their first OWN_DIM elements lie in `k`.  The others are their rotary part, which all
+// heads share; they lie in a tensor of their own, which has one head.
 #ifdef PREFIXKIT_OWN_DIM
 constexpr int OWN_DIM = PREFIXKIT_OWN_DIM;
 DEVICE const TensorMap* rotary_map(const Attention& a) { return &a.r_map; }
@@ -135,8 +135,8 @@ struct Span {
     int position;  // position of slot 0
 };
 
-// The position behind the last one that query `query` of an item sees, counted from the item's first query; ascends with
-// the queries.
+// The position behind the last one that query `query` of an item sees, counted from the item's first query; ascends
+// with the queries.
 DEVICE int end_seen(const Attention& a, int kind, int q_begin, int partial, int query) {
     if (kind == LIMIT) return min(a.limits[partial + query], NO_END - 1) + 1;
     if (Variant::LOOKS_AHEAD) return kind == OWN && a.q_reach ? int(a.q_reach[q_begin + query]) + 1 : NO_END;
@@ -148,7 +148,8 @@ struct VisibleRange {
     int low, high;
 };
 
-// The smallest and the largest position among an item's queries, where the variant has a window or decides about blocks.
+// The smallest and the largest position among an item's queries, where the variant has a window or decides about
+// blocks.
 struct QueryRange {
     int low, high;
 };

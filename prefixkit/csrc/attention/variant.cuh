@@ -39,10 +39,12 @@ constexpr bool MODIFIED = Variant::HAS_SCORE || Variant::HAS_MASK;
 // A flag of KV tiles: the mask is evaluated.
 constexpr int MASKED = 32;
 
-// Each row takes exponentials against a base that starts at LOWEST and rises, to LIFT below the largest exponent, when one
-// passes it by more than HEADROOM; sums of exponentials up to ALLOWED are inside float16.  Its smallest number is 2^-24:
-// where the outputs are bfloat16, whose exponentials would go on below that, they are LIFTed as far as ALLOWED lets them.
-constexpr float LOWEST = -1e30f, LIFT = NARROWED ? 3.f : 0.f, HEADROOM = 8.f + LIFT, ALLOWED = NARROWED ? 32768.f : 4096.f;
+// Each row takes exponentials against a base that starts at LOWEST and rises, to LIFT below the largest exponent, when
+// one passes it by more than HEADROOM; sums of exponentials up to ALLOWED are inside float16.  Its smallest number is
+// 2^-24: where the outputs are bfloat16, whose exponentials would go on below that, they are LIFTed as far as ALLOWED
+// lets them.
+constexpr float LOWEST = -1e30f, LIFT = NARROWED ? 3.f : 0.f, HEADROOM = 8.f + LIFT;
+constexpr float ALLOWED = NARROWED ? 32768.f : 4096.f;
 
 // From q . k to the exponent of 2.  `sequence` counts where the variant reads it.
 DEVICE float exponent(float dot, float scale, float scale_log2, int sequence, int head, int q_position, int kv_base,

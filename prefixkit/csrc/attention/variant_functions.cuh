@@ -20,9 +20,11 @@ DEVICE float element(const double* tensor, long long at) { return float(tensor[a
 DEVICE float element(const BFloat* tensor, long long at) { return widen(tensor[at]); }
 DEVICE float element(const Half* tensor, long long at) { return widen(tensor[at]); }
 
-// Integer division rounds down in Python.  By a positive number of the variant's words: the number in two words, then m,
-// s and t by which (n m >> 32) + (n & t) >> s is the quotient of any n of 31 bits that is not negative.
-DEVICE int divide_by(int n, const int* words) { return int(__umulhi(u32(n), u32(words[2])) + u32(n & words[4]) >> words[3]); }
+// Integer division rounds down in Python.  By a positive number of the variant's words: the number in two words, then
+// m, s and t by which (n m >> 32) + (n & t) >> s is the quotient of any n of 31 bits that is not negative.
+DEVICE int divide_by(int n, const int* words) {
+    return int(__umulhi(u32(n), u32(words[2])) + u32(n & words[4]) >> words[3]);
+}
 DEVICE int modulo_by(int n, const int* words) { return n - divide_by(n, words) * words[0]; }
 // Of any n; ~n is the mirror of a negative one.
 DEVICE int floor_divide_by(int n, const int* words) { return n < 0 ? ~divide_by(~n, words) : divide_by(n, words); }

@@ -21,8 +21,8 @@ using Storage = Half;
 using Storage = BFloat;
 #define STORAGE "bf16"
 #endif
-// Operands of products.  On Hopper those of pages in e4m3 are float16, which has all its numbers: one instruction widens
-// two of them, where bfloat16 takes four.
+// Operands of products.  On Hopper those of pages in e4m3 are float16, which has all its numbers: one instruction
+// widens two of them, where bfloat16 takes four.
 #if PREFIXKIT_HALF || (PREFIXKIT_KV_FP8 && PREFIXKIT_MAPS)
 #define PREFIXKIT_HALF_OPERANDS 1
 using Operand = Half;
@@ -78,7 +78,9 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x)); return x; }
 DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
 // Brings `bytes` (a multiple of 16, as the address is) to the L2 without waiting for them (sm_90).
-DEVICE void prefetch_l2(const void* p, u32 bytes) { EFFECT("cp.async.bulk.prefetch.L2.global [%0], %1;", "l"(p), "r"(bytes)); }
+DEVICE void prefetch_l2(const void* p, u32 bytes) {
+    EFFECT("cp.async.bulk.prefetch.L2.global [%0], %1;", "l"(p), "r"(bytes));
+}
 
 DEVICE void store_shared16(u32 to, int4 x) {
     EFFECT("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
@@ -157,7 +159,8 @@ DEVICE void round_pair(float& low, float& high) {
 }
 // Two floats that operands can hold.
 DEVICE u32 pack_rounded(float low, float high) {
-    return PREFIXKIT_HALF_OPERANDS ? pack<Operand>(low, high) : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    return PREFIXKIT_HALF_OPERANDS ? pack<Operand>(low, high)
+                                   : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 #if __CUDA_ARCH__ >= 890
 // Two numbers of e4m3 as float16, which has them all.

@@ -1,7 +1,7 @@
 // Products of rows with the matrices of their experts: out[p] = x[p / per] @ weight[index[p]] + bias[index[p]].
 //
-// shapes   x [pairs / per, k]; weight [experts, k, n], adjacent along n (ALONG_N) or along k; bias [experts, n] or null;
-//          index [pairs] int64; out [pairs, n].  All but the index in the storage type.
+// shapes   x [pairs / per, k]; weight [experts, k, n], adjacent along n (ALONG_N) or along k; bias [experts, n] or
+//          null; index [pairs] int64; out [pairs, n].  All but the index in the storage type.
 // tiling   a block of 8 warps takes 128 columns of one expert: it lists the pairs of this expert in a window of 4,096,
 //          64 at a time.  A warp takes 16 columns of all rows; 16 rows without a pair cost nothing.  STAGES tiles of 64
 //          along k are on their way by cp.async; 16-byte chunks are permuted by row, so that ldmatrix meets all banks.

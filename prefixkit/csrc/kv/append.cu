@@ -7,8 +7,8 @@
 //            the heads of a token, then the tokens.
 // cost       reads and writes each byte once: 4 x tokens x kv_heads x head_dim x itemsize bytes; no arithmetic.
 // limits     sizeof(V) divides a head's bytes, every stride, and every address; where EACH is not 1, so do 16 bytes.
-//            Slots are the contract of kv_append in prefixkit/ops/library.py: a row writes nothing where its slot is not
-//            one of the pages'.
+//            Slots are the contract of kv_append in prefixkit/ops/library.py: a row writes nothing where its slot is
+//            not one of the pages'.
 #include "kv/narrow.cuh"
 #include "layouts/move.h"
 

@@ -221,7 +221,8 @@ DEVICE void write_item(int item, int place) {
     const int* first = p.a.segments + 3 * segment;
     int4* to = place < p.item_count[0] ? p.a.tile_items + 2 * place : p.a.decode_items + 2 * (place - p.item_count[0]);
     to[0] = make_int4(x.begin, x.end, at(ITEM_PARTIAL)[item], segment);
-    to[1] = make_int4(4 * at(ITEM_COUNT)[item] + (is_limited(x.node) && !x.own ? 2 : x.own), first[0], first[1], first[2]);
+    const int kind = is_limited(x.node) && !x.own ? 2 : x.own;
+    to[1] = make_int4(4 * at(ITEM_COUNT)[item] + kind, first[0], first[1], first[2]);
 }
 
 DEVICE void sort_items() {

@@ -6,11 +6,11 @@
 // leaf, the last node of all these subtrees.
 //
 // order    a stable counting sort by subtree_end: ENDED[i] = nodes whose subtrees end before i, a histogram and one
-//          prefix sum.  A node's depth is n - ENDED[n + 1], for the subtrees that ended are those that are not open; its
-//          place in the order is its path's end less how much deeper the leaf is.  No pointer is followed.
+//          prefix sum.  A node's depth is n - ENDED[n + 1], for the subtrees that ended are those that are not open;
+//          its place in the order is its path's end less how much deeper the leaf is.  No pointer is followed.
 // sharing  of a path one part: sums from the path's end upwards of consumers and of tokens that they do not read again,
-//          then a maximum.  A path is decided once those that hang on it are (PENDING); the thread that decided the last
-//          of these goes on with it.  Paths of up to FEW nodes take a thread, others a warp, 32 nodes at a time.
+//          then a maximum.  A path is decided once those that hang on it are (PENDING); the thread that decided the
+//          last of these goes on with it.  Paths of up to FEW nodes take a thread, others a warp, 32 nodes at a time.
 // above    what a row inherits from a path is a difference of prefix sums along the order, so a walk to the root takes
 //          a step for each path, at most log2 of the rows, and not one for each node.
 #pragma once

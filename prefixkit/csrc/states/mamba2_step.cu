@@ -1,10 +1,10 @@
 // One token through the recurrence of Mamba 2.  Of each head of a row, with s = softplus(dt + bias):
 // h = exp(s rate) h + (s x) (outer) inward;  y = h . outward + skip x, times silu(gate) where there is one.
 //
-// shapes   x, gate, out [rows, heads, P]; dt [rows, heads]; rate, skip, bias [heads]; inward, outward [rows, groups, N];
-//          states [slots, heads, P, N] float32; source, target [rows] int64 slots.
-// tiling   a block of 8 warps takes a head of a row.  LANES lanes take a row of the state, four or eight numbers each, in
-//          vectors of 16 bytes; AHEAD rows are on their way at once, before anything else is waited for.  inward and
+// shapes   x, gate, out [rows, heads, P]; dt [rows, heads]; rate, skip, bias [heads]; inward, outward [rows, groups,
+//          N]; states [slots, heads, P, N] float32; source, target [rows] int64 slots.
+// tiling   a block of 8 warps takes a head of a row.  LANES lanes take a row of the state, four or eight numbers each,
+//          in vectors of 16 bytes; AHEAD rows are on their way at once, before anything else is waited for.  inward and
 //          outward stay in registers.
 // cost     reads and writes each state once: rows x heads x P x N x 8 bytes; all else is a hundredth of that.
 // numbers  float32; what a row returns is rounded once.

@@ -195,7 +195,8 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const Tile
                     const int token = 8 * n + column + j;
                     const bool visible = token >= low && token < high && (!clipped || token < end);
                     float& y = x[stripe][n][2 * half + j];
-                    y = exponent(y, a.scale, a.scale_log2, sequence, of.head, mine, position + column, 8 * n + j, a.words);
+                    y = exponent(y, a.scale, a.scale_log2, sequence, of.head, mine, position + column, 8 * n + j,
+                                 a.words);
                     if (!visible) y = MINUS_INFINITY;
                 }
             if (Variant::HAS_MASK && masked)

@@ -201,7 +201,8 @@ DEVICE void value_role(const Attention& a, const LatentShared& s, int half) {
         for (bool last = false; !last; ++tile, first = false) {
             barrier_wait(s.p_full, tile & 1);
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) barrier_wait(s.tile.full + 8 * (at.stage * PARTS + part), at.phase);
+            for (int part = 0; part < PARTS; ++part)
+                barrier_wait(s.tile.full + 8 * (at.stage * PARTS + part), at.phase);
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.tile.kv_tiles + 16 * at.stage);
             last = uniform(kv_tile.flags) & LAST;
             if (a.tma_groups && uniform(kv_tile.low() > 0 || kv_tile.high() < KV_TILE))

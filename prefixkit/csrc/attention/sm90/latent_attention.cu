@@ -1,9 +1,10 @@
 // Attention over a whole tree of latents in one launch, for Hopper (sm_90a).
 //
 // shapes     q [rows, heads, D], out [rows, heads, V_DIM]; pages of latents and of rotary keys; see latent.cuh.
-// tiling     one block per multiprocessor, with roles: a warp loads KV tiles, three load queries, one warpgroup computes
-//            scores, two add values.  After a grid barrier the blocks merge.
-// cost       floor = max(2 D bytes per token read / 4.3 TB/s, flops / 790 TFLOP/s); measured: docs/appendix/kernel_log.md.
+// tiling     one block per multiprocessor, with roles: a warp loads KV tiles, three load queries, one warpgroup
+//            computes scores, two add values.  After a grid barrier the blocks merge.
+// cost       floor = max(2 D bytes per token read / 4.3 TB/s, flops / 790 TFLOP/s); measured:
+//            docs/appendix/kernel_log.md.
 // limits     the grid is one block per multiprocessor; SHARED_BYTES of dynamic shared memory, 512 threads.
 #define PREFIXKIT_MAPS 1
 #include "attention/sm90/latent.cuh"

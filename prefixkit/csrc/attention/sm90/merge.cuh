@@ -3,7 +3,8 @@
 // tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 V_DIM
 //            floats into a ring of six in shared memory: the 28 KB of L1 would keep too few loads in flight.
 // cost       reads each partial state once (4 V_DIM + 4 bytes per head), at the bandwidth of the L2.
-// limits     V_DIM of 16-byte vectors; there is memory for three floats behind the log-sum-exps, read with the last ones.
+// limits     V_DIM of 16-byte vectors; there is memory for three floats behind the log-sum-exps, read with the last
+//            ones.
 #pragma once
 #include "attention/merge.cuh"
 #include "attention/sm90/tile_shared.cuh"
@@ -18,7 +19,8 @@ constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB_SU
 
 // What copies of the last log-sum-exps bring with them.
 DEVICE void clear_behind_sums(const Attention& a, int thread) {
-    if (blockIdx.x == 0 && thread < 3 && a.counts[3] != 0) a.partial_lse[(long long)a.counts[3] * a.heads + thread] = 0.f;
+    const int partials = a.counts[3];
+    if (blockIdx.x == 0 && thread < 3 && partials != 0) a.partial_lse[(long long)partials * a.heads + thread] = 0.f;
 }
 
 // One warp's ring.

@@ -203,7 +203,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
         wgmma_wait<1>();
         pin(w.s);
         bool compare = (flags & COMPARE) || wary;
-        if (masked) compare = compare || kv_tiles < 2 || lacks_base(w, shown);  // two: a base is a row's maximum more often
+        // Two KV tiles: a base is a row's maximum more often.
+        if (masked) compare = compare || kv_tiles < 2 || lacks_base(w, shown);
         if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
         } else {
@@ -242,8 +243,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     tile_finish(a, item, w, first_row(half));
 }
 
-// Where masks make items short and a block has many, the second warpgroup begins so many cycles late, some three KV tiles:
-// one multiplies while the other ends an item and begins the next.
+// Where masks make items short and a block has many, the second warpgroup begins so many cycles late, some three KV
+// tiles: one multiplies while the other ends an item and begins the next.
 constexpr int STAGGER = Variant::HAS_MASK ? 3000 : 0;
 DEVICE void begin_late(const Attention& a, const TileShared& s) {
     if constexpr (STAGGER > 0) {

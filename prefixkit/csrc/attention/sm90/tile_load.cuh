@@ -2,9 +2,9 @@
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
 // tiling     a complete group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane;
-//            of other groups the rows that the segment has are loaded one by one, and the producer of V clears those that
-//            it has not: 0 * NaN is NaN.  (Those of K hold anything; their scores are replaced.)  Latents have too many
-//            columns for that: their groups are loaded whole, and the consumers clear the rows without a token.
+//            of other groups the rows that the segment has are loaded one by one, and the producer of V clears those
+//            that it has not: 0 * NaN is NaN.  (Those of K hold anything; their scores are replaced.)  Latents have too
+//            many columns for that: their groups are loaded whole, and the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -26,9 +26,9 @@ DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, 
     }
 }
 
-// What variants add to scores often rises with the position, as ALiBi's biases do.  Items then go from their last KV tile
-// to their first, so that the base of exponentials is found early and seldom rises.  (From the first to the last items
-// share more of the L2: with a cap on scores a prompt of 16K takes 2 to 5% longer from the end.)
+// What variants add to scores often rises with the position, as ALiBi's biases do.  Items then go from their last KV
+// tile to their first, so that the base of exponentials is found early and seldom rises.  (From the first to the last
+// items share more of the L2: with a cap on scores a prompt of 16K takes 2 to 5% longer from the end.)
 constexpr bool FROM_END = Variant::ADDS && !Variant::HAS_MASK;
 constexpr int LOOKED_UP = 32 * GROUP;  // slots
 

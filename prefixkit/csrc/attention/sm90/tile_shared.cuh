@@ -52,7 +52,8 @@ DEVICE void tile_barriers(const TileShared& s) {
     }
     for (int i = 0; i < 2; ++i)
         barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, CONSUMER_WARPS);
-    for (int i = 0; i < 2 * STAGED; ++i) barrier_init(s.staged_full + 8 * i, 1), barrier_init(s.staged_empty + 8 * i, SLICES);
+    for (int i = 0; i < 2 * STAGED; ++i)
+        barrier_init(s.staged_full + 8 * i, 1), barrier_init(s.staged_empty + 8 * i, SLICES);
     if (FP8) store_zeros(s.slices);
 }
 

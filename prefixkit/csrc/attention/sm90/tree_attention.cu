@@ -51,7 +51,8 @@ struct Shared {
 };
 constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(bytes_of(STREAMS) <= RING_BYTES && bytes_of(PROMPTS) <= RING_BYTES, "all uses of the rings fit");
-static_assert(MIXED.tile <= TILE_STAGES && PROMPTS.tile <= TILE_STAGES && MIXED.decode * ROW_PARTS <= RING_STAGES, "barriers");
+static_assert(MIXED.tile <= TILE_STAGES && PROMPTS.tile <= TILE_STAGES, "barriers");
+static_assert(MIXED.decode * ROW_PARTS <= RING_STAGES, "barriers");
 static_assert(STREAMS.decode * ROW_PARTS <= RING_STAGES && ALONE.decode * ROW_PARTS <= RING_STAGES, "barriers");
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");

@@ -1,8 +1,9 @@
 // KV tiles of pages in e4m3 on Hopper: wgmma takes operands of 16 bits from shared memory.
 //
-// tiling     TMA fills STAGED places for K and as many for V.  From there KV tiles are widened to the ring of 16 bits, and
-//            multiplied as any other, in SLICES of rows, which warps claim one after the other: the warp that issued the
-//            loads, when it needs a place or waits, and the warps of the decode path, once their items are done.
+// tiling     TMA fills STAGED places for K and as many for V.  From there KV tiles are widened to the ring of 16 bits,
+//            and multiplied as any other, in SLICES of rows, which warps claim one after the other: the warp that
+//            issued the loads, when it needs a place or waits, and the warps of the decode path, once their items are
+//            done.
 // cost       64 x D numbers: of all lanes that widen a KV tile together, D / 8 loads of vectors, D / 4 stores, and 2 D
 //            conversions, 4 lanes a cycle of a scheduler, as many as exponentials: so they are spread over schedulers.
 // limits     rows of at most 128 numbers.
@@ -76,8 +77,8 @@ struct Slices {
         barrier_arrive(s.full + 8 * stage);
         barrier_arrive_warp(empty(kv_tile));
     }
-    // Widens what nobody has claimed of so many KV tiles, until a phase ends for which this warp waits: before consumers
-    // let it go on they may need that.
+    // Widens what nobody has claimed of so many KV tiles, until a phase ends for which this warp waits: before
+    // consumers let it go on they may need that.
     DEVICE void widen_until(u32 kv_tiles, u32 barrier, u32 parity) const {
         while (!barrier_ended(barrier, parity)) {
             const u32 slice = claim(kv_tiles);
