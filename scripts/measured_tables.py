@@ -311,14 +311,16 @@ def trl(data: Any) -> Table:
 
 def tensor_parallel(data: Any) -> Table:
     """Of each pair of runs, one process and two: times and their ratio."""
-    rows: Table = [("layers", "what", "one GPU", "two GPUs", "two / one")]
+    rows: Table = [("shape", "layers", "what", "one GPU", "two GPUs", "two / one")]
     for one, two in zip(data["runs"][::2], data["runs"][1::2], strict=True):
+        layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")
+        shape = shape if layers == "None" else f"{shape}, {layers} layers"
         layers = "compiled" if one["options"]["compiled"] == "True" else "as they are"
         for key, name, time in (("steps", "rows", "step_ms"), ("calls", "call", "seconds")):
             for own, other in zip(one[key], two.get(key, ()), strict=False):  # a run may be cut off
                 what = f"a step of {own[name]} rows, ms" if key == "steps" else f"{own[name]}, s"
                 ratio = f"{other[time] / own[time]:.2f}"
-                rows.append((layers, what, f"{own[time]:.2f}", f"{other[time]:.2f}", ratio))
+                rows.append((shape, layers, what, f"{own[time]:.2f}", f"{other[time]:.2f}", ratio))
     return rows
 
 
