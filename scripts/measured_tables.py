@@ -244,19 +244,23 @@ def lm_eval(data: Any) -> Table:
     ]
 
 
+def _over_floors(data: Any) -> Table:
+    def cells(row: Any) -> tuple[str, ...]:
+        floor, us = row["floor_us"], row["us"]
+        return "/".join(map(str, row["heads"])), row["workload"], f"{floor:.1f}", f"{us:.1f}", f"{us / floor:.2f}"
+
+    return [cells(row) for row in data["workloads"]]
+
+
 def deep(data: Any) -> Table:
     rows: Table = [("heads", "tree", "floor, us", "ours, us", "time / floor", "its plan in a graph, us")]
-    return rows + [
-        (
-            "/".join(map(str, row["heads"])),
-            row["workload"],
-            f"{row['floor_us']:.1f}",
-            f"{row['us']:.1f}",
-            f"{row['us'] / row['floor_us']:.2f}",
-            f"{row['plan_us']:.0f}",
-        )
-        for row in data["workloads"]
-    ]
+    plans = [f"{row['plan_us']:.0f}" for row in data["workloads"]]
+    return rows + [(*row, plan) for row, plan in zip(_over_floors(data), plans, strict=True)]
+
+
+def other_heads(data: Any) -> Table:
+    rows: Table = [("heads", "tree", "floor, us", "ours, us", "time / floor")]
+    return rows + _over_floors(data)
 
 
 def e4m3(data: Any) -> Table:
