@@ -11,8 +11,8 @@ from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL
-from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
-from prefixkit.backends.cuda.calibrate import calibrate
+from prefixkit.backends.cuda.costs import cost_cache as gpu_cost_cache
+from prefixkit.backends.cuda.costs.calibrate import calibrate
 from prefixkit.backends.cuda.device_planner import planner_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.ops.arguments import PACKED

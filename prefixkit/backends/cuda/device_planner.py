@@ -25,7 +25,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.trimmed import unseen_tokens
 from prefixkit.attention.visible import ALL, Visible, lowest_positions
-from prefixkit.backends.cuda.cost_cache import gpu_cost
+from prefixkit.backends.cuda.costs.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu, planned_tree
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixkit.backends.cuda.cost_cache import measured_cost
+from prefixkit.backends.cuda.costs.cost_cache import measured_cost
 from prefixkit.backends.cuda.kernels import compiled_ahead, kernel_for
 from prefixkit.cuda import jit, kernel_cache
 from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs

@@ -27,7 +27,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.planner import Array, Planner, StepArrays, StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape
-from prefixkit.backends.cuda.cost_cache import gpu_cost
+from prefixkit.backends.cuda.costs.cost_cache import gpu_cost
 from prefixkit.backends.cuda.device_planner import (
     NO_FLOAT32,
     TREE_TENSORS,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.sharing import TILE_ROWS, CostModel
-from prefixkit.backends.cuda.measure import GROUP, HEAD_DIM, Memory, Point, Shared
+from prefixkit.backends.cuda.costs.measure import GROUP, HEAD_DIM, Memory, Point, Shared
 
 Doubles = NDArray[np.float64]
 

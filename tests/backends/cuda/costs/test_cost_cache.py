@@ -3,7 +3,7 @@
 import pytest
 
 from prefixkit.attention.gpu.gpu_cost import H200
-from prefixkit.backends.cuda import cost_cache as gpu_cost_cache
+from prefixkit.backends.cuda.costs import cost_cache as gpu_cost_cache
 
 
 def test_costs_come_back_as_they_were_kept(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 
 from prefixkit.attention.gpu.gpu_cost import H200
 from prefixkit.attention.sharing import CostModel
-from prefixkit.backends.cuda.calibrate import DECODE_POINTS, SHAPES, TILE_POINTS, Fit, cost_from, fit, fit_sharing
-from prefixkit.backends.cuda.measure import Point, Shared
+from prefixkit.backends.cuda.costs.calibrate import DECODE_POINTS, SHAPES, TILE_POINTS, Fit, cost_from, fit, fit_sharing
+from prefixkit.backends.cuda.costs.measure import Point, Shared
 
 
 def points(role, shapes, base, tile, start, state, noise=0.0):

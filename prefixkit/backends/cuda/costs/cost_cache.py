@@ -13,7 +13,7 @@ import torch
 
 from prefixkit.attention.gpu.gpu_cost import H200, GpuCost, Role
 from prefixkit.attention.sharing import CostModel
-from prefixkit.backends.cuda import calibrate, measure
+from prefixkit.backends.cuda.costs import calibrate, measure
 from prefixkit.cuda import kernel_cache
 from prefixkit.cuda.jit import driver_cuda
 from prefixkit.cuda.nvrtc import CSRC

@@ -1,0 +1,1 @@
+"""What attention costs on a GPU: measured by its own kernels, kept for each machine."""
