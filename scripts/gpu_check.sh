@@ -46,10 +46,11 @@ for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 if wants compile; then part compile 240 "$python" scripts/compile_all.py --jobs "$(nproc)" || failed=1; fi
 
 if wants tests; then
-    # In several processes where pytest-xdist is there: they share the GPU well.
-    workers=$("$python" -c 'import xdist; print("-n 8")' 2>/dev/null || true)
+    # In several processes where pytest-xdist is there: they share the GPU well, and compile most of the time.
+    count=$(($(nproc) > 16 ? 14 : $(nproc) > 4 ? $(nproc) - 2 : 2))
+    workers=$("$python" -c "import xdist; print('-n $count')" 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-280}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
+    part tests "${TESTS_SECONDS:-330}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
         -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 
