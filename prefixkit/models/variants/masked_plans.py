@@ -19,7 +19,8 @@ def masked_plan(
 ) -> list[Tensor]:
     """A plan of a step with classes of its blocks (``classify_blocks``), made once for all layers of a kind.
 
-    In decode steps classes save less than it costs to make them: of windows the kernels read no more in any case.
+    Decode steps go without.  Of windows the kernels read no more in any case; under masks that ranges of positions do
+    not decide, such as documents, a layer would take less time (``h200_variants.json``), for one launch more a step.
 
     Args:
         step, plan: The step, and its plan for these layers.
