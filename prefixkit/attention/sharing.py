@@ -174,7 +174,7 @@ class _Reads:
         return _Reads(self.most[nodes], self.once[nodes], self.length[nodes], self.price[nodes])
 
     def may_gain(self, tree: StepTree, by_token: float) -> NDArray[np.bool_]:
-        """Which would gain if nothing below were shared: where so many reads gain nothing, fewer do neither."""
+        """Which would gain if nothing below were shared: where all these reads gain nothing, fewer do neither."""
         gains: NDArray[np.bool_] = (tree.below > 0) & ((self.most - self.once) * self.length * by_token > self.price)
         return gains
 
@@ -190,7 +190,7 @@ def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible) 
 
 
 def _tiles(queries: Ints | Longs, shape: HeadShape, cost: CostModel) -> Longs:
-    """Tiles, or decode items, of so many queries of a node."""
+    """Tiles, or decode items, that this number of queries of each node takes."""
     tiles = -(-queries.astype(np.int64) // max(1, cost.tile_heads // shape.gqa_group))
     return np.where(queries * shape.gqa_group <= cost.decode_heads, queries > 0, tiles)
 

@@ -27,8 +27,8 @@ from prefixkit.tree.arrays import Ints, Longs
 
 # Items are sorted by length to this part of the longest.
 ORDER_LEVELS = 128
-# Tiles are low where a multiprocessor has at most so many KV tiles of the others: then an item's beginning and end and
-# its partial states, half as many, weigh more than the second reading of KV.
+# Tiles are low where a multiprocessor has at most this number of KV tiles of full ones: then an item's beginning and
+# end and its partial states, half as many, weigh more than the second reading of KV.
 FEW_KV_TILES = 6
 
 

@@ -1,8 +1,8 @@
 // How a warp walks over the items of the decode list and over their KV tiles, before it loads them.
 //
 // shapes     the decode list, and classes of KV tiles under masks.
-// tiling     a walk is one warp's, or half a warp's: its lanes hold the same state.  Items are resolved BATCH at once, a
-//            lane each.
+// tiling     a walk is one warp's, or half a warp's: its lanes hold the same state.  Items are resolved BATCH at once,
+//            a lane each.
 // cost       a chain of dependent reads for each batch: the item, arrays of its node, pages.
 // limits     any page size and stride.
 #pragma once

@@ -98,7 +98,7 @@ DEVICE u32 swap_shared(u32 address, u32 from, u32 to) {
     asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "r"(address), "r"(from), "r"(to) : "memory");
     return x;
 }
-// A word of shared memory that some warps read while others write it: whoever reads it sees what was written before it.
+// A word of shared memory that some warps read while others write it: a reader sees what was written before it.
 DEVICE u32 read_shared_word(u32 from) {
     u32 x;
     asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(from) : "memory");

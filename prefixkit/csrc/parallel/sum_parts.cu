@@ -7,7 +7,7 @@
 // tiling   a block takes THREADS vectors of each stripe; as many blocks as a stripe needs, up to BLOCKS.  A chunk is a
 //          block's part of VECTORS stripes.  THREADS threads write chunks, and as many others add them, so that the
 //          link is busy while a block adds.  Both processes launch as many blocks, so those of a number wait for each
-//          other and for nobody else.
+//          other and for no others.
 // cost     part and residual are read and sum written once; as many bytes as part has go each way between the GPUs, and
 //          come back from the L2, as part does for the threads that add.
 // order    A block's chunks are numbered from its epoch on and take 2 AHEAD places in turns.  Its flag says how many

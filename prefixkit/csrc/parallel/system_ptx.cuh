@@ -4,7 +4,7 @@
 
 namespace prefixkit {
 
-// Whoever acquires what a thread releases sees what it has written, or knows that others of its block have.
+// A thread that acquires what another releases sees what that one has written, or knows that its block has.
 DEVICE void release_system(u32* to, u32 x) { EFFECT("st.release.sys.global.b32 [%0], %1;", "l"(to), "r"(x)); }
 LOAD(u32, acquire_system, const u32*, "ld.acquire.sys.global.b32", "=r", "l")
 DEVICE void release_shared(u32 to, u32 x) { EFFECT("st.release.cta.shared.b32 [%0], %1;", "r"(to), "r"(x)); }

@@ -167,7 +167,7 @@ CALLED int tile_with(int query, int node, bool own) {
     return first_tile(node, own) + (by_decode(queries) ? 0 : full_tiles(query - begin));
 }
 
-// Memory for so many tiles.
+// Memory for this number of tiles.
 DEVICE bool keep_tiles(int tiles) {
     const bool fits = tiles <= p.a.tile_capacity + p.a.decode_capacity;
     if (threadIdx.x == 0) {

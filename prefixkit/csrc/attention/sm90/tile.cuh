@@ -243,8 +243,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     tile_finish(a, item, w, first_row(half));
 }
 
-// Where masks make items short and a block has many, the second warpgroup begins so many cycles late, some three KV
-// tiles: one multiplies while the other ends an item and begins the next.
+// Where masks make items short and a block has many, the second warpgroup begins this number of cycles late, some three
+// KV tiles: one multiplies while the other ends an item and begins the next.
 constexpr int STAGGER = Variant::HAS_MASK ? 3000 : 0;
 DEVICE void begin_late(const Attention& a, const TileShared& s) {
     if constexpr (STAGGER > 0) {

@@ -52,7 +52,7 @@ struct Slices {
     DEVICE u32 empty(u32 kv_tile) const { return s.staged_empty + 8 * place_of(kv_tile); }
     DEVICE u32 kv_tile_info(u32 kv_tile) const { return s.staged_kv_tiles + 16 * (kv_tile % PLACES); }
 
-    // A warp's next slice, if there is one of so many KV tiles.
+    // A warp's next slice of the first `kv_tiles` KV tiles, if one is left.
     DEVICE u32 claim(u32 kv_tiles) const {
         u32 mine = NONE;
         if (lane_anew() == 0) {
@@ -77,8 +77,8 @@ struct Slices {
         barrier_arrive(s.full + 8 * stage);
         barrier_arrive_warp(empty(kv_tile));
     }
-    // Widens what nobody has claimed of so many KV tiles, until a phase ends for which this warp waits: before
-    // consumers let it go on they may need that.
+    // Widens slices of the first `kv_tiles` KV tiles that no warp has claimed, until a phase ends for which this warp
+    // waits: before consumers let it go on they may need that.
     DEVICE void widen_until(u32 kv_tiles, u32 barrier, u32 parity) const {
         while (!barrier_ended(barrier, parity)) {
             const u32 slice = claim(kv_tiles);
