@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from prefixkit import variants
-from prefixkit.testing.application.command_line import run
+from prefixkit.testing.application.command_line import log_levels_of_its_own, run
 from scripts import draw_masks
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +75,15 @@ def run_line(words: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(page)
+    with log_levels_of_its_own():
+        run_page(page)
 
 
 @pytest.mark.slow
 def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("quickstart.md")
+    with log_levels_of_its_own():
+        run_page("quickstart.md")
 
 
 @pytest.mark.parametrize("page", ["quickstart.md", *PAGES])

@@ -40,14 +40,20 @@ def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str 
 @contextmanager
 def _as_in_a_process_of_its_own() -> Iterator[None]:
     """Standard error gets what the command says, whatever levels and filters other tests of this process have set."""
+    with log_levels_of_its_own(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, in this process or in its threads
+        yield
+
+
+@contextmanager
+def log_levels_of_its_own() -> Iterator[None]:
+    """Loggers begin at the levels of a new process, and have those from before afterwards, whatever has set them."""
     loggers = [logging.getLogger(name) for name in (None, "prefixkit")]
     levels = [logger.level for logger in loggers]
     try:
         for logger, level in zip(loggers, (logging.WARNING, logging.NOTSET), strict=True):
             logger.setLevel(level)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries, in this process or in its threads
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
