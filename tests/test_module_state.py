@@ -25,7 +25,7 @@ TABLES = {
     ("models/tensor_parallel.py", "_known"): "weak: how a model's processes agree is not copied with it",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",
     ("models/compile/made.py", "_made"): "weak, likewise",
-    ("models/compile/shared_sums.py", "_known"): "weak: memory that the processes of a model see is not copied with it",
+    ("models/compile/part_exchange.py", "_known"): "weak: memory that two processes see is not copied with a model",
     ("models/compile/packed_weights.py", "_moves"): "a count under a lock: a runner asks whether anything has moved",
     ("models/weights/content.py", "_contents"): "weak, likewise",
     ("models/weights/state.py", "_readers"): "belongs to classes of modules, which are others'",

@@ -41,6 +41,7 @@ def _torch() -> Backend:
         plain_states.conv_step,
         plain_states.mamba2_step,
         products.sum_parts,
+        products.gather_parts,
         expanded_attention=run_program.expanded_attention,
         latent_parts={
             Part.ABSORBED: PartBackend(latent_attention.planner_for, latent_attention.absorbed_state),
@@ -51,7 +52,7 @@ def _torch() -> Backend:
 
 @once
 def _cuda() -> Backend:
-    from prefixkit.backends.cuda import attention, device_planner, kv, plan_launch, sampling, sum_of_parts
+    from prefixkit.backends.cuda import attention, device_planner, kv, part_kernels, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
     from prefixkit.backends.cuda.states import state_steps
@@ -77,7 +78,8 @@ def _cuda() -> Backend:
         expert_product,
         state_steps.conv_step,
         state_steps.mamba2_step,
-        sum_of_parts.sum_parts,
+        part_kernels.sum_parts,
+        part_kernels.gather_parts,
         latent_parts={part: PartBackend(latent_planners.planner_for, plain.latent_parts[part].attend) for part in Part},
         attend_latents=latent_kernels.attend,
         graph_planning=latent_planners.graph_planning,

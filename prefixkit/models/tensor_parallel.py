@@ -46,8 +46,13 @@ def agreement_of(model: PreTrainedModel) -> Agreement:
 
 def process_group(model: nn.Module) -> Any:
     """The processes that a model is split over, as torch's collectives take them."""
+    return process_mesh(model).get_group()
+
+
+def process_mesh(model: nn.Module) -> Any:
+    """The same, as DTensors take them."""
     mesh: Any = model._device_mesh
-    return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+    return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -189,7 +189,8 @@ class Backend:
         planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
             ``tree_attention`` takes as ``plan``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, classify_blocks, latent_attention,
-            merge_states, advance, sample, plan_tree, expert_product, conv_step, mamba2_step, sum_parts: The ops.
+            merge_states, advance, sample, plan_tree, expert_product, conv_step, mamba2_step, sum_parts,
+            gather_parts: The ops.
         expanded_attention: Attention over K and V that a function makes of what is cached, of tokens that are selected
             for each query, or with a bias of each; None where there is none.
         latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
@@ -218,6 +219,7 @@ class Backend:
     conv_step: Callable[..., Tensor]
     mamba2_step: Callable[..., Tensor]
     sum_parts: Callable[..., Tensor]
+    gather_parts: Callable[..., Tensor]
     expanded_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
     latent_parts: Mapping[Part, PartBackend] = field(default_factory=dict)
     attend_latents: Callable[..., Tensor] | None = None

@@ -5,8 +5,7 @@ results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevic
 
 ``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
 variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
-under autograd, but its backward raises :class:`NoBackward`; ``rotary_append``, ``linear_pair``, ``conv_step``,
-``mamba2_step`` and ``sum_parts`` raise it at once.
+under autograd, but its backward raises :class:`NoBackward`; those with ``_refuse_gradients`` below raise it at once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from prefixkit.ops import arguments
 from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
-from prefixkit.ops.part_sums import sum_parts
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
+from prefixkit.ops.shared_parts import gather_parts, sum_parts
 from prefixkit.ops.state_ops import check_conv_step, check_mamba2_step, conv_step, mamba2_step
 
 
@@ -338,6 +337,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (conv_step, ("states",), (_refuse_gradients, check_conv_step)),
     (mamba2_step, ("states",), (_refuse_gradients, check_mamba2_step)),
     (sum_parts, (), (_refuse_gradients, sum_parts)),
+    (gather_parts, (), (_refuse_gradients, gather_parts)),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

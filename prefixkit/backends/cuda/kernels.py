@@ -86,7 +86,8 @@ def sum_name(dtype: str) -> str:
     return f"prefixkit::sum_parts<{FLOATS[dtype]}>"
 
 
-SUM_PARTS = Unit("parallel/sum_parts.cu", tuple(map(sum_name, FLOATS)), headers=(layouts.SUM_PARTS.header,))
+GATHER_PARTS = "prefixkit::gather_parts"
+SHARED_PARTS = Unit("parallel/shared_parts.cu", (*map(sum_name, FLOATS), GATHER_PARTS), headers=layouts.SHARED_PARTS)
 
 CONV_WIDTHS = (2, 3, 4)
 STATE_SIZES = (16, 32, 64, 128, 256)  # of a head's rows, in Mamba 2
@@ -138,8 +139,7 @@ class SampleTiling:
 def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3) -> SampleTiling:
     """The fewest blocks of which ``at_once`` fit on a multiprocessor, so that some read while others compute.
 
-    Where no number of blocks is enough, the most.  A block has ``max_shared`` bytes at most; GPUs of compute capability
-    9.0 and later have thread block ``clusters``.
+    Else the most.  A block has ``max_shared`` bytes at most; GPUs from compute capability 9.0 on have ``clusters``.
     """
     for blocks in (1, 2, 4, 8) if clusters else (1,):
         segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
@@ -345,5 +345,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = (merge_unit(*of) for of in product((False, True), repeat=2))
-    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), SUM_PARTS
+    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), SHARED_PARTS
     return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, *plain, *varied

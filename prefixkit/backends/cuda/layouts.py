@@ -165,17 +165,30 @@ ADVANCE = define(
 
 # ---- processes that share a model ----
 
+# Of memory that both see.
+_EXCHANGE = (
+    ("int4*", "theirs", "[blocks, 2 AHEAD, PLACE, THREADS] memory of the other process"),
+    ("const int4*", "own", "the same of this process"),
+    ("unsigned int*", "their_flags", "[blocks] of the other process: places that this one has written"),
+    ("const unsigned int*", "own_flags", "[blocks] places that the other one has written"),
+    ("unsigned int*", "epochs", "[blocks] places that this process has read"),
+)
 SUM_PARTS = define(
     "SumParts",
     ("const int4*", "part residual", "[vectors] of 16 bytes; residual or null"),
     ("int4*", "sum", "[vectors]"),
-    ("int4*", "theirs", "[blocks, 2 AHEAD, VECTORS, THREADS] memory of the other process"),
-    ("const int4*", "own", "the same of this process"),
-    ("unsigned int*", "their_flags", "[blocks] of the other process: chunks that this one has written"),
-    ("const unsigned int*", "own_flags", "[blocks] chunks that the other one has written"),
-    ("unsigned int*", "epochs", "[blocks] chunks that this process has added"),
+    *_EXCHANGE,
     ("int", "vectors"),
 )
+GATHER_PARTS = define(
+    "GatherParts",
+    ("const int4*", "part", "[rows, width] vectors of 16 bytes"),
+    ("int4*", "whole", "[rows, 2, width]"),
+    *_EXCHANGE,
+    ("int", "vectors"),
+    ("unsigned int", "width rank", "vectors of a row of part; of this process, whose columns come first with 0"),
+)
+SHARED_PARTS = SUM_PARTS.header, GATHER_PARTS.header
 
 # ---- experts ----
 

@@ -1,4 +1,4 @@
-"""``linear_pair``, and what stands for ``sum_parts``; see the ops for their contracts."""
+"""``linear_pair``, and what stands for ``sum_parts`` and ``gather_parts``; see the ops for their contracts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
 
 def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
     """BackendError: memory that two processes see is memory of GPUs."""
-    raise BackendError(
-        f"sum_parts: plain torch has none, and {part.device} runs plain torch; sum by torch.distributed.all_reduce"
-    )
+    raise _no_memory("sum_parts", part, "sum by torch.distributed.all_reduce")
+
+
+def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
+    """BackendError, likewise."""
+    raise _no_memory("gather_parts", part, "gather by torch.distributed.all_gather")
+
+
+def _no_memory(op: str, part: Tensor, remedy: str) -> BackendError:
+    return BackendError(f"{op}: plain torch has none, and {part.device} runs plain torch; {remedy}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from prefixkit.models.compile.shared_sums import shared_sums
+from prefixkit.models.compile.part_exchange import part_exchange
 from prefixkit.models.tensor_parallel import tp_size
 
 # Styles of a plan: a process computes some of the outputs, or part of every sum; or what it computes is whole.
@@ -27,7 +27,7 @@ class SummedLinear(nn.Linear):
     """A linear layer of which each process has some columns of the weight: their products are summed."""
 
     group: Any
-    addresses: Tensor | None  # see SharedSums
+    addresses: Tensor | None  # see PartExchange
 
     def forward(self, input: Tensor) -> Tensor:
         out = F.linear(input, self.weight)
@@ -45,7 +45,7 @@ class LocalParts:
         self._styles: dict[nn.Module, str] = {}
         if tp_size(model) == 1:
             return
-        self._sums = shared_sums(model)
+        self._exchange = part_exchange(model)
         plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
         for name, module in model.named_modules():
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -67,7 +67,8 @@ class LocalParts:
         if (style := self._styles.get(module)) is not None:
             held = {name: None if one is None else _parameter(one) for name, one in module._parameters.items()}
             if style == _PART_OF_SUMS:
-                to = {"group": self._sums.group, "addresses": self._sums.addresses_for(module.get_parameter("weight"))}
+                exchange, weight = self._exchange, module.get_parameter("weight")
+                to = {"group": exchange.group, "addresses": exchange.addresses_for(weight)}
                 return copy_of_module(module, SummedLinear, _parameters=held, **to)
             return copy_of_module(module, type(module), _parameters=held)
         inner = {name: part and self.in_place_of(part) for name, part in module._modules.items()}

@@ -21,6 +21,7 @@ from prefixkit.models.steps.layer_pages import layer_pages
 from prefixkit.models.steps.step_cache import StepCache
 
 if TYPE_CHECKING:
+    from prefixkit.models.compile.gathered_head import GatheredHead
     from prefixkit.models.compile.layers import CompiledLayers
     from prefixkit.models.compile.packing import Compiler
 
@@ -79,12 +80,15 @@ class ModelRunner:
         # Of a step whose experts our op runs.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.compute_dtype)
         self.compiled: CompiledLayers | None = None
+        self._head: GatheredHead | None = None
         if compiled is not False:
+            from prefixkit.models.compile.gathered_head import gathered_head
             from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second
 
             rows = None if compiled is True else compiled
             compiler = compile_layer if compiler is None else compiler
             self.compiled = CompiledLayers(model, self.cache, rows, compiler, self._most_rows)
+            self._head = gathered_head(inner)
         self._turn: AbstractContextManager[object] = nullcontext() if self.compiled is None else self.compiled.made.lock
 
     def __call__(self, step: Step) -> Tensor:
@@ -113,7 +117,8 @@ class ModelRunner:
         kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
 
         def logits(**inputs: Any) -> Tensor | None:
-            found = logits_of(self.call(**inputs, **kept))
+            with nullcontext() if self._head is None else self._head.in_step():
+                found = logits_of(self.call(**inputs, **kept))
             return found if found is None or kept else found[:, step.logit_rows]
 
         return self._run(step, logits)

@@ -11,12 +11,12 @@ namespace emulation {
 inline Meeting named[BLOCKS][16];
 inline std::minstd_rand random;
 inline int process() { return current / THREADS; }
-// Some others go on first.
-inline void linger() {
-    for (unsigned turns = random() % 8; turns; --turns) give_way();
+// Some others go on first; seldom they may go on for several chunks.
+inline void linger(unsigned most = 8) {
+    for (unsigned turns = random() % most; turns; --turns) give_way();
 }
 inline void may_linger() {
-    if (random() % 16 == 0) linger();
+    if (random() % 16 == 0) linger(random() % 256 ? 8 : 512);
 }
 }  // namespace emulation
 

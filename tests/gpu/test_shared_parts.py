@@ -1,4 +1,4 @@
-"""``sum_parts``: two processes write to each other's memory.  Here both are streams of one GPU."""
+"""``sum_parts`` and ``gather_parts``: two processes write to each other's memory.  Here both are streams of one GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import prefixkit.backends
 import prefixkit.ops.library  # noqa: F401  (registers them)
-from prefixkit.ops.part_sums import BLOCKS, SHARED_BYTES, addresses_of
+from prefixkit.ops.shared_parts import BLOCKS, SHARED_BYTES, addresses_of
 
 DEVICE = torch.device("cuda")
 
@@ -22,16 +22,24 @@ def two():
     return addresses, [torch.cuda.Stream() for _ in range(2)], memory, epochs
 
 
-def sums_of(parts, addresses, streams, residuals=(None, None)):
+def both_of(op, parts, addresses, streams, others):
     """What both get: each launches on a stream of its own, for one waits for the other on the GPU."""
-    sums = []
-    for part, own, stream, residual in zip(parts, addresses, streams, residuals, strict=True):
+    got = []
+    for part, own, stream, other in zip(parts, addresses, streams, others, strict=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            sums.append(torch.ops.prefixkit.sum_parts(part, own, residual))
+            got.append(op(part, own, other))
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
-    return sums
+    return got
+
+
+def sums_of(parts, addresses, streams, residuals=(None, None)):
+    return both_of(torch.ops.prefixkit.sum_parts, parts, addresses, streams, residuals)
+
+
+def gathers_of(parts, addresses, streams):
+    return both_of(torch.ops.prefixkit.gather_parts, parts, addresses, streams, (0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -47,7 +55,7 @@ def test_both_get_the_sum_rounded_once_round_after_round(two, dtype):
 
 
 def test_parts_of_many_times_the_memory_are_summed(two):
-    """62 chunks a block, of 8 that there is memory for; again and again."""
+    """47 chunks a block, of 8 that there is memory for; again and again."""
     addresses, streams, *_ = two
     parts, residuals = ([torch.randn(12_000, 4096, device=DEVICE).bfloat16() for _ in range(2)] for _ in range(2))
     for _ in range(20):
@@ -56,14 +64,28 @@ def test_parts_of_many_times_the_memory_are_summed(two):
             assert torch.equal(total, parts[0] + parts[1] + residual)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_both_get_the_columns_of_both_between_sums(two, dtype):
+    addresses, streams, *_ = two
+    for *rows, width in ((1, 64), (64, 64128), (3, 40), (1, 300, 64128), (2, 8), (1500, 5120), (1, 128_000), (0, 64)):
+        parts = [torch.randn(*rows, width, device=DEVICE).to(dtype) for _ in range(2)]
+        expected = torch.cat(parts, -1)
+        for got in gathers_of(parts, addresses, streams):
+            assert torch.equal(got, expected), (rows, width)
+        for got in sums_of(parts, addresses, streams):
+            assert torch.equal(got, (parts[0].float() + parts[1].float()).to(dtype)), (rows, width)
+
+
 def test_graphs_that_hold_it_go_on_where_others_have_ended(two):
     addresses, streams, *_ = two
     parts = [torch.randn(64, 512, device=DEVICE).bfloat16() for _ in range(2)]
     sums_of(parts, addresses, streams)
-    graphs, totals = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    gathers_of(parts, addresses, streams)
+    graphs, totals, wholes = [torch.cuda.CUDAGraph() for _ in range(2)], [], []
     for own, stream in enumerate(streams):
         with torch.cuda.graph(graphs[own], stream=stream):
             once = torch.ops.prefixkit.sum_parts(parts[own], addresses[own])
+            wholes.append(torch.ops.prefixkit.gather_parts(parts[own], addresses[own], own))
             totals.append(torch.ops.prefixkit.sum_parts(once, addresses[own]))
     for _ in range(5):
         for part in parts:
@@ -76,4 +98,6 @@ def test_graphs_that_hold_it_go_on_where_others_have_ended(two):
         once = (parts[0].float() + parts[1].float()).bfloat16()
         for total in totals:
             assert torch.equal(total, (once.float() * 2).bfloat16())
+        for whole in wholes:
+            assert torch.equal(whole, torch.cat(parts, -1))
         sums_of(parts, addresses, streams)

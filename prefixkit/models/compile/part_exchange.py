@@ -1,4 +1,4 @@
-"""How the sums of a model that two processes share are taken: through memory that both see, or by torch.distributed."""
+"""How two processes that share a model sum and gather: through memory that both see, or by torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 from prefixkit.agreement import everywhere
 from prefixkit.models.tensor_parallel import agreement_of, process_group
 from prefixkit.ops.backend import choose
-from prefixkit.ops.part_sums import BLOCKS, SHARED_BYTES, VECTOR_BYTES, addresses_of
+from prefixkit.ops.shared_parts import BLOCKS, SHARED_BYTES, VECTOR_BYTES, addresses_of
 from prefixkit.torch_private import shared_memory
 
 log = logging.getLogger("prefixkit")
 
 
 @dataclass(frozen=True, eq=False)
-class SharedSums:
-    """What a process sums by.
+class PartExchange:
+    """What a process sums and gathers by.
 
     Attributes:
         group: The processes, as torch's collectives take them.
-        addresses: What the op ``sum_parts`` takes; None where ``torch.distributed`` sums.
+        addresses: What the ops ``sum_parts`` and ``gather_parts`` take; None where ``torch.distributed`` is called.
         held: What the addresses are of.
     """
 
@@ -39,11 +39,11 @@ class SharedSums:
         return None if weight.shape[0] * weight.element_size() % VECTOR_BYTES else self.addresses
 
 
-_known: WeakKeyDictionary[nn.Module, SharedSums] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, PartExchange] = WeakKeyDictionary()
 
 
-def shared_sums(model: PreTrainedModel) -> SharedSums:
-    """How the processes of a model sum; all of them ask for it first at the same place.
+def part_exchange(model: PreTrainedModel) -> PartExchange:
+    """How the processes of a model sum and gather; all of them ask for it first at the same place.
 
     Two processes on linked GPUs write to each other's memory: what NCCL takes 15 us for (64 rows of 4,096) takes 6.
     More of them, which would send more that way than by NCCL's rings, and CPUs go through ``torch.distributed``.
@@ -53,10 +53,10 @@ def shared_sums(model: PreTrainedModel) -> SharedSums:
     return known
 
 
-def _made(model: PreTrainedModel) -> SharedSums:
+def _made(model: PreTrainedModel) -> PartExchange:
     group, device = process_group(model), model.device
     if group.size() != 2 or device.type != "cuda" or choose(device).name != "cuda":
-        return SharedSums(group)
+        return PartExchange(group)
     memory, why = None, "this torch has no symmetric memory"
     try:
         memory = shared_memory(SHARED_BYTES, device, group)
@@ -65,10 +65,10 @@ def _made(model: PreTrainedModel) -> SharedSums:
     epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # flags are zero before the other process raises one
     if not everywhere(agreement_of(model), memory is not None):
-        log.info("the processes of %s sum through NCCL: %s", type(model).__name__, why)
-        return SharedSums(group)
+        log.info("the processes of %s sum and gather through NCCL: %s", type(model).__name__, why)
+        return PartExchange(group)
     assert memory is not None
-    log.info("the processes of %s sum through memory that both see", type(model).__name__)
+    log.info("the processes of %s sum and gather through memory that both see", type(model).__name__)
     rank = group.rank()
     own, theirs = memory.parts[rank], memory.parts[1 - rank]
-    return SharedSums(group, addresses_of(own, theirs, epochs), (memory, epochs))
+    return PartExchange(group, addresses_of(own, theirs, epochs), (memory, epochs))
