@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from prefixkit.agreement import ProcessesDiffer
 from prefixkit.integrations.lm_eval import PrefixLM
 from prefixkit.integrations.xgrammar import regex
 from prefixkit.models.attention_class import is_patched
+from prefixkit.models.compile import gathered_head
+from prefixkit.models.compile.part_exchange import PartExchange
 from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.testing.application.command_line import run, save_model, write_prompts
 from prefixkit.testing.tiny import VOCAB, byte_tokenizer, tiny_llama
@@ -33,7 +36,8 @@ def save_models(folder):
     save_model(folder / "llama", chat=False)
     torch.manual_seed(1)
     of_heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "initializer_range": 0.3}
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    # Logits of half of the tokens are a multiple of 16 bytes, which they are not in the Llama.
+    sizes = {"vocab_size": VOCAB + 4, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     qwen = Qwen2ForCausalLM(Qwen2Config(**sizes, **of_heads, bos_token_id=None, tie_word_embeddings=True))
     for layer in qwen.model.layers:
         for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -156,6 +160,29 @@ def refusals(folder, model, rank):
     return said
 
 
+def head(model):
+    """Logits that transformers gathers and those that a step gathers, with a stand-in of the op; and its calls."""
+    shapes, group = [], torch.distributed.group.WORLD
+
+    def gather_parts(part, addresses, rank):
+        assert rank == group.rank()
+        shapes.append(part.shape)
+        parts = [torch.empty_like(part) for _ in range(2)]
+        torch.distributed.all_gather(parts, part)
+        return torch.cat(parts, -1)
+
+    memory = PartExchange(group, torch.zeros(5, dtype=torch.int64))
+    with (
+        torch.inference_mode(),
+        patch.object(torch.ops.prefixkit, "gather_parts", gather_parts),
+        patch.object(gathered_head, "part_exchange", lambda model: memory),
+    ):
+        batch = torch.tensor(ALWAYS[:1])
+        expected = model(batch).logits
+        with gathered_head.gathered_head(model).in_step():
+            return expected, model(batch).logits, shapes
+
+
 def files(folder, model):
     """Prefixes that are saved, a file for each process, and read again."""
     with prefixkit.Session(model, kv_budget="1MiB") as session:
@@ -177,6 +204,7 @@ def one_of_two(folder, seed, rank, said):
         model = prefixkit.patch(load(folder / family, split=True))
         assert agreement_of(model).rank == rank
         found[family] = results(family, model, seed, rank)
+        found[f"head of {family}"] = head(model)
         if family == FAMILIES[0]:
             found[family] |= integrations(model)
     loaded, report = files(folder, model)

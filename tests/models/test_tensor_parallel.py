@@ -118,6 +118,15 @@ def test_each_process_holds_half_of_the_kv_and_preempts(split):
         assert found[FAMILIES[0]]["preemptions"] > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_gathers_the_logits_that_transformers_gathers(split, family):
+    """Bit by bit; the Qwen2's head is its embedding, which is split by tokens too.  The Llama's columns do not fit."""
+    for found in split[0]:
+        expected, got, shapes = found[f"head of {family}"]
+        assert torch.equal(got, expected)
+        assert shapes == ([] if family == "llama" else [(*got.shape[:-1], got.shape[-1] // 2)])
+
+
 def test_calls_that_differ_are_refused_in_both_and_later_ones_run(split):
     first, second = (found["refusals"] for found in split[0])
     for found in (first, second):

@@ -106,7 +106,7 @@ def head_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         columns = original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
-        head = _head.get()
+        head = None if torch.compiler.is_compiling() else _head.get()
         return columns if head is None or head.module is not self else head.whole(columns)
 
     return subclass(original, _blank, {"forward": forward})
