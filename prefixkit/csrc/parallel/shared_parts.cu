@@ -95,6 +95,7 @@ DEVICE void read_chunks(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 rea
 
 // `readers(first, epoch, read)` is what half of the threads do while the others write.
 template <int VECTORS, class Given, class Readers> DEVICE void exchange(const Given& a, Readers readers) {
+    static_assert(VECTORS % PLACE == 0 && 2 * VECTORS / PLACE <= AHEAD, "one chunk is written while another is read");
     __shared__ u32 read;  // places
     const u32 epoch = a.epochs[blockIdx.x];
     const Chunk<VECTORS> first = {blockIdx.x * THREADS + thread(), gridDim.x * THREADS, u32(a.vectors)};
