@@ -107,7 +107,7 @@ template <int VECTORS, class Given, class Readers> DEVICE void exchange(const Gi
 
 constexpr int SUMMED = 4, GATHERED = 8;             // vectors of a chunk
 template <class T> constexpr int AT_ONCE = SUMMED;  // vectors that a thread adds at once
-template <> constexpr int AT_ONCE<float> = 2;       // more would spill on sm_80
+template <> constexpr int AT_ONCE<float> = 2;       // more would spill
 
 template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(const __grid_constant__ SumParts a) {
     exchange<SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, u32 read) {
