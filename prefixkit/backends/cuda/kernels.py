@@ -153,7 +153,8 @@ def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3)
 ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_attention"
 MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_blocks"
 # ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
-KERNEL_VARIABLE = "PREFIXKIT_KERNEL"
+# ``=racecheck``: kernels in which every lane of a warp arrives at barriers, as compute-sanitizer's racecheck needs.
+KERNEL_VARIABLE, RACECHECK = "PREFIXKIT_KERNEL", "racecheck"
 
 
 class KernelChanged(ValueError):
@@ -301,6 +302,8 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
         defines += (("PREFIXKIT_BLOCKS", str(kernel.blocks_per_sm)), ("PREFIXKIT_SHARED", str(kernel.shared)))
     if variant.is_part:
         defines += (("PREFIXKIT_PART", "1"),)
+    if named_kernel() == RACECHECK:
+        defines += (("PREFIXKIT_EVERY_LANE", "1"),)
     layout = layouts.ATTENTION[kernel.maps].header
     text = variant_header.header(variant)
     if text is None:

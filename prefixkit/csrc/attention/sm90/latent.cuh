@@ -28,13 +28,13 @@ struct LatentShared {
 };
 
 DEVICE void latent_barriers(const LatentShared& s) {
-    for (int i = 0; i < LATENT_STAGES * PARTS; ++i) barrier_init(s.tile.full + 8 * i, 1);
-    for (int i = 0; i < LATENT_STAGES; ++i) barrier_init(s.tile.k_empty + 8 * i, VALUE_WARPS);
+    for (int i = 0; i < LATENT_STAGES * PARTS; ++i) barrier_init(s.tile.full + 8 * i, WARP_ARRIVALS);
+    for (int i = 0; i < LATENT_STAGES; ++i) barrier_init(s.tile.k_empty + 8 * i, VALUE_WARPS * WARP_ARRIVALS);
     for (int i = 0; i < 2; ++i) {
         barrier_init(s.tile.item_full + 8 * i, 1);
-        barrier_init(s.tile.item_empty + 8 * i, SCORE_WARPS + VALUE_WARPS + QUERY_WARPS);
+        barrier_init(s.tile.item_empty + 8 * i, (SCORE_WARPS + VALUE_WARPS + QUERY_WARPS) * WARP_ARRIVALS);
     }
-    barrier_init(s.q_full, QUERY_WARPS), barrier_init(s.q_empty, SCORE_WARPS);
+    barrier_init(s.q_full, QUERY_WARPS * WARP_ARRIVALS), barrier_init(s.q_empty, SCORE_WARPS * WARP_ARRIVALS);
     // Each thread arrives, as each writes or reads P: compute-sanitizer sees no order through an elected lane.
     barrier_init(s.p_full, 32 * SCORE_WARPS), barrier_init(s.p_empty, 32 * VALUE_WARPS);
 }

@@ -241,6 +241,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                     for (int part = 0; part < PARTS; ++part)
                         barrier_arrive_expect(groups.full + 8 * part,
                                               min(PART_COLUMNS, columns - part * PART_COLUMNS) * rows * 128);
+                } else if (WARP_ARRIVALS == 32) {
+                    for (int part = 0; part < PARTS; ++part) barrier_arrive(groups.full + 8 * part);
                 }
                 __syncwarp();
                 if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, high, head, policy);

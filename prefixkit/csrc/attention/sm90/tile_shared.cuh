@@ -46,14 +46,15 @@ struct TileShared {
 constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4 + 4 * STAGED;
 
 DEVICE void tile_barriers(const TileShared& s) {
+    constexpr u32 readers = CONSUMER_WARPS * WARP_ARRIVALS, slice_readers = SLICES * WARP_ARRIVALS;
     for (int i = 0; i < TILE_STAGES; ++i) {
-        barrier_init(s.full + 8 * i, FP8 ? 2 * SLICES * 32 : 2);
-        barrier_init(s.k_empty + 8 * i, CONSUMER_WARPS), barrier_init(s.v_empty + 8 * i, CONSUMER_WARPS);
+        barrier_init(s.full + 8 * i, FP8 ? 2 * SLICES * 32 : 2 * WARP_ARRIVALS);
+        barrier_init(s.k_empty + 8 * i, readers), barrier_init(s.v_empty + 8 * i, readers);
     }
     for (int i = 0; i < 2; ++i)
-        barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, CONSUMER_WARPS);
+        barrier_init(s.item_full + 8 * i, 1), barrier_init(s.item_empty + 8 * i, readers);
     for (int i = 0; i < 2 * STAGED; ++i)
-        barrier_init(s.staged_full + 8 * i, 1), barrier_init(s.staged_empty + 8 * i, SLICES);
+        barrier_init(s.staged_full + 8 * i, WARP_ARRIVALS), barrier_init(s.staged_empty + 8 * i, slice_readers);
     if (FP8) store_zeros(s.slices);
 }
 

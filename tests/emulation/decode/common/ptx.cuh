@@ -161,6 +161,7 @@ DEVICE u32 swap_shared(u32 a, u32 from, u32 to) {
 DEVICE u32 read_shared_word(u32 from) { return load_address<u32>(from); }
 DEVICE void write_shared_word(u32 to, u32 x) { std::memcpy(at_address(to), &x, 4); }
 DEVICE void rest_a_little() { emulation::give_way(); }
+constexpr u32 WARP_ARRIVALS = 1;
 DEVICE void barrier_arrive_warp(u32 a) {
     __syncwarp();
     if (lane_anew() == 0) barrier_arrive(a);
