@@ -215,12 +215,17 @@ constexpr u32 WARP_ARRIVALS = 32;
 #else
 constexpr u32 WARP_ARRIVALS = 1;
 #endif
-// One lane of a warp arrives, once all have come.
-DEVICE void barrier_arrive_warp(u32 barrier) {
+// One lane of a warp arrives.  Other lanes must have used what they read of the memory that the barrier guards, and met
+// since: elect.sync orders no accesses.
+DEVICE void barrier_arrive_elected(u32 barrier) {
     if (WARP_ARRIVALS == 32) return barrier_arrive(barrier);
-    __syncwarp();  // elect.sync alone orders no accesses of other lanes
     EFFECT("{.reg .pred p;\n .reg .b64 t;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.shared.b64 t, [%0];\n}",
            "r"(barrier));
+}
+// One lane of a warp arrives, once all have come.
+DEVICE void barrier_arrive_warp(u32 barrier) {
+    __syncwarp();
+    barrier_arrive_elected(barrier);
 }
 // Arrives, and makes the phase wait for so many bytes of boxes; they must not land before.
 DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {

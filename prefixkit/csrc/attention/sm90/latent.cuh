@@ -66,7 +66,7 @@ DEVICE void query_load(const Attention& a, const LatentShared& s, int warp) {
             copy16(s.q + vector_at<LATENT_ROWS>(row, column), queries_of(a, item, row) + 8 * column, row < item.rows);
         }
         copy_commit();
-        free_stage(s.tile.item_empty, number & 1);
+        free_item(s.tile, number & 1);
         copy_wait<0>();
         async_fence();
         __syncwarp();
@@ -160,7 +160,7 @@ DEVICE void score_role(const Attention& a, const LatentShared& s) {
             barrier_arrive(s.p_full);
             at.next(s.tile);
         }
-        free_stage(s.tile.item_empty, number & 1);
+        free_item(s.tile, number & 1);
     }
 }
 
@@ -230,11 +230,11 @@ DEVICE void value_role(const Attention& a, const LatentShared& s, int half) {
             wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < HALF_COLUMNS / 128; ++j) pin(o[j]);
-            free_stage(s.tile.k_empty, at.stage);
+            barrier_arrive_warp(s.tile.k_empty + 8 * at.stage);
             at.next(s.tile);
         }
         const TileItem item = read_item(s.tile, number & 1);
-        free_stage(s.tile.item_empty, number & 1);
+        free_item(s.tile, number & 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = row0 + 8 * i, begin = item.partial < 0 ? item.q_begin : item.partial;

@@ -239,7 +239,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     if (items.published && 64 * half < items.next) read_queries(a, read_item(s, place ^ 1), w, first_row(half));
     finish_values(s, w, at);
     const TileItem item = read_item(s, place);
-    free_stage(s.item_empty, place);
+    free_item(s, place);
     tile_finish(a, item, w, first_row(half));
 }
 
@@ -270,7 +270,7 @@ DEVICE void tile_role(const Attention& a, const TileShared& s, int half) {
             tile_item(a, s, w, at, half, items);
         } else {
             tile_skip(s, at);
-            free_stage(s.item_empty, items.place());
+            free_item(s, items.place());
             items.published = false;
         }
     }

@@ -47,7 +47,7 @@ struct Pages {
     // Where groups from slot `at` on are known.
     DEVICE void seek(const Attention& a, int at) {
         if (FROM_END ? at >= slot : at - slot < LOOKED_UP) return;
-        const bool near = FROM_END || at - slot < 2 * LOOKED_UP;
+        const bool near = !Variant::HAS_MASK || at - slot < 2 * LOOKED_UP;
         slot = near ? slot + STEP : at;
         now = near ? next : look_up(a, slot);
         next = look_up(a, slot + STEP);
@@ -218,6 +218,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if (Variant::HAS_MASK && ended) find_following();
                 const int left = span.end - slot, high = max(0, min(KV_TILE, left));
                 const bool whole = low == 0 && left >= KV_TILE;  // NVRTC 13.0 gets "clamped to 64, is 64" wrong
+                if (!Variant::HAS_MASK) pages.seek(a, slot);
                 const u32 data = FP8 ? slices.data(loaded) : ring.data + ring.stage * columns * COLUMN_BYTES;
                 const u32 full = FP8 ? slices.full(loaded) : ring.full + 8 * PARTS * ring.stage;
                 const TileGroups groups(data, full, pages, slot, columns, own);
@@ -251,7 +252,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
                 if constexpr (FP8) slices.publish(loaded++);
                 else ring.next();
                 slot = next;
-                if (!ended) pages.seek(a, slot);
+                if (Variant::HAS_MASK && !ended) pages.seek(a, slot);  // may skip many, and waits for what it looks up
             }
             span = following;
         }

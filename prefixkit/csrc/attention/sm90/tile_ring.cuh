@@ -28,8 +28,11 @@ DEVICE int wait_kv_tile(const TileShared& s, const Cursor& at) {
     return kv_tile_flags(s, at);
 }
 
-// Each warp tells the producers that it has read a stage.
-DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_warp(empty + 8 * stage); }
+// Each warp tells the producers that it has read a stage of K or V.  Its lanes have met since: wgmma reads K and V, and
+// what lanes read of KVTileInfo, and of K for lost scores, goes into a vote (a barrier here costs prompts 5%).
+DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_elected(empty + 8 * stage); }
+// The same of an item.
+DEVICE void free_item(const TileShared& s, int place) { barrier_arrive_warp(s.item_empty + 8 * place); }
 
 // The row of a thread's first scores; it has those of 8 rows further too.
 DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }

@@ -162,9 +162,12 @@ DEVICE u32 read_shared_word(u32 from) { return load_address<u32>(from); }
 DEVICE void write_shared_word(u32 to, u32 x) { std::memcpy(at_address(to), &x, 4); }
 DEVICE void rest_a_little() { emulation::give_way(); }
 constexpr u32 WARP_ARRIVALS = 1;
+DEVICE void barrier_arrive_elected(u32 a) {
+    if (lane_anew() == 0) barrier_arrive(a);
+}
 DEVICE void barrier_arrive_warp(u32 a) {
     __syncwarp();
-    if (lane_anew() == 0) barrier_arrive(a);
+    barrier_arrive_elected(a);
 }
 DEVICE bool elected() { return lane_anew() == 0; }
 DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
