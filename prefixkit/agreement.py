@@ -20,7 +20,7 @@ SAME_CALLS = "make the same calls with the same arguments, in the same order, in
 
 
 class ProcessesDiffer(ValueError):
-    """Processes that share a model were asked different things, or hold different things."""
+    """Processes that share a model made different calls, or hold different stores."""
 
 
 class Agreement(Protocol):

@@ -39,36 +39,40 @@ def generate(
 
     A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts stand before
     that one in ``prompts`` (its occurrence, so that equal prompts get different samples), its seed, and its index.
-    They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  Its logits do, by
-    rounding: matrix products of other shapes add in another order.  In float32 a token changes only if its random
-    number lies within that rounding of the boundary between two tokens, which is rare under a filter.  In bfloat16
-    and float16 it is common, and most longer samples differ from some token on: only an equal call gives equal samples.
+    They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  The sample's logits do
+    depend on these through rounding: matrix products of different shapes add in different orders.  In float32 a token
+    changes only if its random number is so close to the boundary between two tokens that rounding decides, which is
+    rare under a filter.  In bfloat16 and float16 this is common, and most longer samples differ from some token on:
+    only an equal call gives equal samples.
 
-    Of the model's ``generation_config`` the end-of-sequence tokens are used and, where neither ``params`` nor a field
-    for it is given, the repetition penalty and the stop strings.  Temperature, filters and lengths are those given
-    here; what else changes samples, such as ``no_repeat_ngram_size`` or ``num_beams``, is refused by name.
+    The call uses the end-of-sequence tokens of the model's ``generation_config`` and, unless ``params`` or a field sets
+    them, its repetition penalty and stop strings.  Temperature, filters and lengths are those of this call.  A
+    ``generation_config`` with another setting that changes samples, such as ``no_repeat_ngram_size`` or ``num_beams``,
+    is refused, and the error names the setting.
 
     Args:
         model: A model that :func:`prefixkit.patch` has patched.
-        tokenizer: Its tokenizer; None where all prompts are token ids: samples have no text then, and stop strings are
-            refused.
+        tokenizer: The model's tokenizer; None if all prompts are token ids: then samples have no text, and stop strings
+            are refused.
         prompts: Strings, lists of token ids without padding, or lists of chat messages.  Token ids of one length, in
             several lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's
             padding token; with two of it, where that token has another role too (such as end of text).
-        params: How to sample: one for all prompts, or one per prompt.
-        kv_budget: KV to hold at most, in bytes or as a size such as ``"2GiB"``; what does not fit at once waits, or
-            is preempted and goes on later. None takes what the run needs, up to half of the memory that is free, on a
-            GPU up to what the largest step leaves.
+        params: Parameters of sampling: one for all prompts, or one per prompt.
+        kv_budget: Most memory for KV, in bytes or as a size such as ``"2GiB"``; samples that do not fit at once wait,
+            or are preempted and resume later.  None takes what the call needs, up to half of the free memory, on a GPU
+            up to the memory that the largest step leaves.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
-        compiled: On a GPU, run layers through torch.compile: decode steps are a fifth to a third shorter, and prompts
-            take less, after some seconds of compiling, once for each model; less where torch finds the result in its
-            cache on disk.  A call that samples only a few tokens captures no CUDA graph, and compiles nothing.
-        return_samples: Whether the result holds the samples.  False gives them to ``on_sample`` only, so that memory
-            does not grow with what has finished.
+        compiled: On a GPU, run layers through torch.compile: decode steps take a fifth to a third less time, and
+            prompts less time too.  Compiling takes some seconds once for each model, and less where torch finds the
+            result in its cache on disk.  A call that samples only a few tokens captures no CUDA graph, and compiles
+            nothing.
+        return_samples: Whether the result holds the samples.  False passes them to ``on_sample`` only, so that memory
+            does not grow with the number of finished samples.
         on_sample: Called with each sample as it finishes.
-        on_token: Called with each token as it is sampled, which takes the host some time for each.
-        on_step: Called after each step with how many tokens it sampled: for progress, at next to no cost.
+        on_token: Called with a :class:`TokenEvent` for each token as it is sampled, which takes the host some time for
+            each token.
+        on_step: Called after each step with the number of tokens that it sampled: for progress, at nearly no cost.
         fields: Fields of :class:`SamplingParams`, in place of those of ``params``; ``n`` and ``seed`` may be lists, one
             per prompt, and ``stop`` one string.
 
@@ -100,14 +104,14 @@ def beam_search(
     on_sample: Callable[[Sample], None] | None = None,
     **fields: Unpack[BeamFields],
 ) -> Result:
-    """Search for the likeliest continuations of each prompt; beams fork and go on the tree.
+    """Search for the likeliest continuations of each prompt; beams fork on the tree.
 
     The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.  Where neither
     ``params`` nor a field for it is given, length penalty and early stopping are those of the ``generation_config``.
 
     Args:
         model, tokenizer, prompts, kv_budget, page_size, prefill_chunk: As for :func:`generate`.
-        params: How to search: one for all prompts, or one per prompt.
+        params: Parameters of the search: one for all prompts, or one per prompt.
         on_sample: Called with each sequence as its search ends.
         fields: Fields of :class:`BeamParams`, in place of those of ``params``; ``num_beams`` has to be given.
 
@@ -141,18 +145,18 @@ def score(
     page_size: int = 16,
     prefill_chunk: int | None = None,
 ) -> list[Score] | list[list[Score]]:
-    """How likely given continuations are: the model's own log-probability of each of their tokens.
+    """Score given continuations: the model's own log-probability of each of their tokens.
 
     Every token that prompts and continuations share is computed once, common beginnings of continuations too.  The last
-    token of a continuation is not computed at all, for nothing is wanted after it.
+    token of a continuation is not computed, because its logits are not needed.
 
     Args:
         model, tokenizer, kv_budget, page_size, prefill_chunk: As for :func:`generate`.
         prompts: One prompt (a string, a 1-D array or list of token ids, or a list of chat messages), or a list of
             prompts, or a 2-D array of token ids.
-        continuations: A list of continuations, each a string or a list of token ids: those of the one prompt, or of
-            every prompt.  For a list of prompts also a list of such lists, one for each prompt: it is one of these if
-            none of its elements is a continuation itself.  A string's own tokens, without special ones, follow the
+        continuations: A list of continuations, each a string or a list of token ids, for the one prompt or for every
+            prompt.  For a list of prompts it may also be a list of such lists, one for each prompt; it is taken as such
+            if none of its elements is a continuation itself.  A string's own tokens, without special ones, follow the
             prompt's.  Tokens are not merged across the boundary, so a word's leading space belongs to the continuation.
 
     Returns:
@@ -162,8 +166,9 @@ def score(
     Raises:
         NotPatched: the model is not patched.
         KVBudgetTooSmall: a prompt with one of its continuations does not fit ``kv_budget``; nothing was computed.
-        ValueError: no prompt or no continuation, one that is empty or padded, a token outside the vocabulary, text
-            without a tokenizer, as many lists as there are prompts were not given, or the model's logits are broken.
+        ValueError: there is no prompt or no continuation, or one is empty or padded; a token is outside the vocabulary;
+            text is given without a tokenizer; the number of lists differs from the number of prompts; or the model's
+            logits are not finite.
         TypeError: something that is no prompt or no continuation.
     """
     facts, one = patched_facts(model), is_one_prompt(prompts)

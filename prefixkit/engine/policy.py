@@ -21,25 +21,24 @@ _PREEMPTIONS = "auto", "swap", "recompute"
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """What is evicted from the prefix cache, and what becomes of requests that were admitted and no longer fit.
+    """Which KV is evicted from the prefix cache, and what happens to admitted requests that no longer fit.
 
     Attributes:
-        eviction: Which of the prefixes that no request needs goes first: the one used least recently (``"lru"``), the
-            one used least often (``"lfu"``), or the one that costs least to compute again for each byte of its KV
-            (``"cost"``).
-        preemption: Where the KV of a preempted request's samples goes: to host memory (``"swap"``), or nowhere, so
-            that what is evicted meanwhile is computed again (``"recompute"``); ``"auto"`` takes what costs less time by
-            what copies and prompts have taken so far.
-        headroom: Tokens for which each running sequence must find pages before more is admitted.  A request is
-            preempted once some sequence finds none for a quarter of them: what lies between keeps the two from taking
-            turns.
-        swap_space: Host memory for swapped KV at most, in bytes or as a size such as ``"4GiB"``; beyond it, KV is
-            computed again.
-        patience: Steps that a request waits at most while others that came later, or of a higher priority, are
-            admitted before it.
+        eviction: Which unused prefix is evicted first: the one used least recently (``"lru"``), the one used least
+            often (``"lfu"``), or the one with the lowest cost to compute again per byte of its KV (``"cost"``).
+        preemption: What happens to the KV of a preempted request's samples: ``"swap"`` copies it to host memory;
+            ``"recompute"`` leaves it in the prefix cache, and evicted KV is computed again; ``"auto"`` takes whichever
+            needs less time, by the times of earlier copies and prompts.
+        headroom: A request is admitted only if there are pages for this many further tokens of each running sequence.
+            A request is preempted once there are no pages for a quarter of as many; the gap between the two bounds is a
+            hysteresis.
+        swap_space: Most host memory for swapped KV, in bytes or as a size such as ``"4GiB"``; KV beyond it is computed
+            again.
+        patience: Most steps that a request waits while later requests, or requests of a higher priority, are admitted
+            before it.
 
     Raises:
-        ValueError: a name that is not one of these, a number below 0, or no size.
+        ValueError: a name is not one of these, a number is below 0, or a size is malformed.
         TypeError: a number that is no integer.
     """
 

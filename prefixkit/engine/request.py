@@ -22,13 +22,14 @@ class BeamParams:
     """How to search for the likeliest continuations of one prompt.
 
     Attributes:
-        num_beams: Sequences kept alive at every step, and finished sequences kept.
+        num_beams: Number of live sequences at every step, and most finished sequences.
         num_return_sequences: How many finished sequences to return, best first; at most ``num_beams``.
-        length_penalty: A finished sequence scores ``sum of log-probabilities / length ** length_penalty``; above 0
-            favours long ones, below 0 short ones.  Length counts generated tokens, the stop token included.
-        early_stopping: ``True`` stops once ``num_beams`` sequences are finished.  ``False`` goes on while the best live
-            beam, scored at its present length, beats the worst finished one.  ``"never"`` scores it at
-            the length most favourable to it, so that nothing better can be missed.
+        length_penalty: A finished sequence has the score ``sum of log-probabilities / length ** length_penalty``; a
+            penalty above 0 favours long sequences, one below 0 short ones.  Length counts generated tokens, the stop
+            token included.
+        early_stopping: ``True`` stops once ``num_beams`` sequences are finished.  ``False`` stops once the best live
+            beam, scored at its present length, is no better than the worst finished sequence.  ``"never"`` scores the
+            live beam at the length most favourable to it, so that no better sequence can be missed.
         max_new_tokens: Most tokens to generate.
         stop_token_ids: Tokens that finish a sequence; None: the model's end-of-sequence tokens.
 
@@ -97,9 +98,9 @@ class Request:
         params: ``SamplingParams`` or ``BeamParams``.
         occurrence: How many requests before this one have the same tokens; it enters the random stream, so that equal
             prompts get different samples.
-        indices: Which samples of the prompt, for sampling parameters, ascending; None: 0 to ``params.n - 1``.
-        priority: Requests of a higher one go first where not all fit.
-        matcher: Where the prompt's end is in the grammar of ``params``; each sample goes on from a fork of it.  A
+        indices: With ``SamplingParams``, ascending indices of the samples that are wanted; None: 0 to ``params.n - 1``.
+        priority: Requests of a higher priority are admitted first where not all fit.
+        matcher: State of the grammar of ``params`` at the prompt's end; each sample continues from a fork of it.  A
             session sets it.
 
     Raises:
@@ -177,17 +178,18 @@ class Sample:
     Attributes:
         prompt_index: Which prompt it continues.
         index: Which of the prompt's samples it is, from 0; for beams its rank, 0 the best.
-        tokens: The sampled tokens, a final stop token included: a list made anew at each access from an int32 array.
-        logprobs: The natural logarithm of each one's probability, the model's own, before any penalty, temperature or
-            filter, or, if ``SamplingParams.logprobs`` asks for it, that with which it was sampled; likewise, from a
-            float32 array.
+        tokens: The sampled tokens, a final stop token included: each access makes a new list from an int32 array.
+        logprobs: The natural logarithm of each token's probability: by default the model's own, before any penalty,
+            temperature or filter; with ``SamplingParams(logprobs="sampled")`` the probability with which the token was
+            sampled.  Each access makes a new list from a float32 array.
         text: The sampled text, without the stop token, cut before the stop string.
-        finish_reason: ``"stop"`` for a stop token, string or function, and for a grammar that is finished where there
-            are no stop tokens; ``"length"`` after ``max_new_tokens``; ``"dead_end"`` where the grammar allows no token
-            that the model can sample, and the text may not end, or a logits processor excludes all tokens.
+        finish_reason: ``"stop"`` after a stop token, string or function, and, without stop tokens, after a complete
+            text of the grammar; ``"length"`` after ``max_new_tokens``; ``"dead_end"`` if the grammar allows no token
+            that the model can sample and the text may not end, or a logits processor excludes all tokens.
         score: A beam's length-normalised log-probability; ``None`` unless it is a beam.
-        masses: With ``SamplingParams(logprobs="sampled")``, for each token the probability of all that top-k, top-p and
-            min-p left, before it was renormalised; likewise, from a float32 array.  ``None`` otherwise.
+        masses: With ``SamplingParams(logprobs="sampled")``, for each token the total probability of the tokens that
+            top-k, top-p and min-p kept, before renormalising; each access makes a new list from a float32 array.
+            ``None`` otherwise.
     """
 
     prompt_index: int
@@ -234,10 +236,10 @@ class TokenEvent:
         index: Which of the prompt's samples it belongs to.
         token: Its id.
         logprob: As in the sample.
-        text: The text that has become certain with it: often its own, empty while a character or a possible stop string
-            is incomplete.  A sample's events joined are its text.
-        finish_reason: Set on a sample's last token only.  Where a sample ends because nothing may follow, its last
-            event has no token: -1, with log-probability ``-inf``.
+        text: The text that is final after this token: often the token's own text, and empty while a character or a
+            possible stop string is incomplete.  The texts of a sample's events, joined, are the sample's text.
+        finish_reason: Set on a sample's last token only.  If a sample ends because no token is allowed, its last event
+            has no token: ``token`` is -1, and ``logprob`` is ``-inf``.
     """
 
     prompt_index: int

@@ -14,7 +14,7 @@ Counters = Callable[[], Mapping[str, float]]
 class Report:
     """Counts of one run, against what a plain batch of the same sequences would have cost.
 
-    A plain batch computes every sequence's tokens for itself and keeps and reads a KV cache of its own for each.
+    A plain batch computes each sequence's tokens separately, and holds and reads a separate KV cache for each sequence.
 
     Attributes:
         prompts: Prompts sampled, or scored.
@@ -25,31 +25,32 @@ class Report:
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.
         tokens_plain_batch: Tokens that a plain batch would have sent through it.
-        kv_bytes_held_peak: KV bytes held at the fullest moment, in whole pages; reserved pages apart.
-        kv_bytes_unshared_peak: KV bytes that the sequences alive at their fullest moment would have held unshared.
-        state_bytes_held_peak: Bytes of states, of layers that keep one in place of KV, that sequences held when they
-            were most: at their ends, and at checkpoints before; those that the prefix cache alone retains apart.
+        kv_bytes_held_peak: KV bytes held at the peak, in whole pages, without reserved pages.
+        kv_bytes_unshared_peak: Peak of the KV bytes that the live sequences would have held without sharing.
+        state_bytes_held_peak: Peak of the bytes of states that sequences held, for layers that keep a state in place of
+            KV: states at their ends and at checkpoints before, without states that only the prefix cache retains.
         bytes_per_state: Bytes of one state, of all these layers; 0 for models without.
         kv_bytes_read: KV bytes that attention read.
-        kv_bytes_read_unshared: KV bytes that it would have read for each sequence apart.
-        kv_bytes_copied: KV bytes that were copied within the pool, to make one node of many that beams had left.
+        kv_bytes_read_unshared: KV bytes that attention would have read without sharing.
+        kv_bytes_copied: KV bytes copied within the pool, to merge short nodes of beams to longer ones.
         seconds: Wall time, in seconds.
         decode_steps: Steps that ran no prompt tokens.
-        seconds_in_decode: Wall time of these steps, in seconds, capturing included, until the host had their tokens;
-            the rest of ``seconds`` went to prompts and first tokens.
+        seconds_in_decode: Wall time of these steps, in seconds, until the host had their tokens, including the capture
+            of graphs; the rest of ``seconds`` was spent on prompts and first tokens.
         graph_steps: Steps that CUDA graphs ran.
-        unpipelined: Decode steps that could not be launched before the tokens of the step before were read, by the
-            reason.
-        grammar_waits: Samplings under grammars: for each the host waits once, while the model computes, for the tokens
-            of the step before, and says what may follow them.
+        unpipelined: Number of decode steps that could not be launched before the host had read the previous step's
+            tokens, for each reason.
+        grammar_waits: Steps with grammars: in each the host waits once, while the model computes, for the tokens of the
+            previous step, and fills the masks of allowed tokens.
         captures: CUDA graphs captured.
         seconds_capturing: What that took, in seconds.
         graph_bytes: Bytes of GPU memory that graphs share.
-        prompt_tokens: Tokens of the prompts that were admitted, again where they had been preempted.
-        prompt_tokens_found: Of these, tokens whose KV was there already, from earlier requests or from others in
-            flight.
-        tokens_evicted: Tokens whose KV the prefix cache gave up.
-        preempted_swapped, preempted_recomputed: How often a sample or search was preempted, by what became of its KV.
+        prompt_tokens: Tokens of admitted prompts; a prompt that is admitted again after preemption counts again.
+        prompt_tokens_found: Those of ``prompt_tokens`` whose KV existed already, from earlier requests or from others
+            in flight.
+        tokens_evicted: Tokens whose KV was evicted from the prefix cache.
+        preempted_swapped, preempted_recomputed: How often a sample or search was preempted and its KV swapped, or
+            recomputed.
         kv_bytes_swapped: KV bytes copied to host memory.
     """
 

@@ -39,24 +39,26 @@ from prefixkit.tree.sequence import check_live
 
 @dataclass(frozen=True, eq=False)
 class TreeAttention:
-    """Attention of layers that are alike: over which pool, by how many heads, under which variant.
+    """What layers with equal attention share: the pool, the number of heads, the variant and the scale.
 
-    It keeps the last plan, and :func:`plan` uses it again while the tree only grows; so each tree that decodes should
-    have one of its own.  Layers that differ, such as those with a window and those without, have one each.
+    A ``TreeAttention`` holds the last plan, and :func:`plan` uses it again while the tree only grows; so use a separate
+    one for each tree that decodes.  Layers with different attention, such as those with a window and those without,
+    have one each.
 
     Attributes:
-        pool: Where K and V are (:func:`kv_pool`, :func:`kv_pool_from_tensors`).  All its layers have the same heads.
+        pool: The pool of K and V (:func:`kv_pool`, :func:`kv_pool_from_tensors`).  All its layers have the same heads.
         num_qo_heads: Query heads, a multiple of the pool's KV heads.
-        variant: What else happens to scores, and what queries see.
+        variant: Changes scores, and says which keys queries see.
         scale: Factor on ``q . k``; None: ``head_dim ** -0.5``.
-        planners: Plan steps; a variant at positions in the cache has one for the window, and one for the sinks.
-        keys: What ops call the variant, or its two parts.
+        planners: The planners of steps; a variant at positions in the cache has one for the window, and one for the
+            sinks.
+        keys: The keys by which ops find the variant, or its two parts.
 
     Raises:
-        ValueError: the heads do not fit the pool; its layers differ, or cache something else than K and V; or the scale
-            is no finite number.
-        TypeError: the pool or the variant is none.
-        BackendError: nothing runs on the pool's device.
+        ValueError: the heads do not fit the pool; its layers differ, or cache other tensors than K and V; or the scale
+            is not a finite number.
+        TypeError: the pool or the variant is of another type.
+        BackendError: no backend runs on the pool's device.
     """
 
     pool: KVPool | GivenPages
@@ -103,12 +105,12 @@ class TreeAttention:
 
 @dataclass(frozen=True, eq=False)
 class TreeStep:
-    """The tokens that one forward pass runs, and how they attend.
+    """The tokens that one forward pass runs, and the plan by which they attend.
 
     Attributes:
-        attention: What it is a step of.
-        step: Its tensors and its plan.
-        tree: The tree that it runs over; None for page tables.
+        attention: The attention for which the step was planned.
+        step: The step's tensors and its plan.
+        tree: The tree of the step; None for page tables.
         nodes: The nodes whose tokens run.
         masked: The plan's tensors, with classes of blocks under the variant's mask; None where there are none.
     """
@@ -156,13 +158,13 @@ class TreeStep:
 
 
 def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
-    """Write K and V of a step's tokens, as the variant transforms them, to the pages of a layer, before it attends.
+    """Transform K and V of a step's tokens as the variant says, and write them to the pages of a layer.
 
     Args:
         step: The step.
-        layer: Of the pool, from 0.
-        key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype, keys rotated as the model reads them, unless the
-            variant's ``key`` transform rotates them.
+        layer: The layer's index in the pool, from 0.
+        key, value: ``[T, kv_heads, head_dim]`` in the pool's dtype; keys are given after the rotary embedding, unless
+            the variant's ``key`` transform rotates them.
 
     Raises:
         BadShape, BadDtype, BadDevice: they do not fit the step or the pool.
@@ -183,10 +185,10 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
 
     Args:
         step: The step.
-        layer: Of the pool; K and V of the step's tokens are appended to it.
-        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype, in any where that is e4m3; rotated unless the variant's
-            ``query`` transform does so.  Under a variant at positions in the cache that transform runs at both
-            positions of each query.
+        layer: The layer's index in the pool; K and V of the step's tokens must have been appended to it.
+        q: ``[T, num_qo_heads, head_dim]`` in the pool's dtype, or in any dtype if that is e4m3; given after the rotary
+            embedding, unless the variant's ``query`` transform rotates queries.  Under a variant at positions in the
+            cache that transform runs at both positions of each query.
         sinks: ``[num_qo_heads]`` in q's dtype, if the variant has sinks.
 
     Returns:
@@ -244,22 +246,22 @@ def commit(step: TreeStep) -> None:
 
 
 def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence]) -> int:
-    """Give back the pages of tokens that no later query of some sequences sees: all but the sinks and the window.
+    """Free the pages of tokens that no later query of the sequences sees: all but the sinks and the window.
 
-    Of each sequence those go that lie in a leaf of its own: what it shares with another one stays, such as a prompt
-    that a sequence is held at.  Sequences keep their lengths, and tokens their positions; what is behind a gap is not
-    found by later sequences, and :meth:`Sequence.tokens` raises.  The next steps plan anew, so that it is best called
-    every 64 tokens or more.
+    Only pages of a leaf that belongs to one sequence are freed: tokens that sequences share stay, such as a prompt at
+    whose end a sequence is held.  Sequences keep their lengths, and tokens their positions; later sequences do not find
+    tokens behind a gap, and :meth:`Sequence.tokens` raises.  The next step makes a new plan, so call this every 64
+    tokens or more.
 
     Args:
-        attention: That of the layers that see most; all layers over the tree see this little.
-        tree, sequences: Of a tree of tokens, those that go on.
+        attention: The attention of the layers that see the most; no layer over the tree may see more.
+        tree, sequences: A tree of tokens, and those of its sequences that will run.
 
     Returns:
         How many pages are free again.
 
     Raises:
-        ValueError: the variant has neither a window nor is it one at positions in the cache; or a sequence has ended.
+        ValueError: the variant has no window and is not one at positions in the cache; or a sequence has ended.
     """
     variant = attention.variant
     visible = variant.parts[0].visible
@@ -275,13 +277,12 @@ def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequen
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys together, from attention over each (Ye et al. 2025, 2.2): exact but for
-    rounding.
+    """Merge attention over two disjoint sets of keys (Ye et al. 2025, 2.2); exact except for rounding.
 
     Args:
         out_a, out_b: ``[T, heads, v_dim]`` in one dtype, as :func:`attend` returns them.
-        lse_a, lse_b: ``[T, heads]`` float32, natural logarithm; -inf where a row saw nothing.  FlashInfer's are to base
-            2: multiply these by ``math.log(2)``.
+        lse_a, lse_b: ``[T, heads]`` float32, natural logarithm; -inf where a row saw no key.  FlashInfer's log-sum-exps
+            are to base 2: multiply them by ``math.log(2)``.
 
     Returns:
         ``out`` in their dtype and ``lse`` float32.  Sums are float32.

@@ -30,18 +30,18 @@ def kv_pool(
     device: torch.device | str = "cuda",
     v_dim: int | None = None,
 ) -> KVPool:
-    """Pages for K and V of layers that are alike.
+    """Make a pool of pages for K and V of layers with equal heads.
 
     Args:
-        num_layers, num_kv_heads, head_dim: Of the model.
-        num_pages, page_size: The pool holds ``num_pages * page_size`` tokens; a page 1 to 128.
-        dtype: float32, bfloat16 or float16, which q, K and V have too; or float8_e4m3fn, to which K and V of any of
-            these are rounded.
+        num_layers, num_kv_heads, head_dim: The model's layers, KV heads and head size.
+        num_pages, page_size: The pool holds ``num_pages * page_size`` tokens; ``page_size`` is 1 to 128.
+        dtype: float32, bfloat16 or float16, which q, K and V must have too; or float8_e4m3fn, to which K and V of any
+            of these dtypes are rounded.
         device: A CPU or a GPU.
         v_dim: Size of V's heads; None: ``head_dim``.
 
     Raises:
-        ValueError, TypeError: one of them is none of these, or this machine has no such device.
+        ValueError, TypeError: an argument is out of range or of another type, or this machine has no such device.
         KVPoolTooLarge: the device has not that much memory.
     """
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_pages": num_pages}
@@ -66,13 +66,13 @@ def _device(given: torch.device | str) -> torch.device:
 
 
 def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> tuple[PrefixTree, list[TreeSequence]]:
-    """A tree over a pool that holds these sequences, and each of them; what they share is found token by token.
+    """Make a tree over a pool from lists of tokens, and one sequence for each; shared tokens are found token by token.
 
     The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
 
     Args:
         pool: Which holds no KV of another tree.
-        tokens: Of each sequence ``[length]`` token ids of any integer type, at least one.
+        tokens: For each sequence ``[length]`` token ids of any integer type, at least one.
 
     Raises:
         ValueError, TypeError: tokens are empty or no token ids; or another tree has sequences in the pool.
@@ -88,15 +88,16 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
 def tree_from_parents(
     pool: KVPool | GivenPages, parents: Sequence[int], lengths: Sequence[int]
 ) -> tuple[PrefixTree, list[TreeSequence]]:
-    """A tree of given nodes over a pool, and of each node the sequence that ends there: for models without token ids.
+    """Make a tree of given nodes over a pool, and for each node the sequence that ends there: for models without token
+    ids.
 
-    A node's tokens are all the node's number.  The tree grows as one of tokens; a node whose sequence is released, and
-    which has one child, may be merged with that child.
+    All tokens of a node have the node's number as their id.  The tree grows like one of tokens; a node whose sequence
+    is released, and which has one child, may be merged with that child.
 
     Args:
         pool: Which holds no KV of another tree.
-        parents: ``[nodes]`` the parent of each node, which comes before it; -1 for a root.
-        lengths: ``[nodes]`` tokens in each node, at least 1.
+        parents: ``[nodes]`` the index of each node's parent, which must come before the node; -1 for a root.
+        lengths: ``[nodes]`` the number of tokens in each node, at least 1.
 
     Raises:
         ValueError: lengths differ, a parent does not exist or comes later, or a node has no tokens; or another tree

@@ -24,24 +24,26 @@ def tree_from_cascade(
     paged_kv_last_page_len: Sequence[Given],
     page_size: int,
 ) -> TreeSnapshot:
-    """The tree of one step, from the arguments of ``MultiLevelCascadeAttentionWrapper.plan`` (FlashInfer).
+    """Make the tree of one step from the arguments of ``MultiLevelCascadeAttentionWrapper.plan`` (FlashInfer).
 
     Each level, from the root down, is a list of page tables and the query rows below each.  The last level has one
-    for each request, whose query rows are its last tokens: so attention is that of ``causal=True``, or of any with one
-    query for each request.  A table is read once for all rows below it.  Where rows or pages of tables grow, make a new
-    tree, as one plans again there.  Arrays on a GPU are copied to the host, which waits for them.
+    table for each request, whose query rows are the table's last tokens: attention is that of ``causal=True``; with one
+    query for each request ``causal`` makes no difference.  A table is read once for all rows below it.  When rows or
+    pages of tables grow, make a new tree, as FlashInfer requires a new plan.  Arrays on a GPU are copied to the host,
+    which waits for them.
 
     Args:
-        qo_indptr_arr: Of each level ``[tables + 1]`` integers: bounds of the query rows of its tables.
-        paged_kv_indptr_arr: Of each level ``[tables + 1]`` integers: bounds of their pages in the following.
-        paged_kv_indices_arr: Of each level ``[pages]`` integers: page numbers.
-        paged_kv_last_page_len: Of each level ``[tables]`` integers: tokens in each table's last page, 1 to
+        qo_indptr_arr: For each level ``[tables + 1]`` integers: bounds of the query rows of its tables.
+        paged_kv_indptr_arr: For each level ``[tables + 1]`` integers: bounds of the tables' pages in
+            ``paged_kv_indices_arr``.
+        paged_kv_indices_arr: For each level ``[pages]`` integers: page numbers.
+        paged_kv_last_page_len: For each level ``[tables]`` integers: tokens in each table's last page, 1 to
             ``page_size``.
         page_size: Tokens per page.
 
     Raises:
-        ValueError: arrays do not fit each other; a level's rows are not those of whole tables of the level above it;
-            a request has fewer tokens than queries.
+        ValueError: arrays do not fit each other; a level's tables do not divide the rows of each table of the level
+            above; or a request has fewer tokens than queries.
     """
     check_page_size(page_size)
     given = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len

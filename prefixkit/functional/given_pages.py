@@ -47,16 +47,16 @@ class GivenPages:
 def kv_pool_from_tensors(
     paged_kv_cache: Sequence[Tensor | tuple[Tensor, Tensor]], kv_layout: str = "NHD"
 ) -> GivenPages:
-    """The caller's own caches as a pool: nothing is copied.
+    """Make a pool of the caller's own caches; nothing is copied.
 
     Args:
-        paged_kv_cache: Of each layer one tensor ``[pages, 2, page_size, kv_heads, head_dim]``, K before V; or a pair of
-            K and V, each without the 2.  ``kv_layout`` "HND" has kv_heads before page_size.  A CPU reads pairs in "NHD"
-            alone.  All have one dtype: float32, bfloat16 or float16.
+        paged_kv_cache: For each layer one tensor ``[pages, 2, page_size, kv_heads, head_dim]``, K before V; or a pair
+            of K and V, each without the dimension of 2.  In ``kv_layout`` "HND" kv_heads come before page_size.  On a
+            CPU only pairs in "NHD" are supported.  All tensors have one dtype: float32, bfloat16 or float16.
         kv_layout: "NHD" or "HND".
 
     Raises:
-        ValueError: there is no layer, layers differ, or they are no such tensors.
+        ValueError: there is no layer, layers differ, or the tensors have other shapes or dtypes.
     """
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f'kv_pool_from_tensors: kv_layout must be "NHD" or "HND", got {kv_layout!r}')

@@ -29,23 +29,23 @@ def plan(
     sequences: Sequence[TreeSequence] | None = None,
     num_queries: int | Sequence[int] = 1,
 ) -> TreeStep:
-    """Plan the next forward pass: all tokens of some sequences that have no KV, ancestors and descendants in one.
+    """Plan the next forward pass: all tokens of the sequences that have no KV, ancestors and descendants in one step.
 
-    A decode step, in which each sequence has one new token, is one query at each leaf; a step over new prompts runs
-    all their tokens.  Nothing is planned anew while only leaves have grown since the last plan.
+    A decode step, in which each sequence has one new token, has one query at each leaf; a step over new prompts runs
+    all their tokens.  No new plan is made while only leaves have grown since the last plan.
 
     Args:
-        attention: Heads, variant and pool.
+        attention: The heads, the variant and the pool.
         tree: A tree of tokens, or one of page tables (:func:`tree_from_cascade`).
-        sequences: Those that run, of a tree of tokens; several may share their tokens.  A variant's functions see
-            their index here as ``b``.  Page tables say themselves which tokens are queries; ``b`` is the request.
-        num_queries: At least as many of the last tokens of each sequence run, one number for all or one for each; those
-            that have KV run again, and their KV stays as it is.
+        sequences: For a tree of tokens, the sequences that run; several may share tokens.  A variant's functions see
+            the index in this list as ``b``.  For page tables, which define their queries, None; ``b`` is the request.
+        num_queries: At least this many of the last tokens of each sequence run, one number for all sequences or one for
+            each; tokens that have KV run again, and their KV is not written again.
 
     Raises:
         ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries, or some of these were given back; nothing is to run.
-        TypeError: one of them is none of these.
+            its queries; pages of queries were freed; or there is no token to run.
+        TypeError: an argument is of another type.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
     if not isinstance(attention, TreeAttention):

@@ -20,18 +20,18 @@ from prefixkit.tree.sequence import check_live
 
 
 class StaticDecode:
-    """Decode steps of one batch in static buffers: a CUDA graph that has captured one replays all.
+    """Decode steps of one batch in static buffers: a CUDA graph that has captured one step replays all later ones.
 
-    The tree grows on the device: each :meth:`advance` starts a step in which every sequence is a token longer.  The
-    host adds the tokens to its tree afterwards, by ``extend_leaves``.  Make it by :func:`static_decode`, which gives it
-    the ``attention``, a way to plan for each part of it (``plannings``), the ``tree``, the ``sequences`` of the first
-    batch, the ``steps`` for which pages are reserved, and the ``rows`` that the buffers have at most.
+    The tree grows on the device: each :meth:`advance` starts a step in which every sequence is a token longer.
+    Afterwards the host appends the tokens to its tree, by ``extend_leaves``.  :func:`static_decode` makes this object
+    from the ``attention``, a way to plan for each part of it (``plannings``), the ``tree``, the ``sequences`` of the
+    first batch, the number of ``steps`` for which pages are reserved, and the most ``rows`` that the buffers hold.
 
     Attributes:
-        step: The step, for ``append`` and ``attend``; its tensors stay the same.  Rows behind those of the batch write
+        step: The step, for ``append`` and ``attend``; its tensors stay the same.  Rows after those of the batch write
             nothing, and their outputs are 0.  ``step.last_rows`` has all rows: those of the sequences in their order,
             then the others.
-        next_tokens: ``[rows]`` int64, to be written by the sampler: the token that each row of the next step runs.
+        next_tokens: ``[rows]`` int64, which the caller's sampler writes: the token that each row of the next step runs.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class StaticDecode:
         return f"StaticDecode({self._rows} rows, {self._attention})"
 
     def upload(self, tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> None:
-        """Take a batch: the tree as it is now, and the last token of each sequence as what the next step runs.
+        """Upload a batch: the present tree, and the last token of each sequence as the token that the next step runs.
 
-        One upload and one launch on the current stream, without a wait.  Graphs stay good.  Upload again once sequences
-        are added or dropped, and where hundreds of steps have passed, for the parts in which long K and V are read
-        become uneven.
+        This is one upload and one launch on the current stream, without a wait.  Captured graphs stay valid.  Upload
+        again when sequences were added or dropped, and after some hundred steps, because KV splits become uneven as
+        leaves grow.
 
         Args:
             tree: The tree.
-            sequences: Each ends at a leaf of its own, of which all but the last token have KV.
-            steps: For how many steps pages are reserved; beyond them nothing is written.
+            sequences: Each ends at a leaf of its own, in which all tokens but the last have KV.
+            steps: The number of steps for which pages are reserved; later steps write no KV.
 
         Raises:
-            ValueError: a sequence is not such a one.
+            ValueError: a sequence does not end at such a leaf.
             OutOfPages: there are too few pages.
             BatchTooLarge: the batch does not fit the buffers; make another StaticDecode, and capture again.  Pages are
                 reserved by then.
@@ -113,17 +113,17 @@ def static_decode(
     steps: int,
     rows: int | None = None,
 ) -> StaticDecode:
-    """Static buffers for the decode steps of a batch and of others like it, with the batch uploaded.
+    """Make static buffers for the decode steps of a batch, and of later batches, and upload the batch.
 
     Args:
         attention: Heads, variant and pool.
         tree, sequences, steps: As :meth:`StaticDecode.upload` takes them.
-        rows: Rows of a step, for batches of up to as many sequences; None: those of this one.
+        rows: The most sequences of a batch; None: the number of these sequences.
 
     Raises:
         ValueError, OutOfPages: as :meth:`StaticDecode.upload`; fewer rows than sequences.
         UnnumberedSequences: the variant reads b.
-        BackendError: our kernels do not run this attention: on a CPU, in float32, or for heads that have no kernel.
+        BackendError: our kernels do not run this attention: on a CPU, in float32, or for head sizes without a kernel.
     """
     rows = len(sequences) if rows is None else rows
     if rows < len(sequences):

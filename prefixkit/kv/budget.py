@@ -14,7 +14,7 @@ from prefixkit.tree.tokens import common_prefix
 
 
 class KVBudgetTooSmall(ValueError):
-    """A KV store cannot hold something even alone."""
+    """A sequence, beam search or set of prefixes does not fit a KV store even by itself."""
 
 
 @dataclass(eq=False)

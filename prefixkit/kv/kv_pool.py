@@ -118,18 +118,18 @@ class KVPool:
     """Pages of what all layers cache, addressed by slot: ``slot = page * page_size + offset``.
 
     Layers that cache tensors of the same sizes share one tensor for each of these, and all layers number their pages
-    alike.  Memory is reserved at once but never touched before it is written, so the operating system gives out pages
-    as tokens come.  On the CPU a token's heads are adjacent and tokens follow each other, so that consecutive slots are
-    one matrix; on a GPU each page keeps head after head.
+    alike.  Memory is allocated at once but not touched before it is written, so the operating system commits it as
+    tokens are appended.  On the CPU the heads of a token are adjacent and tokens follow each other, so that consecutive
+    slots are one matrix; on a GPU a page holds one head after the other.
 
     Attributes:
-        spec: What is cached of one token.
-        num_pages, page_size: The geometry; ``page_size`` in tokens.
-        states: States in place of KV, of which there is none at first.
+        spec: The tensors that are cached for each token.
+        num_pages, page_size: The number of pages, and the tokens of a page.
+        states: The pool of states of layers that keep a state in place of KV; empty at first.
 
     Raises:
         ValueError: no pages, or a page size outside 1 to 128.
-        KVPoolTooLarge: the device has not that much memory.
+        KVPoolTooLarge: the device does not have enough memory.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int = 16) -> None:

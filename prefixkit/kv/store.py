@@ -33,7 +33,7 @@ _FEWEST_A_CHECKPOINT = 256
 
 
 class SpanTooLong(ValueError):
-    """A mask lets more tokens see one another than a step computes."""
+    """Under a mask that looks ahead, more tokens see one another than one step computes."""
 
 
 class KVStore:

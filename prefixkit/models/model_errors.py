@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UnsupportedModel(TypeError):
-    """The model does something that attention over a tree cannot; nothing was changed."""
+    """The model computes something that attention over a tree does not support; nothing was changed."""
 
 
 class NotPatched(TypeError):

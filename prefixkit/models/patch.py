@@ -62,62 +62,62 @@ def patch(
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
     Only the classes of the model, its attention modules and its experts change, to subclasses of themselves.
-    Parameters, state dict, config, hooks and adapters stay, and with caches that are no trees the model computes
-    exactly what it did before.
+    Parameters, state dict, config, hooks and adapters stay as they are, and with other caches than a tree the model
+    computes exactly what it did before.
 
     A layer with a ``variant`` computes ``score = scale * q . k``, then what it adds itself (its bias, as ALiBi, and
     then its cap), then the variant's ``score_mod``; a key is visible where the layer's own mask, window and chunk and
-    the variant's ``mask_mod`` all show it; and the layer's own sinks join the softmax at the end.  So the variant
-    stands where a mask of the caller's stands in transformers, whose eager and FlexAttention functions add it to what
-    the layer would have given to the softmax.  The layers' own positions (rotary embedding) stay.  Without a tree, as
-    in training or in a plain call, such a layer refuses to run, for that would leave its variant out.
+    the variant's ``mask_mod`` all show it; and the layer's own sinks join the softmax at the end.  So the variant takes
+    the place of a mask that the caller of transformers passes, which eager attention and FlexAttention add to the
+    scores that the layer would give to the softmax.  The layers' own positions (rotary embedding) stay.  Without a
+    tree, as in training or in a plain call, such a layer raises an error, because it would run without its variant.
 
-    Under a variant whose mask shows later tokens, prompts see them as far as it says, and what a model generates, or
-    what is scored, is seen by no token before it.  Tokens that see one another are computed in one step, which is an
-    error where ``prefill_chunk`` is less, and their KV is shared by texts that are equal to the last of them.  A
-    layer's own window or chunk then hides what is before a token.
+    Under a variant whose mask shows later tokens, tokens of a prompt see later tokens of the prompt as far as the mask
+    shows them; generated and scored tokens are seen by no token before them.  Tokens that see one another are computed
+    in one step, and a ``prefill_chunk`` below their number is an error.  Texts share their KV only if they agree up to
+    the last of these tokens.  A layer's own window or chunk then hides only tokens before a query.
 
     A variant's functions of whole rows run on queries and keys as the layer has rotated them, on values as it caches
     them, and on outputs before their projection.  Under :func:`prefixkit.variants.streaming_llm` queries attend at
-    positions in the cache: how they turn with their position is measured now, and samples give back KV that no layer
-    sees any more.
+    positions in the cache: ``patch`` measures how each layer rotates its queries by position, and KV of samples that no
+    layer sees any more is freed.
 
-    KV of other variants is never used: patching with another one invalidates what sessions, ``generate`` and pins hold,
-    and files of prefixes name theirs.  Tensors and numbers that the variant's functions capture count as weights do: a
-    call notices that they have changed in place (``compare_weights``), and computes KV anew.
+    KV of other variants is never used: patching with another variant invalidates the KV of sessions, ``generate`` and
+    pins, and prefix files name their variant.  Tensors and numbers that the variant's functions capture count as
+    weights: a call notices that they have changed in place (``compare_weights``), and computes KV again.
 
     Args:
-        model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper
-            around one.  Patching it again changes ``tree_cache`` and ``compare_weights``, and drops the KV that
-            ``generate`` keeps from call to call.
-        tree_cache: When ``model.generate`` keeps its KV in a :class:`TreeCache`: ``"auto"`` where rows share prompt
-            tokens, as with ``num_return_sequences`` and ``num_beams``, and on a GPU where its steps can replay CUDA
-            graphs; ``"always"`` wherever it can; ``"never"`` unless it is given one as ``past_key_values``.
-        compare_weights: What is compared before sessions and ``generate`` use KV of an earlier call, because torch
-            does not count writes through ``tensor.data`` or a raw pointer: ``"auto"`` a sample of every tensor, and
-            all weights where that costs little beside what the KV saves; ``"always"`` all weights, so that a write to
-            a single element is seen too.
-        variant: What attention layers apply besides: one :class:`prefixkit.Variant` for all attention layers, a mapping
-            from layer numbers, those of the model's list of layers, to variants, or a function from layer numbers to a
-            variant or None.  None: nothing, also in place of an earlier one.
-        kv_dtype: ``"fp8"``: pages hold K and V in e4m3 (4 significant bits; beyond 448 its largest number), in half the
-            memory of 16 bits, and attention computes in the model's dtype as before.  Results are no longer those of
-            the model: docs/howto/memory.md has the error, and what kernels take.  None: the model's dtype.
+        model: A transformers model whose attention layers follow transformers' attention interface, or a wrapper around
+            one.  Patching it again changes all settings, and drops the KV that ``generate`` retains from call to call.
+        tree_cache: When ``model.generate`` uses a :class:`TreeCache`: ``"auto"`` where rows share prompt tokens, as
+            with ``num_return_sequences`` and ``num_beams``, and on a GPU where steps can replay CUDA graphs;
+            ``"always"`` wherever a tree can be used; ``"never"`` unless the caller passes one as ``past_key_values``.
+        compare_weights: What is compared before sessions and ``generate`` use KV of an earlier call, because torch does
+            not count writes through ``tensor.data`` or a raw pointer: ``"auto"`` compares a sample of every tensor, and
+            all weights where that takes little time relative to what the KV saves; ``"always"`` compares all weights,
+            so that a write to a single element is noticed too.
+        variant: A variant that attention layers apply in addition to their own attention: one
+            :class:`prefixkit.Variant` for all attention layers; a mapping from layer numbers (indices of the model's
+            list of layers) to variants; or a function from a layer number to a variant or None.  None: no variant; an
+            earlier one is removed.
+        kv_dtype: ``"fp8"``: pages hold K and V in e4m3 (4 significant bits; numbers beyond 448 become 448), in half the
+            memory of 16 bits, and attention computes in the model's dtype as before.  Results then differ from the
+            model's: docs/howto/memory.md gives the error, and what kernels support.  None: the model's dtype.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedModel: its layers do not follow that interface, or it is split over processes otherwise than by
-            tensor parallelism with as many heads in each; nothing was changed.  What else must hold is measured at the
-            first call, see :func:`kv_spec`; with a ``variant`` or a ``kv_dtype``, now: with that, layers cache nothing
-            but K and V.
-        UnsupportedVariant: a layer that has a variant cannot apply it: one to which an indexer shows tokens, or that
-            attends to compressed ones, or with heads in another order (DiffLlama, JetMoE), or split over processes; or
-            one whose keys are not those that a transform or positions in the cache ask for; or the layer number is that
-            of no attention layer; nothing was changed.
-        ValueError: ``tree_cache``, ``compare_weights`` or ``kv_dtype`` is none of these.
-        TypeError: ``variant`` is none of these, or its functions capture what has no content to go by.
+        UnsupportedModel: its layers do not follow that interface, or it is split over processes in another way than
+            tensor parallelism with equal numbers of heads; nothing was changed.  Other requirements are measured at
+            prefixkit's first call, which then raises this error.  With a ``variant`` or a ``kv_dtype`` they are
+            measured by ``patch``; ``kv_dtype`` also requires layers that cache only K and V.
+        UnsupportedVariant: a layer cannot apply its variant, because an indexer selects its tokens, it attends to
+            compressed tokens, its heads are in another order (DiffLlama, JetMoE), it is split over processes, or its
+            keys do not suit a transform or positions in the cache; or a layer number is not that of an attention layer;
+            nothing was changed.
+        ValueError: ``tree_cache``, ``compare_weights`` or ``kv_dtype`` has another value.
+        TypeError: ``variant`` is of another type, or its functions capture an object whose content cannot be compared.
     """
     if tree_cache not in MODES:
         raise ValueError(f"tree_cache must be one of {', '.join(map(repr, MODES))}, got {tree_cache!r}")

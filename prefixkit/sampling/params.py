@@ -31,7 +31,7 @@ class SamplingParams:
     The filters act in the order of the fields below, on the model's float32 logits (see ``sampling.specification``).
 
     Attributes:
-        n: Samples of the prompt; sample ``i`` is the same whether 1 or 1,000 are asked for.
+        n: Number of samples of the prompt; sample ``i`` does not depend on ``n``.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens that the sequence, prompt
             included, already holds; 1.0 is off (Keskar et al. 2019, section 4.1).
         temperature: Divides the logits; 0 is greedy: the likeliest token, the lowest id among equals.
@@ -41,21 +41,21 @@ class SamplingParams:
         max_new_tokens: Most tokens to sample for one sample.
         seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) use equal random
             numbers.
-        stop_token_ids: Tokens that end a sample; the one sampled is its last token and not in its text.  None: the
-            model's end-of-sequence tokens.
-        stop: Strings that end a sample; its text ends before the first of them.  They may be or hold special tokens:
-            see ``StopChecker``.  Or functions of the sample's tokens so far and of their text, which end it after the
-            token for which they return True.
+        stop_token_ids: Tokens that end a sample; the stop token is the sample's last token and is not in its text.
+            None: the model's end-of-sequence tokens.
+        stop: Strings that end a sample; its text ends before the first of them.  They may contain the text of special
+            tokens.  Or functions ``(tokens, text) -> bool`` of the sample's tokens so far and of their text; a sample
+            ends after the token at which one returns True.
         logits_processors: Makes a function for each sample, which takes ``[1, length]`` int64 token ids, prompt
             included, and ``[1, vocab]`` float32 logits, and returns the logits to sample from: a logits processor of
-            transformers, or a ``LogitsProcessorList``, is one.  It sees the steps of its sample alone, in order, so it
-            may keep state.  What it returns then goes through the filters above.
-        logprobs: What a sample's log-probabilities are of: ``"model"``, the model's own, the log-softmax of the logits
-            as they come; ``"sampled"``, the probability with which each token was sampled, after processors, penalty,
-            temperature and filters.  Then the sample has ``masses`` too.
-        grammar: What the sample's text, all that follows the prompt, is to match: a grammar of
-            ``prefixkit.integrations``.  Before the filters act, only tokens are left that may follow; stop tokens where
-            the text may end, and there alone.
+            transformers, or a ``LogitsProcessorList``, is one.  It sees only the steps of its sample, in order, so it
+            may keep state.  The filters above act on the logits that it returns.
+        logprobs: Which log-probabilities samples have: ``"model"``, those of the model, the log-softmax of its
+            unchanged logits; ``"sampled"``, those with which tokens were sampled, after processors, penalty,
+            temperature and filters.  With ``"sampled"`` samples have ``masses`` too.
+        grammar: A grammar of ``prefixkit.integrations`` that the sample's text after the prompt must match.  Before the
+            filters act, tokens that the grammar does not allow are masked; stop tokens are allowed exactly where the
+            text may end.
 
     Raises:
         ValueError, TypeError: a field is out of range, or of another type.

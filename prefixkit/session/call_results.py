@@ -17,7 +17,7 @@ log = logging.getLogger("prefixkit")
 
 
 class SessionBusy(ValueError):
-    """A session was called while a call of it was under way: from another thread, a callback, or beside a stream."""
+    """A session was called during another call of it: from a thread, from a callback, or while a stream was open."""
 
 
 class MemoryReleased(ValueError):
@@ -26,11 +26,11 @@ class MemoryReleased(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a call came to: iterated over, indexed and counted, it is its samples.
+    """The result of a call: a sequence of its samples, with a report.
 
     Attributes:
-        samples: By prompt and then index; none where ``return_samples=False`` gave them to a callback alone.
-        report: What they shared, and what that saved.
+        samples: The samples, ordered by prompt and then index; empty with ``return_samples=False``.
+        report: What the samples shared, and what that saved.
     """
 
     samples: tuple[Sample, ...]

@@ -30,7 +30,7 @@ class NodeFinished(ValueError):
 
 
 class ForeignNode(ValueError):
-    """A search node was given to another session than its own."""
+    """A search node was passed to another session than its own."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -62,21 +62,21 @@ class _Run:
 
 
 class SearchNode:
-    """A prompt and the tokens after it, which a search goes on with; :meth:`prefixkit.Session.prompt` makes the first.
+    """A prompt and the tokens after it, as a handle of a search; :meth:`prefixkit.Session.prompt` makes the first node.
 
-    A node holds tokens; their KV is in the session's prefix cache.  KV that was evicted for other work is computed
-    again when the node goes on, so memory pressure slows a search down and never breaks it, and a node outlives
-    ``release_memory()``.  Nodes share the tokens that they have in common: a fork costs the same at any length.
+    A node holds tokens; their KV is in the session's prefix cache.  Evicted KV is computed again when the node is
+    stepped, so memory pressure slows a search down and never breaks it, and a node outlives ``release_memory()``.
+    Nodes share the lists of their common tokens: a fork takes the same time at any length.
 
     Attributes:
         session: The session that it belongs to.
-        seed: What its next tokens are sampled by, with the tokens before them and nothing else: nodes of equal tokens
-            and seeds sample the same.
+        seed: With the tokens before them, and nothing else, the seed determines the random numbers of the next tokens:
+            nodes of equal tokens and seeds sample the same.
         parent: The node that it was forked from; None for a prompt's own.
         finish_reason: Why its last step ended: ``"stop"`` by a stop token, after which it takes no more steps,
             ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, or because a grammar without
-            stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as of a sample.  A fork
-            begins with that of its parent; None before the first step, and once given tokens follow.
+            stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as for a sample.  A fork
+            begins with its parent's reason; None before the first step, and after :meth:`extend`.
     """
 
     def __init__(self, session: Any, tokens: Ints, seed: int) -> None:
@@ -138,12 +138,12 @@ class SearchNode:
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def fork(self, count: int, seeds: Iterable[int] | None = None) -> list[SearchNode]:
-        """Nodes with the tokens of this one, which go on apart.  Nothing is computed or copied.
+        """Make nodes with the tokens of this one, which then grow independently.  Nothing is computed or copied.
 
         Args:
             count: How many, at least one.
-            seeds: Of each, 0 to 2**64 - 1; None: they follow from the node's own and from how many forks it has had, so
-                that all are different, and the same whenever the program runs.
+            seeds: One for each, 0 to 2**64 - 1.  None: the seeds follow from the node's own seed and the number of its
+                earlier forks, so that all are different, and the same at each run of the program.
 
         Raises:
             NodeReleased: the node has been released.
@@ -166,7 +166,8 @@ class SearchNode:
         return nodes
 
     def extend(self, tokens: str | Sequence[int]) -> SearchNode:
-        """Append given tokens, or those of a string alone; a node that had ended goes on.  Returns the node.
+        """Append given tokens, or the tokens of a string without special ones; a node that had ended can be stepped
+        again.  Returns the node.
 
         Raises:
             NodeReleased: the node has been released.
@@ -179,7 +180,7 @@ class SearchNode:
         return self
 
     def release(self) -> None:
-        """Drop the node's tokens; other nodes keep theirs, and its KV is evicted in its turn.
+        """Drop the node's tokens; other nodes keep theirs, and the node's KV may be evicted.
 
         Raises:
             NodeReleased: it was released before.

@@ -35,33 +35,33 @@ __all__ = ["MemoryReleased", "Pin", "Result", "Session", "SessionBusy"]
 
 
 class Session(SessionMemory):
-    """What sampling from one model needs again and again, made once: the second call costs its steps.
+    """Many calls on one model, which share a KV pool, the prefix cache, CUDA graphs and compiled layers.
 
-    A call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two threads, on one
-    model or on two; a call that finds the shared store in use runs in another one.  A call that raises leaves the
-    session usable.
+    A session runs one call at a time: a session that is busy raises :class:`SessionBusy`.  Two sessions may run in two
+    threads, on one model or on two; a call that finds the shared store in use runs in another store.  After a call that
+    raised, the session can be used.
 
-    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: a prompt that begins
-    as an earlier one did, or goes on where a sample ended, computes only its own tokens.  KV of other weights is never
-    used: what was written to between calls, or another adapter, is noticed (docs/howto/memory.md says how).
-    Where steps cannot run in CUDA graphs, for lack of memory too, a call decodes step by step, with one log line.
+    The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: for a prompt that
+    begins like an earlier one, or continues a sample, only new tokens are computed.  KV of other weights is never used:
+    a call notices weights that were written to, and another adapter (docs/howto/memory.md says how).  Where steps
+    cannot run in CUDA graphs, for example for lack of memory, a call runs them without, and one log line says so.
 
     Args:
         model, tokenizer, page_size, prefill_chunk: As for :func:`prefixkit.generate`.
-        kv_budget: KV that a store of the session's own holds, in bytes or as a size such as ``"40GiB"``; None: the
-            session shares a store with the model's own ``generate()`` and with other such sessions, of half of the
-            memory that is free.  It is made at once and does not grow; what does not fit at once waits, or is
+        kv_budget: Memory for KV in a store of the session's own, in bytes or as a size such as ``"40GiB"``.  None: the
+            session shares a store of half of the free memory with the model's own ``generate()`` and with other such
+            sessions.  The store is made at once and does not grow; requests that do not fit at once wait, or are
             preempted.
-        compiled: On a GPU, run layers through torch.compile, after some seconds of compiling: once for each model,
-            whose later sessions use the same, and less where torch finds it in its cache on disk.  The first call that
-            samples more than a few tokens compiles them; others, scores and values run through them afterwards.
-        most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        memory: What is evicted first, and what becomes of requests that no longer fit; None: :class:`MemoryPolicy`'s
-            own choices.
+        compiled: On a GPU, run layers through torch.compile.  Compiling takes some seconds once for each model, and
+            less where torch finds the result in its cache on disk; later sessions on the model use the same compiled
+            layers.  The first call that samples more than a few tokens compiles them; later calls, scores and values
+            use them too.
+        most_running: Most samples, or beam searches, that run at once; others wait.
+        memory: Policy of eviction and preemption; None: ``MemoryPolicy()``.
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: a parameter is out of range, or the budget holds no page.
+        ValueError: a parameter is out of range, or the budget is less than one page.
     """
 
     def generate(
@@ -82,7 +82,7 @@ class Session(SessionMemory):
 
         Raises:
             SessionBusy: a call of this session is under way.
-            MemoryReleased: the session has ended or has given its memory back.
+            MemoryReleased: the session has ended or has released its memory.
             KVBudgetTooSmall: one of the sequences does not fit the pool.
             ValueError, TypeError: as :func:`prefixkit.generate`.
         """
@@ -98,12 +98,12 @@ class Session(SessionMemory):
         on_token: Callable[[TokenEvent], None] | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Stream:
-        """As :meth:`generate`, but gives each sample as it finishes and returns none.
+        """Sample as :meth:`generate` does, and yield each sample when it finishes.
 
-        Everything is checked before this returns.  The session is busy from the first sample that is asked for until
-        the iterator ends or is closed, as it is when the last reference to it goes; samples that have not finished then
-        are dropped.  Where the session is busy or has no memory when the first is asked for, the iterator raises that,
-        and begins once it is asked again.  One that an error or the session's end cut short raises ValueError then.
+        Everything is checked before this returns.  The session is busy from the first ``next`` until the iterator ends
+        or is closed, which also happens when the last reference to it is dropped; unfinished samples are then dropped.
+        If the session is busy or has no memory at the first ``next``, that raises SessionBusy or MemoryReleased, and a
+        later ``next`` tries again.  After an error or the session's end, ``next`` raises ValueError.
 
         Args:
             prompts, params, on_token, fields: As for :func:`prefixkit.generate`.
@@ -154,10 +154,9 @@ class Session(SessionMemory):
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> Result:
-        """Run requests, samples and beam searches in one batch over one tree: what the other calls are made of.
+        """Run requests, samples and beam searches in one batch over one tree; the other calls are made of this one.
 
-        Occurrences of requests are taken as they are: equal prompts with equal seeds need different ones, or their
-        samples are equal.
+        Requests with equal prompts, seeds and ``occurrence`` get equal samples.
 
         Args:
             requests: Each with parameters of its own.
@@ -171,10 +170,10 @@ class Session(SessionMemory):
             return self._run(facts, own, return_samples, on_sample, on_token, on_step)
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
-        """The first node of a search: a prompt that is forked, stepped and scored; nothing is computed yet.
+        """Make the first node of a search: a prompt to be forked, stepped and scored; nothing is computed yet.
 
-        It is a string, a list of token ids, or a list of chat messages, as :func:`prefixkit.generate` takes them, and
-        its tokens are sampled by ``seed``.
+        The prompt is a string, a list of token ids, or a list of chat messages, as for :func:`prefixkit.generate`;
+        ``seed`` is the seed of the node's samples.
 
         Raises:
             ValueError, TypeError: as :meth:`generate`.
@@ -190,25 +189,26 @@ class Session(SessionMemory):
         until: Until | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[SearchNode]:
-        """Let search nodes go on, all in one batch: each gets the tokens that are sampled after it, or its best beam's.
+        """Continue search nodes in one batch, each by sampled tokens or by those of its best beam.
 
-        A node's tokens depend on its own tokens and seed, not on the nodes beside it.  Greedy, sampled and
+        What a node samples depends on its own tokens and seed, not on the other nodes of the step.  Greedy, sampled and
         beam-searched nodes may be mixed.  A call that raises changes no node.
 
         Args:
             nodes: Search nodes of this session, each once.
-            params: How to go on: one for all nodes, or one for each; ``n`` has to be 1, and the seed is the node's.
-            until: A string, or several, or functions as in ``SamplingParams.stop``, that end the step of a node that
-                samples, not the node: what ends it stays among the node's tokens, and in its text.  They are looked for
-                in the text of this step.  ``SamplingParams.stop`` does the same for single nodes.
+            params: Parameters: one for all nodes, or one for each; ``n`` has to be 1, and the seed is the node's.
+            until: A string, or several, or functions as in ``SamplingParams.stop``, that end the step of a sampling
+                node, but not the node: the string or tokens that end the step stay among the node's tokens, and in its
+                text.  Strings are searched for in the text of this step.  ``SamplingParams.stop`` does the same for
+                single nodes.
             fields: Fields of the parameters, in place of those of ``params``.
 
         Returns:
-            The nodes.  One whose ``BeamParams`` return several sequences stays as it was, and children of it stand in
-            its place, best first.
+            The nodes.  A node whose ``BeamParams`` return several sequences stays as it was, and its new children are
+            returned in its place, best first.
 
         Raises:
-            NodeReleased, NodeFinished, ForeignNode: a node cannot go on.
+            NodeReleased, NodeFinished, ForeignNode: a node cannot be stepped.
             SessionBusy, MemoryReleased, KVBudgetTooSmall, ValueError, TypeError: as :meth:`generate`.
         """
         with self._called() as facts:
@@ -219,19 +219,19 @@ class Session(SessionMemory):
             return append_samples(own, requests, result)
 
     def values(self, prompts: Any, head: Head, *, at: Any = "last") -> Any:
-        """What a head makes of the model's hidden states: a reward or value head, or a process reward model's.
+        """Apply a head to the model's hidden states, such as that of a reward, value or process reward model.
 
-        The model may be one with another head than a language model's: ``AutoModelForTokenClassification`` with
+        The model need not have a language-model head: it may be an ``AutoModelForTokenClassification`` with
         ``head=model.score``, for example.
 
-        Tokens that prompts share are computed once, and those that the session has seen are not computed again, but
-        for the ones that values are wanted of.
+        Tokens that prompts share are computed once.  Tokens whose KV the session has are computed again only where
+        their values are wanted.
 
         Args:
             prompts: One prompt, which may be a :class:`SearchNode`, or a list of them.
-            head: From ``[tokens, hidden_size]`` last hidden states, which the language-model head would take, in the
-                dtype and on the device of the model, to a tensor ``[tokens, ...]``: a ``torch.nn.Linear``, for example.
-                It is called once for each step, without gradients.
+            head: A function, for example a ``torch.nn.Linear``, from last hidden states ``[tokens, hidden_size]``, the
+                input of the language-model head, in the dtype and on the device of the model, to a tensor ``[tokens,
+                ...]``.  It is called once for each step, without gradients.
             at: After which tokens: ``"last"``, ``"all"``, or a list of positions, from the end where negative; for a
                 list of prompts a list of such lists.
 
@@ -240,7 +240,7 @@ class Session(SessionMemory):
 
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; or ``at`` is out of range, or the
-                head gives something else.
+                head returns something else.
             KVBudgetTooSmall: a prompt does not fit the pool; nothing was computed.
             UnsupportedModel: the model below its language-model head gives no last hidden states.
         """
@@ -253,10 +253,10 @@ class Session(SessionMemory):
             return found[0] if one else found
 
     def score(self, prompts: Any, continuations: Any) -> list[Any]:
-        """How likely given continuations are; tokens that prompts and continuations share are computed once.
+        """Score given continuations; tokens that prompts and continuations share are computed once.
 
-        See :func:`prefixkit.score`; a prompt may be a :class:`SearchNode`.  Tokens whose logits are wanted run again
-        where the session has their KV.
+        See :func:`prefixkit.score`; a prompt may be a :class:`SearchNode`.  Tokens whose logits are needed run again
+        even where the session has their KV.
 
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
@@ -274,16 +274,16 @@ class Session(SessionMemory):
     def save(self, path: str | Path, prefixes: Prompt | SearchNode | Iterable[Prompt | SearchNode]) -> int:
         """Write the KV of prompts to a file, for :meth:`load` of another session or process.
 
-        What the session has no KV of is computed first.  The file is written beside its place and renamed: an
-        interrupted write leaves an earlier file as it was.  Under tensor parallelism each process has a file of the KV
-        of its heads: that of process 1 of 2 is ``NAME-1of2.safetensors``.
+        Missing KV is computed first.  The file is written under another name and renamed: an interrupted write leaves
+        an earlier file as it was.  Under tensor parallelism each process writes a file of its heads, process 1 of 2
+        ``NAME-1of2.safetensors``.
 
         Args:
             path: The file; its name should end in ``.safetensors``.
             prefixes: One prompt or search node of this session, or a list of them.
 
         Returns:
-            How many tokens it holds, each shared one counted once.
+            The number of tokens in the file; a shared token counts once.
 
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
@@ -315,16 +315,16 @@ class Session(SessionMemory):
         """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
 
         Args:
-            path: The file.  It is mapped into memory; what the cache has already is not read.
+            path: The file.  It is mapped into memory; KV that the prefix cache has already is not read.
 
         Returns:
-            How many tokens were read.
+            The number of tokens that were read.
 
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
             UnsupportedVariant: as :meth:`save`.
-            PrefixFileError: it is no prefix file, it is torn, or its model, dtype or layout is another; the message
-                says which.
+            PrefixFileError: it is not a prefix file, it is torn, or it is of another model, dtype or layout; the
+                message says which.
             KVBudgetTooSmall: the pool does not hold it.
             OSError: it cannot be read.
         """

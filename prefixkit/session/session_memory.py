@@ -39,12 +39,12 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True)
 class Pin:
-    """A prompt whose KV stays in a session's pool.
+    """A prompt whose KV stays in a session's pool until the pin is released.
 
     Attributes:
         tokens: The prompt's token ids.
-        sequence: These in the session's tree.
-        session: Whose pool it is.
+        sequence: The prompt's sequence in the session's tree.
+        session: The session whose pool holds the KV.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Pin:
         return f"Pin({len(self.tokens)} tokens{', released' if self.sequence.tree is None else ''})"
 
     def release(self) -> None:
-        """Let its pages be evicted once they are needed.
+        """Release the pin: its pages may be evicted when others need them.
 
         Raises:
             SessionBusy: a call of the session, or another one that uses its KV store, is under way.
@@ -116,21 +116,21 @@ class SessionMemory:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Take memory for pool and graphs again after :meth:`release_memory`; nothing where it was not released."""
+        """Allocate memory for pool and graphs again after :meth:`release_memory`, if it was released."""
         with self._busy():
             if self.store is None:
                 self._take_home(patched_facts(self.model))
 
     def release_memory(self) -> None:
-        """Give back the pool and the graphs, which are freed once no other session and no call uses them.
+        """Release the pool and the graphs, which are freed once no other session and no call uses them.
 
-        That makes room for a backward pass, say; :meth:`resume` takes them again.
+        That frees memory for a backward pass, for example; :meth:`resume` allocates it again.
         """
         with self._busy():
             self._let_go()
 
     def close(self) -> None:
-        """End the session and the streams under way: what the end of a ``with`` block does.
+        """End the session and its open streams, as the end of a ``with`` block does.
 
         Raises:
             SessionBusy: a call of this session is under way, as in a callback; only streams between samples can end.
@@ -148,11 +148,11 @@ class SessionMemory:
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Say that weights have changed: the prefix cache is emptied, and the next call captures its graphs again.
+        """Declare that weights have changed: the prefix cache is emptied, and the next call captures its graphs again.
 
-        Calls notice changed weights by themselves, but for a few elements written through ``.data`` or a raw pointer,
-        which ``patch(model, compare_weights="always")`` notices too.  CUDA graphs read such weights where they are;
-        only a number that a layer read from its weights on the host is part of a graph.
+        Calls notice changed weights by themselves, except for a few elements written through ``.data`` or a raw
+        pointer, which only ``patch(model, compare_weights="always")`` notices.  CUDA graphs read weights in place; only
+        a number that the host read from weights during the capture is part of a graph.
         """
         with self._busy():
             if self.store is not None:
@@ -162,16 +162,16 @@ class SessionMemory:
                         runner.drop_graphs()
 
     def pin(self, prompt: Prompt) -> Pin:
-        """Compute a prompt's KV, and keep it in the pool until the pin is released.
+        """Compute a prompt's KV, and hold it in the pool until the pin is released.
 
-        It ends too when the session gives its memory back, and with a call that Ctrl-C interrupts.
+        The pin also ends when the session releases its memory, and with a call that Ctrl-C interrupts.
 
         Args:
             prompt: A string, token ids, or a list of chat messages; see :func:`prefixkit.generate`.
 
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`.
-            KVBudgetTooSmall: the pool does not hold it beside what is pinned already.
+            KVBudgetTooSmall: the prompt does not fit the pool together with the other pins.
         """
         with self._called() as facts:
             facts.check_lm_head()

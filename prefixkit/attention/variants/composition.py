@@ -10,18 +10,17 @@ from prefixkit.attention.visible import Visible
 
 
 def compose(*variants: Variant) -> Variant:
-    """One variant that does what all ``variants`` do: score_mods in the order given, a key visible only if every mask
-    shows it.
+    """Combine variants: ``score_mod``s apply in the order given, and a key is visible only if every mask shows it.
 
-    The op takes one row of sinks, which join once, however many of the parts have sinks.  Keys after a query are
-    visible if every part that hides keys looks ahead; CAUSAL, and parts without a mask, leave that to the others.  What
-    makes weights of scores, as ``sigmoid`` does, comes after all others.  Transforms apply one after the other.  Of a
-    streaming variant the ``score_mod``s of others see positions in the cache.
+    The op takes one row of sinks, which are added once, even if several parts have sinks.  Keys after a query are
+    visible if every part that hides keys looks ahead; CAUSAL, and parts without a mask, leave that to the others.  A
+    part that turns scores into weights, as ``sigmoid`` does, applies after all others.  Transforms apply one after the
+    other.  With a streaming part, the ``score_mod``s of other parts see positions in the cache.
 
     Raises:
-        BadVariant: sinks join a sum that outputs are divided by, and those of another part are not; or a part hides
-            keys, or sums, beside a streaming one, or there are two of these.
-        TypeError: one is no variant.
+        BadVariant: one part has sinks and another does not normalise weights; a part hides keys, or does not normalise
+            weights, together with a streaming part; or there are two streaming parts.
+        TypeError: an argument is not a variant.
     """
     if others := [one for one in variants if not isinstance(one, Variant)]:
         raise TypeError(

@@ -60,20 +60,22 @@ class Variant:
     """A variant of attention; made by :func:`variant`, by the functions of the gallery, and by :func:`compose`.
 
     Attributes:
-        name: For people: logs, error messages, the readable half of its key.
-        score_mods: Change scores, one after the other.
-        mask_mods: A key is visible if all of them show it.
-        window, chunk: Tokens of the window, or positions of the chunk, in which all lies that a query sees (see
-            :class:`Visible`), so that no KV outside is read; the masks hide the rest.  None where that is not known.
-        has_sinks: Whether the op takes a logit per head that joins the softmax's denominator, with no value behind it.
-        looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, causality holds besides them.
+        name: The name in logs and error messages, and the readable half of the key.
+        score_mods: Functions that change scores, one after the other.
+        mask_mods: Masks; a key is visible if all of them show it.
+        window, chunk: Sizes in tokens of a window or chunk outside of which a query sees no key, so that no KV outside
+            is read; the masks hide keys within it.  None where no bound is known.
+        has_sinks: Whether the op takes a logit for each head that is added to the softmax's denominator and has no
+            value.
+        looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, attention is causal in addition to
+            them.
         approximate: Whether kernels take the hardware's tanh, also for sigmoid.
         sums: Whether outputs are sums of values, weighted by the exponentials of scores, and not divided by their sum.
         serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
-        cut: What plans cut off besides.
-        transforms: What happens to whole rows before and after attention.
-        streaming: Where queries attend to sinks and a window at positions in the cache; ``mask_mods`` and ``window``
-            are then the window's.
+        cut: Further bounds that plans apply to lists of KV.
+        transforms: Functions of whole rows, before and after attention.
+        streaming: The sinks and the window, if queries attend to these at positions in the cache; ``mask_mods`` and
+            ``window`` are then the window's.
     """
 
     name: str
@@ -259,27 +261,27 @@ def variant(
     traced: bool = True,
     approximate: bool = False,
 ) -> Variant:
-    """A variant from functions as FlexAttention takes them (Dong et al. 2024), and of whole rows as FlashInfer's are
-    (Ye et al. 2025), in plain torch.
+    """Make a variant from functions with FlexAttention's signatures (Dong et al. 2024), and from functions of whole
+    rows (after FlashInfer's functors, Ye et al. 2025), which run in plain torch.
 
     Args:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or None.
-        mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or None for causal attention.  A mask is taken as it is: one that
-            shows tokens after the query makes attention look ahead.
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or None for causal attention.  A mask is applied as written: one
+            that shows tokens after the query makes attention look ahead.
         query, key, value, output: ``(x [rows, heads, head_dim], positions [rows]) -> x``, positions int64: queries
-            before attention, keys and values once as they are appended, outputs once they are complete.  Anything of
-            torch is allowed.
+            before attention, keys and values once when they are appended, outputs when they are complete.  Any torch
+            function is allowed.
         name: For logs and errors; the functions' names if None.
         traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
             not know.  No KV is skipped because their masks hide it.
 
-        approximate: True lets our kernels take the hardware's tanh for tanh and sigmoid, which errs by up to 2^-11 of
-            its value and takes one instruction; a CPU, and plain torch, compute them as ever.
+        approximate: True lets our kernels take the hardware's tanh for tanh and sigmoid, which has a relative error of
+            up to 2^-11 and takes one instruction; CPUs and plain torch compute them exactly to rounding.
 
-    Captured tensors are read where they lie and when attention runs; numbers that are captured are those of now.
+    Captured tensors are read in place when attention runs; captured numbers are read when the variant is made.
 
     Raises:
-        BadVariant: there is no function; one takes another number of arguments, or returns no mask or score.
+        BadVariant: no function is given; or one takes another number of arguments, or does not return a mask or score.
         UntraceableVariant: an operation is unknown, or the control flow depends on a value.
     """
     transforms = _transforms(query=query, key=key, value=value, output=output)

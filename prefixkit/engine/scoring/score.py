@@ -25,14 +25,14 @@ _MOST_SPARE_LOGIT_BYTES = 2**30
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """How likely a continuation is.
+    """The log-probabilities of a continuation's tokens.
 
     Attributes:
         tokens: ``[length]`` int32 its token ids.
-        logprobs: ``[length]`` float32 the model's own log-probability of each: natural logarithm, after the prompt and
-            the continuation's tokens before it, without temperature or filters.
-        greedy: ``[length]`` bool, whether greedy decoding takes it: no token is likelier there, and of equally likely
-            ones it is the first.
+        logprobs: ``[length]`` float32 the model's own log-probability of each token, given the prompt and the earlier
+            tokens of the continuation: natural logarithm, without temperature or filters.
+        greedy: ``[length]`` bool, whether greedy decoding takes this token: no token is likelier, and among equally
+            likely tokens its id is the lowest.
     """
 
     tokens: Ints

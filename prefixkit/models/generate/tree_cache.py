@@ -35,25 +35,24 @@ log = logging.getLogger("prefixkit")
 
 
 class TreeCache(DynamicCache):
-    """Keeps the KV of a batch as a prefix tree: what its rows share is computed, stored and read once.
+    """A cache for ``generate`` over a prefix tree: tokens that rows share are computed, stored and read once.
 
     ``model.generate(..., past_key_values=prefixkit.TreeCache(model))`` runs on the tree, and so does a call of the
     model; :func:`prefixkit.patch` says when ``generate`` makes one by itself.  Rows are left-padded, as for any batch
-    that ``generate`` takes; tokens that rows share are found one by one.  Beams move by pointers: no KV is copied when
-    they are reordered, and none is when rows are repeated.  It can be cropped, continued and returned like another
-    cache.  There is no backward.
+    of ``generate``; shared tokens are found token by token.  No KV is copied when beams are reordered or rows are
+    repeated.  The cache can be cropped, continued and returned like another cache.  There is no backward.
 
-    The KV lies in the model's KV store, which sessions use too, from the first call until the cache is reset or goes;
-    the store is made, or made larger by a copy, where that is needed.  While another call uses the store, it is one of
-    the cache's own.
+    From the first call until the cache is reset or deleted, the KV is held in the model's KV store, which sessions use
+    too; the store is made, or copied to a larger one, where needed.  While another call uses that store, the cache has
+    a store of its own.
 
     Args:
-        model: A model that :func:`prefixkit.patch` has patched, whose KV this is.
+        model: The model, patched by :func:`prefixkit.patch`.
         page_size: Tokens per KV page, 1 to 128.
 
     Raises:
         NotPatched: the model is not patched.
-        UnsupportedModel: there is no transformers model in ``model``.
+        UnsupportedModel: ``model`` contains no transformers model.
         ValueError: ``page_size`` is out of range.
     """
 
@@ -146,7 +145,7 @@ class TreeCache(DynamicCache):
                 self._steps.trim(max(0, length))
 
     def reset(self) -> None:
-        """Drop all tokens and give the KV store back."""
+        """Drop all tokens and return the KV store."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.end()
