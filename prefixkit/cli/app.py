@@ -16,7 +16,7 @@ from prefixkit.cli.options import parse_part, parse_token_ids, read_config, unes
 from prefixkit.cli.terminal import line, terminal
 
 app = typer.Typer(
-    help="Sample many sequences that share prefixes, each shared piece computed, stored and read once.",
+    help="Sample many sequences that share prefixes; shared KV is computed, stored and read once.",
     epilog="Exit status: 0 done, 1 failed at work, 2 asked for what cannot be done (nothing is written), "
     "130 interrupted.",
     cls=Commands,
@@ -52,21 +52,21 @@ Input = Annotated[
         metavar="FILE",
     ),
 ]
-Format = Annotated[str, typer.Option(help="Of --input: auto, or a data set's form.")]
-Language = Annotated[str, typer.Option(help="Of the programs, where --input does not say: python or cpp.")]
-System = Annotated[str, typer.Option(help="Instructions before everything.")]
-FewShotFile = Annotated[Path | None, typer.Option(help="Examples to put before each problem instead.", metavar="FILE")]
+Format = Annotated[str, typer.Option(help="Format of --input: auto, or a data set's name.")]
+Language = Annotated[str, typer.Option(help="Programs' language, if --input has none: python or cpp.")]
+System = Annotated[str, typer.Option(help="Instructions at the start of every prompt.")]
+FewShotFile = Annotated[Path | None, typer.Option(help="Examples before each, in place of --few-shot.", metavar="FILE")]
 Prefill = Annotated[bool, typer.Option("--prefill/--no-prefill", help="Keep answers that the data set begins.")]
 Task = Annotated[str | None, typer.Option(help="A built-in task instead of --input: humaneval.")]
 FewShot = Annotated[
-    int, typer.Option(help="Solved problems of the same source to put before each; they are not asked.")
+    int, typer.Option(help="Solved problems of the same source shown before each prompt; they are not asked.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Only the first so many prompts.")]
+Limit = Annotated[int | None, typer.Option(help="Use only this many prompts, the first ones.")]
 Samples = Annotated[int, typer.Option("-n", "--samples", help="Samples of each prompt.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens of a sample at most.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of a sample.")]
 PageSize = Annotated[int, typer.Option(help="Tokens per KV page, 1 to 128.")]
 Chat = Annotated[
-    bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: where there is one]")
+    bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.  [default: if there is one]")
 ]
 Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no report; errors only.")]
@@ -98,7 +98,7 @@ def demo(
     max_new_tokens: MaxNewTokens = 96,
     seed: Seed = 0,
 ) -> None:
-    """A campaign in small: programs from SmolLM2-135M for HumanEval problems, judged (downloads 93 MB on first use)."""
+    """Run a small campaign: SmolLM2-135M writes HumanEval programs, which are judged (downloads 93 MB on first use)."""
     from prefixkit.cli.commands.demo import run_demo
 
     run_demo(run, samples, max_new_tokens, seed, terminal())
@@ -120,23 +120,23 @@ def sample(
     n: Samples = 1,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the so many likeliest tokens; 0 keeps all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens, the likeliest; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Penalty on earlier tokens; 1 is off.")] = 1.0,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help=r"A string that ends a sample, with \n, \t, \xNN, \uNNNN as usual; may be given again."),
+        typer.Option(help=r"A string that ends a sample, with escapes \n, \t, \xNN, \uNNNN; may be repeated."),
     ] = None,
     stop_token_ids: Annotated[
-        str | None, typer.Option(help="Tokens that end a sample, with commas.  [default: the model's]", metavar="IDS")
+        str | None, typer.Option(help="Ids that end a sample, comma-separated.  [default: the model's]", metavar="IDS")
     ] = None,
     dtype: Dtype = "auto",
     kv_dtype: KVDtype = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto: a free GPU, else the CPU.")] = "auto",
     devices: Annotated[
-        str | None, typer.Option(help="A process for each, with its part of the samples: 0,1.", metavar="LIST")
+        str | None, typer.Option(help="Start a process for each, with a part of the samples: 0,1.", metavar="LIST")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")] = None,
     compiled: Annotated[
@@ -150,33 +150,33 @@ def sample(
         ),
     ] = False,
     kv_budget: Annotated[
-        str | None, typer.Option(help='KV to hold at most, e.g. "2GiB"; prompts beyond it wait.', metavar="SIZE")
+        str | None, typer.Option(help='Most memory for KV, e.g. "2GiB"; prompts that do not fit wait.', metavar="SIZE")
     ] = None,
     page_size: PageSize = 16,
     in_flight: Annotated[
         int | None,
-        typer.Option(help="Samples at once at most, which a run that is killed loses.  [default: 128, on a GPU 1,024]"),
+        typer.Option(help="Most samples at once, and most that a kill loses.  [default: 128, on a GPU 1,024]"),
     ] = None,
     chat: Chat = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Write each token's log-probability too.")] = False,
     run: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the samples: made, or gone on with, where only what is missing is sampled.  "
+            help="Folder for the samples, made if missing; an existing run is resumed.  "
             "[default: lines on standard output]",
             metavar="FOLDER",
         ),
     ] = None,
-    first_index: Annotated[int, typer.Option(help="The first of the -n samples of each prompt; from 0.")] = 0,
-    shard: Annotated[str, typer.Option(help="Only this part of the samples, from 0.", metavar="I/N")] = "0/1",
+    first_index: Annotated[int, typer.Option(help="Index of the first of the -n samples of each prompt, from 0.")] = 0,
+    shard: Annotated[str, typer.Option(help="Sample only part I of N, from 0.", metavar="I/N")] = "0/1",
     stop_when_solved: Annotated[
         int | None,
-        typer.Option(help="Judge after so many samples of each problem, and leave solved ones alone.", metavar="K"),
+        typer.Option(help="Judge after every K samples of each problem, and stop sampling solved ones.", metavar="K"),
     ] = None,
     quiet: Quiet = False,
     config: Config = None,
 ) -> None:
-    """Sample continuations of prompts; a run folder is gone on with, whatever stopped it."""
+    """Sample continuations of prompts; resume a run folder, whatever stopped it."""
     from prefixkit.cli.commands.sample import run_sample, sample_on_devices
     from prefixkit.cli.prompted import Settings
     from prefixkit.evaluation.tasks.prompting import Prompting
@@ -232,12 +232,12 @@ def evaluate(
         bool,
         typer.Option(
             "--unsafe-no-sandbox",
-            help="Run the candidates as plain processes of yours: they can read, write and send whatever you can.",
+            help="Run candidates as plain processes with your permissions: they can read and write your files.",
         ),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Judge the candidates of a run folder in a sandbox (bubblewrap), those that have no verdict yet."""
+    """Judge the candidates of a run folder that have no verdict yet, in a sandbox (bubblewrap)."""
     from prefixkit.cli.commands.evaluate import run_evaluate
 
     run_evaluate(run, jobs, unsafe_no_sandbox, quiet, terminal(stderr=True))
@@ -246,13 +246,13 @@ def evaluate(
 @app.command()
 @reported()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; several make a curve each.", metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; each gets a curve.", metavar="RUN...")],
     out: Annotated[
-        Path | None, typer.Option(help="The page; JSON is written beside it.  [default: report.html in the first]")
+        Path | None, typer.Option(help="The page; JSON goes beside it.  [default: report.html in the first run]")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Say what run folders came to: in the terminal, and as a page that opens offline."""
+    """Report the results of run folders, in the terminal and as a page that opens offline."""
     from prefixkit.cli.commands.report import run_report
 
     run_report(runs, out, quiet, terminal())
@@ -265,7 +265,7 @@ def export(
     format: Annotated[str, typer.Option(help="human-eval, evalplus, or programs: id, index, program, verdict.")],
     out: Annotated[str, typer.Option(help="JSONL file, which must not exist, or - for standard output.")] = "-",
 ) -> None:
-    """Write the candidates of a run folder as other tools read them."""
+    """Write the candidates of a run folder in the formats of other tools."""
     from prefixkit.cli.commands.export import run_export
 
     run_export(run, format, out, terminal(stderr=True))
@@ -289,9 +289,9 @@ def inspect(
     page_size: PageSize = 16,
     chat: Chat = None,
     dtype: Dtype = "auto",
-    most: Annotated[int, typer.Option(help="Children of a node to draw.")] = 10,
+    most: Annotated[int, typer.Option(help="Most children to draw of a node.")] = 10,
 ) -> None:
-    """Draw what prompts share and say what that would save; loads no weights, runs nothing."""
+    """Draw what prompts share, and estimate what sharing saves; loads no weights."""
     from prefixkit.cli.commands.inspect import run_inspect
     from prefixkit.evaluation.tasks.prompting import Prompting
     from prefixkit.evaluation.tasks.source import Source
@@ -313,7 +313,7 @@ def inspect(
 @app.command()
 @reported()
 def env() -> None:
-    """Versions, threads, devices and the backend in use: paste this into a report of a problem."""
+    """Show versions, threads, devices and the backend in use, for bug reports."""
     from prefixkit.cli.commands.env import run_env
 
     run_env(terminal())
@@ -326,7 +326,7 @@ def warmup(
         str | None, typer.Option(help="A target such as sm_90a.  [default: the GPUs of this machine]")
     ] = None,
 ) -> None:
-    """Compile the CUDA kernels ahead, so that nothing waits for them later."""
+    """Compile the CUDA kernels ahead of time, and measure the GPU's costs."""
     from prefixkit.backends.cuda.warmup import measure_costs, targets, warm_up
     from prefixkit.cuda import kernel_cache
 

@@ -2,8 +2,8 @@
 
     python -m prefixkit.integrations.lm_eval run --model prefixkit --model_args pretrained=NAME --tasks hellaswag
 
-is lm-eval's own command line (lm-eval 0.4.13) with the model type ``prefixkit`` beside its own.  In Python,
-``lm_eval.simple_evaluate(model=PrefixLM(model, tokenizer=tokenizer), tasks=...)`` takes a model that is loaded.
+is lm-eval's own command line (lm-eval 0.4.13) with the additional model type ``prefixkit``.  In Python,
+``lm_eval.simple_evaluate(model=PrefixLM(model, tokenizer=tokenizer), tasks=...)`` takes a loaded model.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ class _Wanted:
 class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's ``hf`` model, over :meth:`prefixkit.Session.score` and :meth:`prefixkit.Session.stream`.
 
-    Requests run in the order of their tokens, in calls of some 32,000 distinct tokens, whatever ``batch_size`` says:
-    that is how many rolling windows are scored at a time, and nothing else.  Log-probabilities are float32, as with
+    Requests run in the lexicographic order of their tokens, in calls of some 32,000 distinct tokens.  ``batch_size`` is
+    only the number of rolling windows that are scored at a time.  Log-probabilities are float32, as with
     ``softmax_dtype="float32"``.
 
     Args:
         pretrained: A name, a folder or a loaded model, which stays patched.
         kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
-        options: Those of ``HFLM``.
+        options: Arguments of ``HFLM``.
 
     Attributes:
-        session: What the model runs in.
+        session: The session over the model.
 
     Raises:
         ValueError: the model is an encoder with a decoder.

@@ -1,11 +1,12 @@
-"""Rollouts of TRL's trainers from a session on the very model that trains (TRL 1.16).
+"""Rollouts of TRL's trainers from a session on the model that trains (TRL 1.16).
 
 >>> from prefixkit.integrations.trl import SessionGRPOTrainer
 >>> trainer = SessionGRPOTrainer(model=model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=dataset)
 
 There is no second copy of the weights and nothing to synchronise: a session notices that weights have changed.  The
-samples of a prompt share its KV, and its memory is given back before the update.  :class:`SessionRollouts` is the mixin
-for trainers of one's own, :func:`session_rollouts` a ``rollout_func`` for TRL's ``GRPOTrainer`` as it is.
+samples of a prompt share its KV, and the session's memory is freed before the update.  :class:`SessionRollouts` is the
+mixin for trainer classes of your own; :func:`session_rollouts` makes a ``rollout_func`` for TRL's unchanged
+``GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Rollouts:
     """How a trainer's completions are sampled; temperature, filters and lengths are those of its config.
 
     Attributes:
-        logprobs: Of what completions are sampled from, for the importance correction: ``"sampled"``, of what
-            temperature, penalty and filters leave, renormalised, so that the correction is exact; ``"model"``, before
-            the filters, so that it is of the rounding alone.
-        release_memory: Whether the session gives its memory back after each batch of completions, for the update; else
+        logprobs: Which log-probabilities of completions the importance correction uses: ``"sampled"``, those after
+            temperature, penalty and filters, renormalised, so that the correction is exact; ``"model"``, those before
+            the filters, so that it corrects rounding only.
+        release_memory: Whether the session frees its memory after each batch of completions, for the update; otherwise
             the pool and CUDA graphs stay, and the next batch starts sooner.
         kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
 
     Raises:
-        ValueError: ``logprobs`` is neither.
+        ValueError: ``logprobs`` has another value.
     """
 
     logprobs: Logprobs = "sampled"
@@ -61,19 +62,20 @@ class Rollouts:
 
 
 class SessionRollouts:
-    """A mixin for ``GRPOTrainer`` and ``RLOOTrainer``, before them in the bases of a class.
+    """A mixin for ``GRPOTrainer`` and ``RLOOTrainer``: the first base class of a trainer.
 
-    Completions come from a session on the trainer's model, which is patched and stays so.  Modules are in evaluation
-    mode meanwhile, as the importance correction expects: nothing is dropped at random.
+    Completions come from a session on the trainer's model, which is patched and stays patched.  During sampling modules
+    are in evaluation mode, without dropout, as the importance correction requires.
 
     The correction is TRL's for vLLM, by the fields ``vllm_importance_sampling_correction``, ``_mode``, ``_clip_min``
     and ``_clip_max`` of ``GRPOConfig``: the ratio of the model's probabilities, by a forward pass as in training, to
-    those of the rollout.  It multiplies the advantages, which is what TRL's losses come to; "vespo" takes it by itself.
-    ``RLOOConfig`` has no such fields: there the ratio is of whole completions, 0 above 3.
+    those of the rollout.  The ratio multiplies the advantages, which is equivalent to TRL's losses; the loss "vespo"
+    applies it itself.  ``RLOOConfig`` has no such fields: for RLOO the ratio is that of whole completions, and a ratio
+    above 3 counts as 0.
 
     Args:
-        rollouts: How completions are sampled.
-        given, options: Those of the trainer.
+        rollouts: Settings of the rollouts; None: ``Rollouts()``.
+        given, options: Arguments of the trainer.
 
     Raises:
         ValueError: the trainer shards its model (DeepSpeed, FSDP) or splits it (tensor parallelism), has a backend of
@@ -134,8 +136,8 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
     """A ``rollout_func`` for ``GRPOTrainer``: completions from a session on the trainer's model.
 
     TRL passes such a function one prompt for each completion.  Chat messages go through the tokenizer's template here.
-    There are no images, no tools and no importance correction: TRL takes the log-probabilities of a ``rollout_func``
-    into none, and where ``top_p`` and the like are set they are only seen by its off-policy mask.
+    Images and tools are not supported, and there is no importance correction: TRL does not use the log-probabilities of
+    a ``rollout_func`` for one; only its off-policy mask reads them.
 
     Args:
         rollouts: How completions are sampled; None: as ``Rollouts()`` says.

@@ -29,14 +29,14 @@ __all__ = ["Match", "Node", "OutOfPages", "PrefixTree", "Sequence"]
 class PrefixTree(TreeEdits):
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
-    A node ends where sequences part or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.  Only
-    `compact` moves KV: a split shares the page it cuts, the first child of a leaf continues in the leaf's last page,
-    and further children begin in the free slots of an ancestor's last page, or on pages of their own.  Of beams that
-    fork, the third and those after it, most of which die soon, begin in one page: see `extend_each`.
+    A node ends where sequences differ or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.
+    Only `compact` moves KV: a split shares the page it cuts, the first child of a leaf continues in the leaf's last
+    page, and further children begin in the free slots of an ancestor's last page, or on pages of their own.  When beams
+    fork, the third child and later ones begin in one page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.  Each raises ValueError for a sequence
-    that is not live in this tree (released before, or of another), and ValueError or TypeError for ``tokens`` that are
-    no ``[length]`` integers of any type from 0 on.  Those that take pages raise OutOfPages where too few are free.
+    that is not live in this tree (released before, or of another tree), and ValueError or TypeError for ``tokens`` that
+    are not ``[length]`` integers of any type, 0 or larger.  Methods that take pages raise OutOfPages.
 
     Args:
         num_pages: pages in the pool.
@@ -60,7 +60,7 @@ class PrefixTree(TreeEdits):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, tokens: ArrayLike) -> Match:
-        """The longest prefix of ``tokens``, or keys, that the tree holds.  Changes nothing.  O(tokens)."""
+        """Find the longest prefix of ``tokens``, or keys, that the tree holds.  Changes nothing.  O(tokens)."""
         return follow(self.root, self.keys_of(tokens))
 
     def keys_of(self, tokens: ArrayLike, text: int | None = None) -> Ints:
@@ -139,7 +139,7 @@ class PrefixTree(TreeEdits):
         return [self._new_sequence(node) for _ in range(count)]
 
     def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:
-        """Append ``tokens``: to the node where the sequence ends, if a leaf of its own, else to a new child."""
+        """Append ``tokens`` to the node where the sequence ends if that is a leaf of its own, else to a new child."""
         values = as_tokens(tokens)
         node = self._node_of(sequence)
         if node.appends(len(values)):
@@ -236,7 +236,7 @@ class PrefixTree(TreeEdits):
                 self.allocator.release(np.array(pages, np.int32))
 
     def trim(self, sequence: Sequence, length: int) -> None:
-        """Shorten to the first ``length`` tokens.  What no other sequence needs is released, as by `release`.
+        """Shorten to the first ``length`` tokens.  Nodes that no other sequence needs are removed, as by `release`.
 
         Raises:
             ValueError: ``length`` outside ``[0, sequence.length]``, or among tokens that are gone.
@@ -263,7 +263,7 @@ class PrefixTree(TreeEdits):
         self._prune(before)
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence.  Nodes that no other needs go, and their pages with them; splits are undone."""
+        """Drop the sequence.  Nodes that no other sequence needs are removed with their pages; splits are undone."""
         node = self._node_of(sequence)
         self._drop(sequence)
         self._prune(node)

@@ -31,17 +31,16 @@ def block_mask(
     """Each block of queries sees the blocks of keys that BSR arrays list, as FlashInfer's
     ``BlockSparseAttentionWrapper`` takes them.
 
-    Queries and keys beyond the arrays' blocks see nothing, and are seen by none.  The arrays are copied.
+    Queries outside of the arrays' blocks see no key, and keys outside are seen by no query.  The arrays are copied.
 
     Args:
-        indptr: ``[blocks of queries + 1]`` integers: where each one's blocks of keys begin and end in
-            ``indices``.
+        indptr: ``[blocks of queries + 1]`` integers: where the blocks of keys of each begin and end in ``indices``.
         indices: ``[entries]`` integers: blocks of keys.
         q_block, kv_block: Tokens of a block of queries and of keys: FlashInfer's ``R`` and ``C``.
-        causal: A query sees no key after itself.
+        causal: Whether queries see no key after themselves.
 
     Raises:
-        ValueError: the arrays are no BSR arrays; a block has no token.
+        ValueError: the arrays are not BSR arrays, or a block size is below 1.
     """
     check_count("block_mask", "q_block", q_block)
     check_count("block_mask", "kv_block", kv_block)
@@ -71,13 +70,13 @@ def block_mask(
 
 
 def from_block_mask(block_mask: BlockMask) -> Variant:
-    """FlexAttention's ``BlockMask`` as a variant: the full blocks of ``block_mask`` are shown, its ``mask_mod`` decides
-    in the partial ones, and it is causal where that can be seen.  Its arrays are copied.
+    """Make a variant from FlexAttention's ``BlockMask``: full blocks of ``block_mask`` are visible, and its
+    ``mask_mod`` decides in partial blocks.  The variant is causal if that can be shown.  The arrays are copied.
 
-    A dimension of sequences or of heads that has one element serves all; others ``b`` and ``h`` index.
+    A dimension of one element serves all sequences, or all heads; larger dimensions are indexed by ``b`` and ``h``.
 
     Raises:
-        TypeError: it is no ``BlockMask``.
+        TypeError: ``block_mask`` is not a ``BlockMask``.
         UntraceableVariant: its ``mask_mod`` cannot be traced.
     """
     if not all(hasattr(block_mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):

@@ -17,7 +17,7 @@ from prefixkit.attention.variants.variant import Variant, variant
 def sliding_window(size: int, causal: bool = True) -> Variant:
     """Each query sees the last ``size`` tokens of its sequence, itself included (Beltagy et al. 2020, 3.1).
 
-    Unless it is ``causal``, it sees what comes after it as well.  ValueError unless ``size`` is 1 or more.
+    With ``causal=False`` it sees all later tokens too.  ValueError unless ``size`` is 1 or more.
     """
     check_count("sliding_window", "size", size)
 
@@ -73,7 +73,7 @@ def alibi(slopes: Tensor | Sequence[float]) -> Variant:
         slopes: ``[heads]`` one for each query head, used in float32; the papers' are powers of two.
 
     Raises:
-        ValueError: they are no row of finite numbers.
+        ValueError: ``slopes`` are not a row of finite numbers.
     """
     numbers = torch.as_tensor(slopes).detach().to(torch.float32, copy=True).cpu()
     if numbers.ndim != 1 or not len(numbers) or not bool(torch.isfinite(numbers).all()):
@@ -120,8 +120,8 @@ def _rounded_alibi(slopes: tuple[float, ...], factor: float) -> Variant:
 
 
 def sigmoid() -> Variant:
-    """Sigmoids of scores in place of the softmax: outputs are sums, weights of one key do not depend on others'
-    (Ramapuram et al. 2024; FlashSigmoid).
+    """The sigmoid of each score replaces the softmax: outputs are weighted sums, and the weight of a key does not
+    depend on other keys (Ramapuram et al. 2024; FlashSigmoid).
 
     The log-sum-exp is the logarithm of the sum of the weights; outputs over parts of the keys add up.
     """
@@ -136,8 +136,8 @@ _SIGMOID = replace(variant(_log_sigmoid, name="sigmoid"), sums=True)
 
 
 def attention_sinks() -> Variant:
-    """One learned logit per head joins the softmax's denominator, so that a head can attend to nothing (Xiao et al.
-    2024, 3.3, as GPT-OSS has it).
+    """One learned logit per head is added to the softmax's denominator, so that a head can attend to nothing (Xiao et
+    al. 2024, 3.3; as in GPT-OSS).
 
     The logits are an argument of the op, ``sinks [heads]``.
     """

@@ -36,13 +36,14 @@ def full() -> Variant:
 
 
 def prefix_lm(length: int | Tensor) -> Variant:
-    """Tokens of a prefix see each other, whatever their order; the others are causal (Raffel et al. 2020, 3.2.1).
+    """Tokens of a prefix see each other in both directions; later tokens are causal (Raffel et al. 2020, 3.2.1).
 
     Args:
-        length: Tokens of the prefix: one number, or ``[sequences]`` integers of any type, which ``b`` indexes.
+        length: Number of tokens of the prefix: one number, or ``[sequences]`` integers of any type, which ``b``
+            indexes.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``length`` is neither of these.
     """
     if not isinstance(length, Tensor):
         check_count("prefix_lm", "length", length)
@@ -64,15 +65,15 @@ def _prefix_lm(length: int) -> Variant:
 
 
 def document(ids: Tensor, *, causal: bool = True) -> Variant:
-    """Each query sees the tokens of its own document: of packed texts, of which none may read another.
+    """Each query sees the tokens of its own document only, in packed texts.
 
     Args:
         ids: The document of each position, ``[positions]``, or ``[sequences, positions]``, which ``b`` indexes too;
-            integers of any type. Tokens of a document need not lie together.
+            integers of any type.  Tokens of a document need not be consecutive.
         causal: A query sees none of its document's later tokens.
 
     Raises:
-        ValueError: ``ids`` are no integers of such a shape.
+        ValueError: ``ids`` are not integers of such a shape.
     """
     _check_integers("document", "ids", ids, (1, 2))
 
@@ -107,7 +108,7 @@ def dilated_window(size: int, dilation: int) -> Variant:
 @lru_cache(maxsize=1024, typed=True)
 def streaming(sinks: int, window: int) -> Variant:
     """Each query sees the first ``sinks`` tokens and the last ``window``, itself included (StreamingLLM; Xiao et al.
-    2024, 3.2).  Positions are those in the sequence: they are not moved together.
+    2024, 3.2).  Positions are those in the sequence, not those in the cache (:func:`streaming_llm`).
 
     ValueError unless ``sinks`` is 0 or more and ``window`` 1 or more.
     """
@@ -122,13 +123,14 @@ def streaming(sinks: int, window: int) -> Variant:
 
 @lru_cache(maxsize=1024, typed=True)
 def streaming_llm(sinks: int = 4, window: int = 2048) -> Variant:
-    """Each query sees the first ``sinks`` tokens and the last ``window``, itself included, as if nothing stood between
-    them: positions are those in the cache (StreamingLLM; Xiao et al. 2024, 3.2).  Texts go on without end, and KV of
-    what no query sees any more need not be held.
+    """Each query sees the first ``sinks`` tokens and the last ``window``, itself included, at positions in the cache,
+    as if the tokens between did not exist (StreamingLLM; Xiao et al. 2024, 3.2).  Texts may be endless, and KV that no
+    query sees any more is freed.
 
-    Keys stay as they are, rotated at their positions in the text.  Queries are rotated twice: at their position for the
-    window, and for the sinks at theirs in the cache (Ye et al. 2025, 4.3).  On a patched model that is measured; in
-    the op by itself the variant's ``query`` transform runs twice, so that it should be what rotates.
+    Keys are cached as rotated at their positions in the text.  Queries are rotated twice: for the window at their
+    positions in the text, and for the sinks at their positions in the cache (Ye et al. 2025, 4.3).  In a patched model
+    the rotation is measured; in the op by itself the variant's ``query`` transform runs twice, and should do the
+    rotation.
 
     ValueError unless both are 1 or more.
     """
@@ -141,16 +143,16 @@ def streaming_llm(sinks: int = 4, window: int = 2048) -> Variant:
 def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
     """Drafted tokens behind a causal context: each sees the context, its ancestors among the drafts, and itself.
 
-    As speculative decoding verifies a tree of drafts at once (SpecInfer; Miao et al. 2024, 4.2), where the drafts lie
-    in one sequence.  Rotary embeddings and the like count a draft's depth, which is the model's affair.
+    Speculative decoding verifies a tree of drafts at once in this way (SpecInfer; Miao et al. 2024, 4.2), with all
+    drafts in one sequence.  The model must give rotary embeddings the positions by a draft's depth.
 
     Args:
-        parents: ``[drafts]`` of each draft its parent's number, below its own; -1 where it follows the context.
-        context: Tokens before the first draft: one number, or ``[sequences]`` integers, which ``b`` indexes, so that
-            one variant serves all steps.
+        parents: ``[drafts]`` the index of each draft's parent, below the draft's own; -1 if it follows the context.
+        context: Number of tokens before the first draft: one number, or ``[sequences]`` integers, which ``b`` indexes,
+            so that one variant serves all steps.
 
     Raises:
-        ValueError: a parent is no earlier draft; there are no drafts; ``context`` is neither.
+        ValueError: a parent is not an earlier draft; there are no drafts; or ``context`` is neither of these.
     """
     for draft, parent in enumerate(parents):
         if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < draft:
@@ -175,7 +177,7 @@ def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """A mask that shows what ``mask_mod`` hides, beside torch's ``and_masks`` and ``or_masks``.
+    """Make a mask that shows what ``mask_mod`` hides; torch has ``and_masks`` and ``or_masks``.
 
     TypeError unless it is a function; :func:`as_mask_mod` makes one of a variant.
     """
@@ -189,7 +191,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
 
 def as_mask_mod(of: Variant) -> MaskMod:
-    """All that the masks of a variant, ``of``, show, causality included, as one function: for ``or_masks``,
+    """Make one mask function from a variant, ``of``, with all of its masks and causality: for ``or_masks``,
     :func:`not_mask` and torch's ``create_block_mask``.
     """
 

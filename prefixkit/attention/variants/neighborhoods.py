@@ -33,16 +33,16 @@ def natten_1d(length: int, kernel: int) -> Variant:
 
 
 def natten_2d(height: int, width: int, kernel: int | Pair, *, tile: int | Pair = 8) -> Variant:
-    """Each token of a canvas sees the ``kernel`` around it (Hassani et al. 2023, 3.1); tokens are in the order of
-    :func:`tile_order`.
+    """Each token of a canvas sees the neighborhood of size ``kernel`` around it (Hassani et al. 2023, 3.1); tokens are
+    in the order of :func:`tile_order`.
 
     Args:
-        height, width: Of the canvas, in tokens: the sequence is the canvas.
-        kernel: Height and width of a neighborhood, odd, at most the canvas's; one number for both.
-        tile: Height and width of the tiles, which divide the canvas's; 1 for the order of rows.
+        height, width: Size of the canvas in tokens; the sequence is the canvas.
+        kernel: Height and width of a neighborhood, both odd and at most the canvas's; or one number for both.
+        tile: Height and width of a tile, which divide the canvas's; 1 for row-major order.
 
     Raises:
-        ValueError: the sizes are not such.
+        ValueError: a size is not one of these.
     """
     _check_tiles("natten_2d", height, width, _pair(tile))
     return _natten_2d((height, width), _pair(kernel), _pair(tile))
@@ -64,16 +64,16 @@ def _natten_2d(canvas: Pair, kernel: Pair, tile: Pair) -> Variant:
 
 
 def tile_order(height: int, width: int, tile: int | Pair = 8) -> tuple[Tensor, Tensor]:
-    """The order of tokens by tiles, so that those which lie near on the canvas lie near in the sequence.
+    """Compute the order of tokens by tiles, in which tokens that are near on the canvas are near in the sequence.
 
-    Tiles follow one another in rows, and in each tile its tokens in rows: whole blocks of keys are then hidden.
+    Tiles are in row-major order, and so are the tokens of each tile: whole blocks of keys are then hidden.
 
     Args:
         height, width, tile: As :func:`natten_2d` takes them.
 
     Returns:
-        ``order, inverse``, ``[height * width]`` int64 each: ``tokens[order]`` brings tokens from the order of rows into
-        that of tiles, ``tokens[inverse]`` back.
+        ``order, inverse``, ``[height * width]`` int64 each: ``tokens[order]`` brings tokens from row-major order to the
+        order of tiles, and ``tokens[inverse]`` back.
 
     Raises:
         ValueError: the tiles do not divide the canvas.

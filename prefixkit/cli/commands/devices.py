@@ -59,7 +59,7 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
         with at_work(DeviceError):
             _wait(started, devices)
     except KeyboardInterrupt:
-        raise Interrupted("on all devices; the same command goes on") from None
+        raise Interrupted("on all devices; the same command resumes the run") from None
     finally:
         _stop(started)
         for reader in readers:

@@ -78,7 +78,7 @@ def judge_with_bar(
         try:
             judge_samples(folder, judge, tag, wanted=wanted, on_verdict=count)
         except KeyboardInterrupt:
-            said = f"{bar.done:,} of {total:,} candidates were judged; the same command goes on in {folder.path}"
+            said = f"{bar.done:,} of {total:,} candidates were judged; the same command resumes in {folder.path}"
             raise Interrupted(said) from None
     return bar.done
 

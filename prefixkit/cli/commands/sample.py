@@ -214,7 +214,7 @@ def sample_into(
         except KeyboardInterrupt:
             raise Interrupted(
                 f"{meter.done:,} of {meter.wanted:,} samples had finished; they are in {folder.path}, and the same "
-                "command goes on there"
+                "command resumes the run"
             ) from None
     if not settings.quiet:
         total = progress.there + progress.samples
