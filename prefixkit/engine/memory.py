@@ -156,4 +156,8 @@ def check_fits(requests: Iterable[Request], budget: Budget) -> None:
         if pages := budget.pages_lacking(request.tokens, pages_per_run(request.params, size, held)):
             what = f"{len(request.tokens)} prompt tokens, max_new_tokens={request.params.max_new_tokens}"
             one = f"one sequence of prompt {request.prompt_index} ({what})"
-            raise budget.error(one, pages, "lower max_new_tokens" + " or num_beams" * request.params.forks)
+            one_token = request.params.max_new_tokens == 1 and not request.params.forks  # as of a pin
+            lower = (
+                "shorten the prompt" if one_token else "lower max_new_tokens" + " or num_beams" * request.params.forks
+            )
+            raise budget.error(one, pages, lower)

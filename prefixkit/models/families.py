@@ -60,7 +60,8 @@ def pretrained_model(model: object) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise UnsupportedModel(
-        f"expected a transformers causal language model, got {type(model).__name__}, which holds none"
+        f"expected a transformers causal language model, got {type(model).__name__}, which holds none; "
+        "load one, for example by AutoModelForCausalLM.from_pretrained(name)"
     )
 
 

@@ -261,6 +261,8 @@ def params_of_each(
             found["stop"] = found.pop("stop_strings")
         changes = found | changes
         _check_names(kinds[0], changes)
+        if kinds[0] is BeamParams and "num_beams" not in changes:
+            raise TypeError("beam search needs num_beams=..., or params=BeamParams(num_beams=...)")
     lists = {name: _values(name, changes.pop(name), count) for name in ("n", "seed") if name in changes}
     if params is None:
         params = kinds[0](**{name: values[0] for name, values in lists.items() if values}, **changes)

@@ -46,6 +46,11 @@ def test_a_budget_is_kept(model):
     assert found.report.kv_bytes_held_peak <= 2**20
 
 
+def test_a_search_without_a_number_of_beams_is_refused(model):
+    with pytest.raises(TypeError, match=r"beam search needs num_beams=..., or params=BeamParams\(num_beams=...\)"):
+        prefixkit.beam_search(model, TOKENIZER, PROMPTS, max_new_tokens=4)
+
+
 def test_beams_are_searched_without_text(model):
     ids = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS[:2]]
     bare, text = (prefixkit.beam_search(model, t, ids, num_beams=3, max_new_tokens=6) for t in (None, TOKENIZER))

@@ -128,7 +128,7 @@ class _Builder:
             return special(self, name, given, options)
         op = named(name)
         if op is None:
-            self._fail(f"the operation {name!r} is none that kernels know")
+            self._fail(f"the operation {name!r} is not one that kernels support")
         if len(given) != OPERATIONS[op].count or options:
             self._fail(f"{name!r} is taken with {OPERATIONS[op].count} operands and no options")
         return self.apply(op, *given)
