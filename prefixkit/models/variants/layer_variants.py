@@ -98,7 +98,7 @@ def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict
     if unknown := [number for number in found if number not in numbers]:
         raise UnsupportedVariant(
             f"variant names layer {unknown[0]!r}, and the model's attention layers are {_ranges(numbers)}; "
-            "give variants to attention layers only"
+            "only these have scores"
         )
     chosen = dict[int, Variant]()
     for number, one in found.items():

@@ -140,7 +140,7 @@ def test_of_a_hybrid_model_the_layers_with_scores_have_variants(rng):
     assert facts_of(patch(model, variant=ALIBI)).variants == {1: ALIBI}
     (score,) = prefixkit.score(model, None, text[:5], [text[5:]])
     assert torch.allclose(torch.from_numpy(score.logprobs), want, atol=1e-4)
-    with pytest.raises(UnsupportedVariant, match="names layer 0, and the model's attention layers are 1; others keep"):
+    with pytest.raises(UnsupportedVariant, match="names layer 0, and the model's attention layers are 1; only these"):
         patch(model, variant={0: ALIBI})
 
 
