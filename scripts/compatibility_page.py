@@ -28,9 +28,10 @@ SHOWN = {
 INTRODUCTION = """\
 # Compatibility
 
-What works with each model family, and where that was measured. `scripts/compatibility.py` wrote this page. For a
-model of your own, call `prefixkit.patch(model)`: it raises `UnsupportedModel` with what is in the way. The log of the
-model's first call tells the rest.
+This page says what works with each model family, and where that was measured. `scripts/compatibility.py` wrote it. For
+a model of your own, call `prefixkit.patch(model)`, which raises `UnsupportedModel` with the reason if the model's
+structure is not supported; the first call checks everything else, and says in an error or a log line what is not
+supported.
 
 ## On a CPU
 
@@ -42,23 +43,23 @@ without the patch, by its tokens.
 | samples | `generate(do_sample=True, num_return_sequences=3)` on the tree |
 | beams | `generate(num_beams=3)` on the tree |
 | session | a greedy call of `Session.generate` |
-| prefix cache | the same, where the session has computed half of the prompt before |
+| prefix cache | the same call, after the session has computed half of the prompt |
 | LoRA | a greedy `generate()` with random PEFT adapters on all linear layers |
-| 4 bits | the same with linear layers of NF4, by bitsandbytes |
+| 4 bits | a greedy `generate()` with linear layers in NF4, by bitsandbytes |
 
 *yes*: the same tokens. *yes, but*: the tokens of the model without a cache, from which those of its own cache differ.
-*as before*: prefixkit refuses a tree and says why; the model's own `generate()` goes on as before the patch. *no*: the
-model or the adapter cannot do it without prefixkit either. CUDA graphs and compiled layers are for GPUs.
-[Model families](families.md) has padded batches, windows and other options of configs, image-text models, and what is
-in the way of each model that is refused."""
+*as before*: prefixkit refuses to use a tree and says why; the model's own `generate()` works as before the patch. *no*:
+the model or the adapter cannot do this without prefixkit either. CUDA graphs and compiled layers exist on GPUs only.
+[Model families](families.md) covers padded batches, windows and other options of configs, image-text models, and the
+reason for each refused model."""
 GPU_INTRODUCTION = """\
 ## On GPUs
 
-What benchmarks have recorded with models of full layer sizes and random weights in bfloat16. The kernels themselves are
-tested apart from models ([CUDA kernels](../developer/kernels.md#testing)), and `tests/gpu` runs tiny models of further
-families: mistral, llama4_text, gemma4_text, mamba2. A family that is not in this table was not measured on a GPU as a
-whole; a cell without a measurement says so. *eager*: the layers run as they are, because layers that keep states are
-not compiled."""
+The table lists what benchmarks have recorded with models of full layer sizes and random weights in bfloat16. The
+kernels themselves are tested without models ([CUDA kernels](../developer/kernels.md#testing)), and `tests/gpu` runs
+tiny models of further families: mistral, llama4_text, gemma4_text, mamba2. A family that is not in this table was not
+measured on a GPU as a whole; a cell without a measurement says so. *eager*: the layers run without torch.compile,
+because layers that keep states are not compiled."""
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,17 @@ WIDTH = 120
 INTRODUCTION = """\
 `python scripts/families.py --write docs/reference/families.md` wrote this page. For each `model_type` it makes a tiny
 model with random weights, generates with it, patches it by `patch(model, tree_cache="always")`, generates again, and
-compares tokens and logits: greedily from a left-padded batch of three texts that share their head, with three beams,
+compares tokens and logits: greedily from a left-padded batch of three texts with a common beginning, with three beams,
 with three samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros
-that its processor or tokenizer makes of text. Configs are tried with what they can turn on: short windows or chunks and
-none, values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position.
-The verdict is the worst of these, where transformers can build them. Logits may differ by 0.0001 of their spread.
+that its processor or tokenizer makes for text. Each config is tried with its options: short windows or chunks and none,
+values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position. The
+verdict is the worst over all variants that transformers can build. Logits may differ by 0.0001 of their spread.
 
-*Tree*: on the tree, with the same tokens and logits. *Refused*: prefixkit says what is in the way, and transformers
-goes on with its own cache and the same result. *Partly*: so it is for the calls that are named, and others are on the
+*Tree*: the calls run on the tree, with the same tokens and logits. *Refused*: prefixkit gives the reason, and the model
+runs on transformers' own cache with the same result. *Partly*: the named calls are refused, and all others run on the
 tree. *Wrong*: other tokens or logits. *Error*: an exception that the model without the patch does not raise. *Untried*:
-transformers cannot build it tiny, or not generate from text alone. Messages are cut short; the script prints them."""
+transformers cannot build the model tiny, or the model cannot generate from text alone. Messages are cut short here; the
+script prints them in full."""
 # What is in the way, by what messages say of it; the first that fits.
 CAUSES = [
     ("an encoder-decoder", r"is an encoder-decoder|EncoderDecoderCache"),
@@ -76,9 +77,11 @@ def document(found: dict[tuple[str, str], Found], lists: dict[str, str], older: 
         parts.append(listed("On the tree", (name for name, one in here.items() if one.verdict == "tree")))
         if older is not None and (lacking := [name for name in here if name not in older.types[kind]]):
             parts.append(listed(f"Transformers {older.version} lacks {len(lacking)} of all", lacking))
-        parts += [*causes(here), table(("model_type", "verdict", "what is in the way"), rows(here))]
+        parts += [*causes(here), table(("model_type", "verdict", "reason"), rows(here))]
     notes = [(name, "; ".join(one.notes)) for (_, name), one in found.items() if one.notes]
-    parts.append("## Where transformers disagrees with itself\n\nA comparison with these proves little.")
+    parts.append(
+        "## Where transformers disagrees with itself\n\nFor these models a comparison with transformers proves little."
+    )
     parts.append(table(("model_type", "transformers without a patch"), notes))
     return "\n\n".join(parts) + "\n"
 
@@ -109,7 +112,7 @@ def causes(here: dict[str, Found]) -> Iterator[str]:
             by_cause[cause].append(name)
     if by_cause:
         ordered = sorted(by_cause.items(), key=lambda of: -len(of[1]))
-        yield "What is in the way of those that are refused, at all or partly; some have several."
+        yield "Reasons why model types are refused, always or partly; some have several."
         yield table(
             ("cause", "number", "model types"), ((cause, str(len(of)), ", ".join(of)) for cause, of in ordered), 0
         )
