@@ -1,4 +1,4 @@
-"""Beam search as forks of a tree: beams share what they have in common, and no KV is copied when they are reordered.
+"""Beam search as forks of a tree: beams share their common tokens, and no KV is copied when they are reordered.
 
 Run: python examples/beam_search.py          (SmolLM2-135M, downloaded on first use)
      python examples/beam_search.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""Beam search of transformers, unchanged, on a prefix tree: beams move by pointers, and no KV is copied.
+"""Beam search of transformers, unchanged, on a prefix tree: no KV is copied when beams are reordered.
 
 Run: python examples/beams_unchanged.py          (SmolLM2-135M, downloaded on first use)
      python examples/beams_unchanged.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""Best of n: slogans are sampled, and the model itself judges each; what it reads again is not computed again.
+"""Best of n: slogans are sampled, and the model itself judges each; their shared tokens are not computed again.
 
 Run: python examples/best_of_n.py          (SmolLM2-135M, downloaded on first use)
      python examples/best_of_n.py --tiny   (a random model: no download, random text)

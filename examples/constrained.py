@@ -1,4 +1,4 @@
-"""Samples that may hold digits only, samples that a function ends, and beams, all in one batch over one tree.
+"""Samples of digits only, samples that a function ends, and beams, all in one batch over one tree.
 
 Run: python examples/constrained.py          (SmolLM2-135M, downloaded on first use)
      python examples/constrained.py --tiny   (a random model: no download, random text)

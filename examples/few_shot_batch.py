@@ -1,4 +1,4 @@
-"""Three levels of sharing, found without being declared: few-shot examples, then each question, then its samples.
+"""Three levels of sharing, found automatically: few-shot examples, then each question, then its samples.
 
 Run: python examples/few_shot_batch.py          (SmolLM2-135M, downloaded on first use)
      python examples/few_shot_batch.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""A model of one's own, in torch alone: samples of prompts that share a prefix, over one tree, beside dense attention.
+"""A model of your own, in torch alone: samples of prompts with a common prefix, over one tree, and by dense attention.
 
 Run: python examples/own_model.py    (a small random model of bytes)
 """

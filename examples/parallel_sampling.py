@@ -1,4 +1,4 @@
-"""Many samples of one prompt: the prompt is computed, stored and read once, whatever the number of samples.
+"""Many samples of one prompt: it is computed and stored once, and read once per step, whatever their number.
 
 Run: python examples/parallel_sampling.py          (SmolLM2-135M, downloaded on first use)
      python examples/parallel_sampling.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""Beam search by a score of one's own: here log-probability less a price for each letter e, so that few are written.
+"""Beam search by a score of your own: here the log-probability less a price for each letter e, so that few are written.
 
 Run: python examples/scored_beams.py          (SmolLM2-135M, downloaded on first use)
      python examples/scored_beams.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""Rollouts in a session: pool, CUDA graphs and compiled layers stay, so later calls cost their prompts and steps.
+"""Rollouts in a session: pool, CUDA graphs and compiled layers stay, so later calls take only their prompts and steps.
 
 Run: python examples/session.py          (SmolLM2-135M, downloaded on first use)
      python examples/session.py --tiny   (a random model: no download, random text)

@@ -1,4 +1,4 @@
-"""A small tree of thoughts (Yao et al. 2023): lines are sampled and judged by the model, and the best go on.
+"""A small tree of thoughts (Yao et al. 2023): lines are sampled and judged by the model, and the best are continued.
 
 Run: python examples/tree_of_thoughts.py          (SmolLM2-135M, downloaded on first use)
      python examples/tree_of_thoughts.py --tiny   (a random model: no download, random text)

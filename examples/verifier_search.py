@@ -1,4 +1,4 @@
-"""Search with a verifier: samples of a step each are valued by a process reward model, and the best of them go on.
+"""Search with a verifier: a process reward model values samples of one step each, and the best of them are continued.
 
 Beam search takes the best candidates of all; diverse verifier tree search (DVTS) the best of each beam's own, so that
 its subtrees stay apart.  The two models have a session each, with tokenizers of their own.  A step computes its own
