@@ -65,22 +65,23 @@ def patch(
     Parameters, state dict, config, hooks and adapters stay as they are, and with other caches than a tree the model
     computes exactly what it did before.
 
-    A layer with a ``variant`` computes ``score = scale * q . k``, then what it adds itself (its bias, as ALiBi, and
-    then its cap), then the variant's ``score_mod``; a key is visible where the layer's own mask, window and chunk and
-    the variant's ``mask_mod`` all show it; and the layer's own sinks join the softmax at the end.  So the variant takes
-    the place of a mask that the caller of transformers passes, which eager attention and FlexAttention add to the
-    scores that the layer would give to the softmax.  The layers' own positions (rotary embedding) stay.  Without a
-    tree, as in training or in a plain call, such a layer raises an error, because it would run without its variant.
+    A layer with a ``variant`` computes ``score = scale * q . k``, then applies its own bias, such as ALiBi, and its own
+    cap, and then the variant's ``score_mod``.  A key is visible if the layer's own mask, window and chunk and the
+    variant's ``mask_mod`` all show it.  The layer's own sinks are added to the softmax's denominator at the end.  So
+    the variant takes the place of a mask that the caller of transformers passes, which eager attention and
+    FlexAttention add to the scores that the layer would give to the softmax.  The layers' own positions (rotary
+    embedding) stay.  Without a tree, as in training or in a plain call, such a layer raises an error, because it would
+    run without its variant.
 
     Under a variant whose mask shows later tokens, tokens of a prompt see later tokens of the prompt as far as the mask
     shows them; generated and scored tokens are seen by no token before them.  Tokens that see one another are computed
     in one step, and a ``prefill_chunk`` below their number is an error.  Texts share their KV only if they agree up to
     the last of these tokens.  A layer's own window or chunk then hides only tokens before a query.
 
-    A variant's functions of whole rows run on queries and keys as the layer has rotated them, on values as it caches
-    them, and on outputs before their projection.  Under :func:`prefixkit.variants.streaming_llm` queries attend at
-    positions in the cache: ``patch`` measures how each layer rotates its queries by position, and KV of samples that no
-    layer sees any more is freed.
+    A variant's functions of whole rows run on queries and keys after the layer's rotary embedding, on values as the
+    layer caches them, and on outputs before the layer's output projection.  Under
+    :func:`prefixkit.variants.streaming_llm` queries attend at positions in the cache: ``patch`` measures how each layer
+    rotates its queries by position, and KV of samples that no layer sees any more is freed.
 
     KV of other variants is never used: patching with another variant invalidates the KV of sessions, ``generate`` and
     pins, and prefix files name their variant.  Tensors and numbers that the variant's functions capture count as
@@ -188,7 +189,7 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
-    """The model, patched for the length of a ``with`` block; layers that were patched before stay so."""
+    """The model, patched within a ``with`` block; layers that were patched before stay patched."""
     before = set(patched_modules(model)) if isinstance(model, nn.Module) else set()
     kept: dict[str, Any] = {}
     if before:
