@@ -1,4 +1,4 @@
-"""The report of a JSON of results: the tables of ``docs/measured/hydragen.md``, whose prose stays as it is."""
+"""The report of a JSON of results: the tables of ``docs/appendix/hydragen.md``, whose prose stays as it is."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def write(result: Row, folder: Path) -> Path:
     parts = {"machine": machine(result), "checks": table(("shape", *methods), rows), "missing": table(why, missing)}
     for letter, name in SECTIONS.items():
         parts[name] = section([row for row in result["rows"] if row["experiment"] == letter])
-    page, prose = folder / "hydragen.md", (ROOT / "docs" / "measured" / "hydragen.md").read_text()
+    page, prose = folder / "hydragen.md", (ROOT / "docs" / "appendix" / "hydragen.md").read_text()
     page.write_text(BLOCK.sub(lambda at: f"<!-- {at[1]} -->\n\n{parts.get(at[1], '')}\n\n<!-- end -->", prose))
     return page
 
