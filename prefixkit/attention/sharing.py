@@ -27,6 +27,8 @@ class CostModel:
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
         tile_item, decode_item: Beside ``item``, for each KV head and each shared-prefix tile: of ``tile_heads`` query
             heads, or of ``decode_heads`` where these hold them all.
+        tile_path: What a launch with tile items takes longer than one without.  Sharing that spares less in all is left
+            out where it alone would make tile items.
         tile_heads: Query heads of the kernels' largest tile.
         decode_heads: Query heads of a decode item at most; fewer than ``tile_heads``.
         read_by_tiles: 1 where each tile of a node reads its tokens, as on a GPU: then what reads a node anew if it is
@@ -38,12 +40,13 @@ class CostModel:
     partial_byte: float
     tile_item: float = 0.0
     decode_item: float = 0.0
+    tile_path: float = 0.0
     tile_heads: int = TILE_ROWS
     decode_heads: int = DECODE_ROWS
     read_by_tiles: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item"):
+        for name in ("item", "kv_byte", "partial_byte", "tile_item", "decode_item", "tile_path"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"CostModel: {name} must be a time of at least 0 us, got {value!r}")
@@ -116,6 +119,9 @@ def decide_sharing(
     Where tiles read (``read_by_tiles``), a node whose consumers fill their tiles is not shared either, for its own
     tiles would be as many: its tokens join theirs, and each query has one partial state less.
 
+    All of that has one price more, ``tile_path``, if nothing else takes the tile path: where what is shared in tiles
+    spares less in all, none of it is shared.
+
     With ``paths`` the same is decided for each heavy path, by consumers: neighbouring shared nodes of one are read as
     one list, at the price of the first of them.
 
@@ -124,22 +130,34 @@ def decide_sharing(
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    snapshot, by_token = tree.snapshot, cost.kv_byte * shape.kv_bytes
+    by_token, end = cost.kv_byte * shape.kv_bytes, tree.snapshot.subtree_end
     if paths:
-        return share_paths(snapshot, *_consumers(tree, shape, cost, visible), by_token)
-    reads = _reads(tree, shape, cost, visible)
-    shared = np.zeros(snapshot.num_nodes, dtype=bool)
+        shared, saved = share_paths(tree.snapshot, *_consumers(tree, shape, cost, visible), by_token)
+    else:
+        saved = _share_nodes(tree, _reads(tree, shape, cost, visible), by_token)
+        shared = saved > 0
+    tiled = (saved > 0) & (tree.below * shape.gqa_group > cost.decode_heads)
+    takes_tiles = tree.own_rows.max(initial=0) * shape.gqa_group > cost.decode_heads
+    if takes_tiles or saved[tiled].sum() * by_token > cost.tile_path:
+        return shared
+    return shared & ~(np.isin(end, end[tiled]) if paths else tiled)
+
+
+def _share_nodes(tree: StepTree, reads: _Reads, by_token: float) -> Longs:
+    """``[nodes]`` the tokens that sharing each spares, 0 where it is not shared."""
+    snapshot = tree.snapshot
+    saved = np.zeros(snapshot.num_nodes, dtype=np.int64)
     candidate = reads.may_gain(tree, by_token)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
-        return shared
+        return saved
     marked = mark(snapshot.subtree_end, candidate)
     rank, nearest = marked.above[nodes], marked.nearest(nodes)
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
     few = len(nodes) <= 24 * (int(rank.max()) + 1)
     some = reads.some(nodes)
-    shared[nodes] = _share_one_by_one(some, above, by_token) if few else _share_by_level(some, above, by_token, rank)
-    return shared
+    saved[nodes] = _share_one_by_one(some, above, by_token) if few else _share_by_level(some, above, by_token, rank)
+    return saved
 
 
 def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
@@ -232,31 +250,32 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
     return most, (total - widest) // np.maximum(most - 1, 1)
 
 
-def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> NDArray[np.bool_]:
-    """The decision for candidates, from the deepest level up: for trees with many nodes in each level.
+def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> Longs:
+    """The same of candidates, from the deepest level up: for trees with many nodes in each level.
 
     ``above`` is the nearest candidate above, or their number if there is none; ``rank`` says how many there are.
     """
     most, once = reads.most, reads.once
-    shared = np.zeros(len(most), dtype=bool)
+    found = np.zeros(len(most), dtype=np.int64)
     spared = np.zeros(len(most) + 1, dtype=np.int64)  # of `most`, by what is shared below
     order = np.argsort(rank, kind="stable")
     bounds = np.searchsorted(rank[order], np.arange(rank.max() + 2))
     for level in range(len(bounds) - 2, -1, -1):
         here = order[bounds[level] : bounds[level + 1]]
         saved = (most[here] - spared[here] - once[here]) * reads.length[here]
-        shared[here] = saved * by_token > reads.price[here]
-        np.add.at(spared, above[here], np.where(shared[here], most[here] - once[here], spared[here]))
-    return shared
+        found[here] = np.where(saved * by_token > reads.price[here], saved, 0)
+        np.add.at(spared, above[here], np.where(found[here] > 0, most[here] - once[here], spared[here]))
+    return found
 
 
-def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> NDArray[np.bool_]:
+def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> Longs:
     """The same, node by node: for few nodes, and for deep trees."""
     columns = [of.tolist() for of in (reads.most, reads.once, reads.length, reads.price, above)]
-    shared, spared = [False] * len(above), [0] * (len(above) + 1)
+    found, spared = [0] * len(above), [0] * (len(above) + 1)
     for here, most, once, tokens, price, parent in zip(
         range(len(above) - 1, -1, -1), *(column[::-1] for column in columns), strict=True
     ):
-        shared[here] = (most - spared[here] - once) * tokens * by_token > price
-        spared[parent] += most - once if shared[here] else spared[here]
-    return np.array(shared)
+        saved = (most - spared[here] - once) * tokens
+        found[here] = saved if saved * by_token > price else 0
+        spared[parent] += most - once if found[here] else spared[here]
+    return np.array(found)

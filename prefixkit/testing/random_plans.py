@@ -38,7 +38,7 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
     sharing = replace(sharing, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
     sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])), decode_heads=int(rng.choice([8, 16])))
-    sharing = replace(sharing, read_by_tiles=int(rng.integers(2)))
+    sharing = replace(sharing, read_by_tiles=int(rng.integers(2)), tile_path=float(rng.choice([0, 0.3, 3])))
     low = sharing.tile_heads // 2 * int(rng.integers(2))
     if rng.random() < 0.5:
         return replace(H200, sharing=sharing, low_tile_heads=low)

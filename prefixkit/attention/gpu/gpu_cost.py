@@ -74,8 +74,8 @@ class GpuCost:
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        item, kv_byte, partial_byte, tile_item, decode_item, *heads = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, *map(int, heads))
+        *times, tile_heads, decode_heads, read_by_tiles = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(*times, int(tile_heads), int(decode_heads), int(read_by_tiles))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         roles = _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:-1])
         return GpuCost(sharing, *roles, int(numbers[-1]))
@@ -93,7 +93,13 @@ def _role(numbers: Sequence[float]) -> Role:
 # One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; a multiprocessor does a tile of 128 rows at 550 TFLOP/s,
 # and decode items, one for each of four warps, at 4 TB/s (head size 128).
 H200_COST = CostModel(
-    item=0.0, kv_byte=1 / 4.65e6, partial_byte=2.4e-7, tile_item=0.022, decode_item=0.003, read_by_tiles=1
+    item=0.0,
+    kv_byte=1 / 4.65e6,
+    partial_byte=2.4e-7,
+    tile_item=0.022,
+    decode_item=0.003,
+    tile_path=1.8,
+    read_by_tiles=1,
 )
 H200 = GpuCost(
     sharing=H200_COST,
@@ -116,10 +122,10 @@ def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: 
 
 def tiles_only(cost: GpuCost) -> GpuCost:
     """The cost where tile items and decode items take the tile path."""
-    return replace(cost, decode=cost.tile)
+    return replace(cost, sharing=replace(cost.sharing, tile_path=0.0), decode=cost.tile)
 
 
 # Latents of 512 + 64 on one H200: a multiprocessor takes 64 tokens for 64 query heads in 1.5 us; an item's queries are
 # 72 KB, a partial state 128 KB.
 _LATENT_TILE = Role(kv_tile=64, workers=1, tokens_per_us=42.0, start=2.0, write=1.5, merge=1.5, least=1)
-H200_LATENT = GpuCost(replace(H200_COST, tile_heads=64, read_by_tiles=0), _LATENT_TILE, _LATENT_TILE)
+H200_LATENT = GpuCost(replace(H200_COST, tile_path=0.0, tile_heads=64, read_by_tiles=0), _LATENT_TILE, _LATENT_TILE)

@@ -114,7 +114,7 @@ PLAN_TREE = define(
     ("int4*", "tile_items decode_items"),
     ("int*", "segments merge_indptr merge_indices limits"),
     ("int*", "scratch"),
-    ("double", "gain_per_token item price_tile price_decode price_per_row", "of sharing"),
+    ("double", "gain_per_token item price_tile price_decode price_per_row tile_path", "of sharing"),
     ("double", "tile_rate decode_rate"),
     ("unsigned long long", "magic low_magic", "ceil(2^32 / many), and of low tiles"),
     ("int", "node_capacity tile_capacity decode_capacity segment_capacity row_capacity partial_capacity"),

@@ -67,6 +67,7 @@ def _constants(
         sharing.tile_item * shape.kv_heads,
         sharing.decode_item * shape.kv_heads,
         sharing.partial_byte * shape.partial_bytes,
+        sharing.tile_path,
         gpu.tile.tokens_per_us,
         gpu.decode.tokens_per_us,
     )

@@ -72,7 +72,9 @@ struct State {
     int kept_left;
     int* before_tiles[2];    // the same before the arrays of tiles
     int before_left;
+    u64 tokens_spared;       // by what is shared in tiles
     int low;                 // 1: tiles are low
+    int own_tiles;           // 1: own-node rows take tiles too
     int by_paths;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // tile, decode
@@ -147,6 +149,15 @@ DEVICE double price_of(int n) {
     const double tiled = __dmul_rn(double(full_tiles(rows + p.a.many - 1)), p.a.price_tile);
     const double item = __dadd_rn(p.a.item, by_decode(rows) ? p.a.price_decode : tiled);
     return __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
+}
+
+// What is shared in tiles, whose first node is `n`.
+DEVICE void count_spared(int n, u64 saved) {
+    if (!by_decode(queries_below(n))) atomicAdd(&p.tokens_spared, saved);
+}
+// Whether all that spares more than a launch with tile items takes longer, if it would have none otherwise.
+DEVICE bool pays_for_tiles() {
+    return p.own_tiles || __dmul_rn(double((long long)p.tokens_spared), p.a.gain_per_token) > p.a.tile_path;
 }
 
 struct Tile {

@@ -63,6 +63,7 @@ def estimate(num_sms: int, tbps: float) -> GpuCost:
         partial_byte=known.partial_byte / faster,
         tile_item=known.tile_item * smaller,
         decode_item=known.decode_item / faster,
+        tile_path=known.tile_path,
         read_by_tiles=known.read_by_tiles,
     )
     return GpuCost(sharing, H200.tile, replace(H200.decode, tokens_per_us=H200.decode.tokens_per_us * faster * smaller))
