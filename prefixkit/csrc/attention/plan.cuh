@@ -107,12 +107,12 @@ struct Item {
 // KV of fewer heads competes for the L2.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];
-    return a.counts[4] ? entry % items * a.kv_heads + entry / items : entry;
+    return a.counts[4] ? u32(entry) % u32(items) * a.kv_heads + u32(entry) / u32(items) : entry;
 }
 
 // Entry `entry` of a work list: each item for all KV heads.  Entries beyond `capacity` items are zero.
 DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) {
-    const int index = entry / kv_heads;
+    const int index = int(u32(entry) / u32(kv_heads));
     int4 a = {}, b = {};
     if (index < capacity) a = items[2 * index], b = items[2 * index + 1];
     Item item;
@@ -165,6 +165,7 @@ DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int firs
 DEVICE QueryRange query_range(const Attention& a, const Item& item) {
     QueryRange r = {0x7fffffff, 0};
     if (!ranges_matter(a)) return r;
+#pragma unroll 1
     for (int i = item.q_begin + lane_anew(); i < item.q_end; i += 32) {
         const int position = int(a.q_positions[i]);
         r.low = min(r.low, position), r.high = max(r.high, position);

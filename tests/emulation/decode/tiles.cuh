@@ -98,7 +98,8 @@ extern "C" int tiles_on_cpu(const prefixkit::Attention* a, int blocks, int stage
         tile_barriers(tile_shared());
         emulation::run(1, [] {
             const int warp = emulation::current / 32;
-            if (warp < 2) tile_load(arguments, tile_shared(), warp == 1);
+            const Item first = load_item(arguments.tile_items, blockIdx.x, arguments.kv_heads, arguments.tile_capacity);
+            if (warp < 2) tile_load(arguments, tile_shared(), warp == 1, first);
             else if (emulation::current == 64) consume_items(arguments, tile_shared());
             else if (FP8 && warp > 2 && blockIdx.x % 2 == 0) Slices{tile_shared(), warp % 2 == 1}.help();  // of K one, of V two
         });

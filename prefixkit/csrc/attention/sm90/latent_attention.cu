@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_attention(const __gr
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
-        if (warp == 0) tile_load(a, latent_shared(shared).tile, false);
+        const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);  // beside counts
+        if (warp == 0) tile_load(a, latent_shared(shared).tile, false, first);
         else clear_padding(a, threadIdx.x - 32, 96), query_load(a, latent_shared(shared), warp - 1);
         __syncwarp();
         named_arrive<1, 512>();

@@ -149,8 +149,9 @@ DEVICE void prefetch_next(const Attention& a, int round, int entries) {
     if (a.class_words) prefetch_classes(a, index * a.class_words, min(a.class_words, WORDS_AT_ONCE));
 }
 
-// A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.
-DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
+// A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.  Entry
+// number blockIdx.x of the tile list is `item`, read beside counts.
+DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item item) {
     const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
     const int columns = V_COLUMNS == COLUMNS ? STORED_COLUMNS : is_v ? V_COLUMNS : COLUMNS;
     const int own = !APART || is_v ? columns : OWN_DIM / 64;
@@ -160,16 +161,15 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v) {
     const u64 policy = policy_keep();
     const bool lone = each_alone(a);
     int items = 0;
-    for (int round = 0; round == 0 || round * int(gridDim.x) < entries; ++round) {  // first item beside counts
+    for (int round = 0; round * int(gridDim.x) < entries; ++round, item = {}) {  // {}: takes no registers till then
         const int entry = entry_of(round, blockIdx.x, gridDim.x);
-        Item item = load_item(a.tile_items, entry, a.kv_heads, a.tile_capacity);
         if (entry >= entries) continue;
         const int walked = walk_entry(a, entry);
         const bool decodes = TILES_ONLY && entry >= tiled;
         const int index = decodes ? a.tile_capacity + (entry - tiled) / a.kv_heads : walked / a.kv_heads;
         if (decodes)
             item = load_item(a.decode_items, entry - tiled, a.kv_heads, a.decode_capacity);
-        else if (walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
+        else if (round > 0 || walked != entry) item = load_item(a.tile_items, walked, a.kv_heads, a.tile_capacity);
         if (lone) {
             if (LoneItem(a, index).left_out) continue;
             item.partial = -1;

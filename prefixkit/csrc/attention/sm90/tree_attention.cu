@@ -88,6 +88,18 @@ DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
             full + 8 * RINGS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 
+// Where roles begin: a launch first fetches its code, each line from the L2, and a role's lies far from the entry.  So
+// warps go there before they wait for barriers and for the launch ahead, and read counts there.
+DEVICE void begin_role() {
+    __syncthreads();
+    pdl_wait();
+}
+
+DEVICE Stages stages_for(const Attention& a) {
+    if (TILES_ONLY) return MIXED;
+    return a.counts[0] == 0 ? ALONE : a.counts[1] == 0 ? PROMPTS : a.counts[5] ? STREAMS : MIXED;
+}
+
 // The tile warps, once all warps of all blocks are done.
 DEVICE void merge(const Attention& a, u32 rings) {
     const int thread = threadIdx.x - 256, rows = a.counts[2];
@@ -105,38 +117,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
     extern __shared__ __align__(1024) unsigned char bytes[];
     Shared& shared = *(Shared*)bytes;
     hold_parameters(a);
-    if (threadIdx.x == 0) {
-        tile_barriers(tile_shared(shared, MIXED));
-        decode_barriers(decode_shared(shared, MIXED));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
-    pdl_wait();
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
-    const Stages stages = TILES_ONLY         ? MIXED
-                          : a.counts[0] == 0 ? ALONE
-                          : a.counts[1] == 0 ? PROMPTS
-                          : a.counts[5]      ? STREAMS
-                                             : MIXED;
     if (role == 0) {
         registers_down<REGISTERS.load>();
-        if (warp < 2) tile_load(a, tile_shared(shared, stages), warp == 1);
-        else if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
-        if (FP8 && warp >= 2) {
-            __syncwarp();
-            Slices{tile_shared(shared, stages), warp == 3}.help();
+        if (warp < 2) {
+            begin_role();
+            const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);  // beside counts
+            tile_load(a, tile_shared(shared, stages_for(a)), warp == 1, first);
+        } else {
+            begin_role();
+            const Stages stages = stages_for(a);
+            if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
+            if constexpr (FP8) {
+                __syncwarp();
+                Slices{tile_shared(shared, stages), warp == 3}.help();
+            }
         }
         __syncwarp();
         named_arrive<1, THREADS>();
     } else if (role == 1) {
         if constexpr (TILE_WARPGROUPS == 1) registers_up<REGISTERS.decode>();
         else registers_down<REGISTERS.decode>();
+        if (threadIdx.x == 128) {
+            tile_barriers(tile_shared(shared, MIXED));
+            decode_barriers(decode_shared(shared, MIXED));
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        begin_role();
+        const Stages stages = stages_for(a);
         clear_padding(a, threadIdx.x - 128, 128), clear_behind_sums(a, threadIdx.x - 128);
         if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
         if constexpr (FP8) Slices{tile_shared(shared, stages), (warp & 1) != 0}.help();
         named_arrive<1, THREADS>();
     } else {
         registers_up<REGISTERS.tile>();
+        begin_role();
+        const Stages stages = stages_for(a);
         if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
         named_barrier<5, TILE_THREADS>();
         if (role == 3) begin_late(a, tile_shared(shared, stages));
