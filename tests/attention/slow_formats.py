@@ -11,7 +11,8 @@ from prefixkit.attention.queries import Queries
 def decide_sharing(snapshot, own, below, shape, cost):
     """Bottom-up: a node is shared where reading it once saves more than its item, tiles and partial states cost.
 
-    By tiles "once" is as often as it has tiles, and a consumer reads it as often as that has.
+    By tiles "once" is as often as it has tiles, and a consumer reads it as often as that has.  Nothing is shared in
+    tiles where all that together saves no more than their path costs, unless own queries of some node take it anyway.
     """
     gain_per_token, price_per_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
     decode, tile, rows_per_tile = (
@@ -26,15 +27,19 @@ def decide_sharing(snapshot, own, below, shape, cost):
         return tiles if queries else 0
 
     consumers = [0] * len(parent)
-    shared = np.zeros(len(parent), dtype=bool)
+    shared, in_tiles = np.zeros(len(parent), dtype=bool), {}
     for node in range(len(parent) - 1, -1, -1):
         gain = (consumers[node] - reads(below[node])) * length[node] * gain_per_token
         tiles = decode if below[node] * shape.gqa_group <= 8 else -(-below[node] // rows_per_tile) * tile
         price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True
+            if below[node] * shape.gqa_group > 8:
+                in_tiles[node] = (consumers[node] - reads(below[node])) * length[node]
         if parent[node] >= 0:
             consumers[parent[node]] += (reads(below[node]) if shared[node] else consumers[node]) + reads(own[node])
+    if max(own) * shape.gqa_group <= 8 and sum(in_tiles.values()) * gain_per_token <= cost.tile_path:
+        shared[list(in_tiles)] = False
     return shared
 
 

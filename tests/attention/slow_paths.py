@@ -36,14 +36,18 @@ def consumers_of(snapshot: TreeSnapshot, own: list[int], path: list[int], demand
 
 
 def decide_paths(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
-    """Bottom-up, path by path: a part begins where it gains most, and ends with the last node of two consumers."""
+    """Bottom-up, path by path: a part begins where it gains most, and ends with the last node of two consumers.
+
+    No part takes tiles where all those that do save no more than their path costs, unless own queries of some node do.
+    """
     snapshot, own, below = tree.snapshot, tree.own_rows.tolist(), tree.below.tolist()
     by_token, by_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
     rows_per_tile = max(1, cost.tile_heads // shape.gqa_group)
     shared, demand = np.zeros(snapshot.num_nodes, dtype=bool), dict[int, int]()
+    in_tiles, saved_in_tiles = list[int](), 0
     for path in reversed(paths_of(snapshot)):
         consumers = consumers_of(snapshot, own, path, demand)
-        best, begin = 0.0, -1
+        best, begin, spared = 0.0, -1, 0
         for at in range(len(path) - 1, -1, -1):
             saved = sum(
                 max(count - 1, 0) * int(snapshot.length[node])
@@ -54,13 +58,17 @@ def decide_paths(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[n
             tiles = cost.decode_item * shape.kv_heads if rows * shape.gqa_group <= 8 else tiles
             gain = saved * by_token - (cost.item + tiles + rows * by_row)
             if gain > best:
-                best, begin = gain, at
+                best, begin, spared = gain, at, saved
         left = consumers[0]
         if begin >= 0:
             end = max(at for at, count in enumerate(consumers) if count > 1)
             shared[path[begin : end + 1]] = True
             left = consumers[0] - consumers[begin] + 1
+            if below[path[begin]] * shape.gqa_group > 8:
+                in_tiles, saved_in_tiles = in_tiles + path, saved_in_tiles + spared
         demand[path[0]] = left + (own[path[0]] > 0)
+    if max(own) * shape.gqa_group <= 8 and saved_in_tiles * by_token <= cost.tile_path:
+        shared[in_tiles] = False
     return shared
 
 

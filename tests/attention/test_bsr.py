@@ -74,7 +74,7 @@ def test_formats_and_sharing_equal_those_made_node_by_node(block):
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02, 5])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
         cost = replace(cost, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
-        cost = replace(cost, read_by_tiles=int(rng.integers(2)))
+        cost = replace(cost, read_by_tiles=int(rng.integers(2)), tile_path=float(rng.choice([0, 1, 30])))
         shared = rng.random(snapshot.num_nodes) < 0.5 if rng.random() < 0.2 else None
         ours = decompose(StepTree(snapshot, queries), shape, cost, shared)
         slow = slow_formats.decompose(snapshot, queries, shape, cost, shared)
@@ -103,6 +103,14 @@ def test_sharing_by_level_and_node_by_node_agree(nodes):
         decided = decide_sharing(tree, shape, cost)
         assert 0 < decided.sum() < (tree.below > 0).sum()
         assert np.array_equal(decided, slow_formats.decide_sharing(snapshot, tree.own_rows, tree.below, shape, cost))
+
+
+def every_query(snapshot, *runs):
+    """Those of :func:`leaf_rows`, and runs ``(node, begin, end)`` of nodes before them."""
+    leaves = leaf_rows(snapshot).queries
+    columns = zip(*runs, strict=True)
+    both = zip(columns, (leaves.node, leaves.begin, leaves.end), strict=True)
+    return Queries(*(np.concatenate((first, later)).astype(np.int32) for first, later in both))
 
 
 def leaf_rows(snapshot):
@@ -154,6 +162,17 @@ class TestSharing:
         shape, cost = HeadShape(16, 1, 128, 2), CostModel(0.0, 2e-7, 1e-9, 1e-6, read_by_tiles=1)
         assert decide_sharing(leaf_rows(tree), shape, cost)[:2].tolist() == shared
         assert decide_sharing(leaf_rows(tree), shape, replace(cost, read_by_tiles=0))[:2].all()
+
+    @pytest.mark.parametrize(("samples", "shared"), [(2, True), (8, False), (9, False), (10, True)])
+    def test_few_samples_share_nothing_that_alone_would_take_tiles(self, samples, shared):
+        """A decode item holds 2 queries.  The prompt of 1,000 tokens is read 7 to 9 times less if it is shared."""
+        tree, shape = tree_of(f"2L b{samples} p1000 s16"), HeadShape(8, 2, 128, 2)
+        cost = CostModel(0.0, 1 / shape.kv_bytes, 0.0, tile_path=8_000.0)
+        assert decide_sharing(leaf_rows(tree), shape, cost)[0] == shared
+        assert decide_sharing(leaf_rows(tree), shape, cost, paths=True)[0] == shared
+        prompt_too = StepTree(tree, every_query(tree, (0, 990, 1000)))
+        assert decide_sharing(prompt_too, shape, cost)[0]
+        assert decide_sharing(leaf_rows(tree), shape, replace(cost, tile_path=0.0))[0]
 
     def test_costs_below_zero_are_refused(self):
         with pytest.raises(ValueError, match="kv_byte must be a time of at least 0"):

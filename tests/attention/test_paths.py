@@ -36,6 +36,7 @@ def test_paths_equal_those_made_node_by_node(block: int) -> None:
         shape = HeadShape(*[(4, 2), (8, 1), (6, 6), (32, 8)][rng.integers(4)], 128, 2)
         cost = CostModel(float(rng.choice([0, 0.02])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 1e-7])))
         cost = replace(cost, tile_item=float(rng.choice([0, 0.002])), decode_item=float(rng.choice([0, 0.001])))
+        cost = replace(cost, tile_path=float(rng.choice([0, 0.01, 0.3])))
         decided = decide_sharing(tree, shape, cost, paths=True)
         assert np.array_equal(decided, decide_paths(tree, shape, cost)), seed
         shared = marks(rng, tree)
