@@ -13,7 +13,7 @@ from prefixkit.cuda.struct_layout import TENSOR_MAP
 
 # Columns of a TMA tile: the 128-byte swizzle takes 64 elements of 16 bits.  Rows: the kernels take slots by groups.
 COLUMNS = 64
-GROUP = 16
+GROUP, FEW = 16, 4
 
 TensorMaps = tuple[bytes, ...]
 
@@ -41,8 +41,9 @@ def cached_tensor_maps(
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = None) -> TensorMaps:
-    """The six maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
-    group of slots, of one slot, and of a group over the whole head size.  Of rotary pages the first two follow.
+    """The seven maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
+    group of slots, of one slot, and of a group over the whole head size; of V, with TMA tiles of a few slots.  Of
+    rotary pages the first two follow.
 
     Strides of pages are multiples of 16 bytes.
     """
@@ -51,6 +52,7 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = 
         for pages in (k_pages, v_pages):
             exists = rows == 1 or (holds_groups(pages.shape[1]) and not (whole and pages.shape[3] % COLUMNS))
             maps.append(_encode(pages, rows, whole) if exists else bytes(TENSOR_MAP.size))
+    maps.append(_encode(v_pages, FEW, False) if holds_groups(v_pages.shape[1]) else bytes(TENSOR_MAP.size))
     if rotary_pages is not None:
         maps.append(
             _encode(rotary_pages, GROUP, False) if holds_groups(rotary_pages.shape[1]) else bytes(TENSOR_MAP.size)

@@ -74,8 +74,8 @@ class GpuCost:
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
         """The cost of which these are the :attr:`numbers`."""
-        *times, tile_heads, decode_heads, read_by_tiles = numbers[:SHARING_NUMBERS]
-        sharing = CostModel(*times, int(tile_heads), int(decode_heads), int(read_by_tiles))
+        item, kv_byte, partial_byte, tile_item, decode_item, tile_path, *heads = numbers[:SHARING_NUMBERS]
+        sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, tile_path, *map(int, heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
         roles = _role(numbers[SHARING_NUMBERS:middle]), _role(numbers[middle:-1])
         return GpuCost(sharing, *roles, int(numbers[-1]))

@@ -73,6 +73,7 @@ _MAPS = define(
     (TENSOR_MAP, "k_map v_map", "dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle"),
     (TENSOR_MAP, "k_row v_row", "the same with boxes of (64, 1, 1, 1)"),
     (TENSOR_MAP, "k_group v_group", "dimensions (64, slots, D / 64, KV heads, pages), boxes of (64, 16, D / 64, 1, 1)"),
+    (TENSOR_MAP, "v_few", "as v_map, with boxes of (64, 4, 1, 1)"),
 )
 _ROTARY_MAPS = define(
     "RotaryMaps", (TENSOR_MAP, "r_map r_row", "of keys' rotary part where it lies apart: as k_map, and as k_row")

@@ -47,7 +47,7 @@ def fake_map(pages: Tensor, sizes: list[int], strides: list[int], box: list[int]
 
 
 def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
-    """As tensor_maps describes them: groups of 16 slots, single slots, and groups with all their columns."""
+    """As tensor_maps describes them: groups of 16 slots, single slots, groups of all columns, few slots of V."""
     count, slots, heads, dim = k.shape
     page, slot, head, _ = k.stride()
     plain = [dim, slots, heads, count], [slot, head, page]
@@ -56,7 +56,8 @@ def fake_maps(k: Tensor, v: Tensor, boxes: bool) -> list[bytes]:
     maps = [[fake_map(x, *kind) for x in (k, v)] for kind in kinds[: 2 if dim % 64 else 3]]
     maps += [[bytes(128)] * 2] * (3 - len(maps))
     none = [bytes(128)] * 2
-    return [*chain(*maps)] if boxes else [*none, *maps[1], *none]
+    few = fake_map(v, *plain, [64, 4, 1, 1])
+    return [*chain(*maps), few] if boxes else [*none, *maps[1], *none, none[0]]
 
 
 def merge(plan: Plan, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:

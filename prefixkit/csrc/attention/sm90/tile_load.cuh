@@ -1,10 +1,10 @@
 // The tensor-core tile path's loads on Hopper: one producer warp fills a ring of K in shared memory, one a ring of V.
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
-// tiling     a complete group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane;
-//            of other groups the rows that the segment has are loaded one by one, and the producer of V clears those
-//            that it has not: 0 * NaN is NaN.  (Those of K hold anything; their scores are replaced.)  Latents have too
-//            many columns for that: their groups are loaded whole, and the consumers clear the rows without a token.
+// tiling     a group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane; of K also
+//            where the segment lacks rows of it, for their scores are replaced.  Of V the rows that there are are loaded
+//            then, four at a time and the last ones alone, and the producer clears the others: 0 * NaN is NaN.  Latents
+//            are K and V, with too many columns for that: the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -31,6 +31,7 @@ DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, 
 // items share more of the L2: with a cap on scores a prompt of 16K takes 2 to 5% longer from the end.)
 constexpr bool FROM_END = Variant::ADDS && !Variant::HAS_MASK;
 constexpr int LOOKED_UP = 32 * GROUP;  // slots
+constexpr int FEW = 4;                 // rows of V, of the box of v_few
 
 // Pages of a segment's groups of 16, 32 groups at a time and the next 32 in flight: lane i knows the page of group i.
 struct Pages {
@@ -90,15 +91,14 @@ struct TileGroups {
         for (int i = 0; i < KV_TILE_GROUPS; ++i)
             page[i] = __shfl_sync(~0u, pages.now, (slot - pages.slot) / GROUP + i & 31);
     }
-    // Loads the complete groups of tokens [low, high); of latents all groups, whose other rows the consumers clear.
+    // Loads the complete groups of tokens [low, high).
     DEVICE void copy(const Attention& a, const TensorMap* map, int low, int high, int head, u64 policy) const {
         if (!elected()) return;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
             for (int i = 0; i < KV_TILE_GROUPS; ++i) {
-                if (LATENT ? GROUP * i >= high || GROUP * (i + 1) <= low : GROUP * i < low || GROUP * (i + 1) > high)
-                    continue;
+                if (GROUP * i < low || GROUP * (i + 1) > high) continue;
                 const int slot = place_in_page(a, place + GROUP * i);
 #pragma unroll
                 for (int j = part * PART_COLUMNS; j < COLUMNS && j < (part + 1) * PART_COLUMNS; ++j)
@@ -122,12 +122,33 @@ struct TileGroups {
         }
         async_fence();  // wgmma reads them
     }
-    // Loads the rows of the other groups, of latents also those that there are not, as zeros.
+    // Loads tokens [low, high) of V's other groups: a few rows at a time, and what is left of a group by single rows.
+    DEVICE void copy_few(const Attention& a, int low, int high, int head, u64 policy) const {
+#pragma unroll 1
+        for (int i = 0; i < KV_TILE_GROUPS; ++i) {
+            int in = page[0];
+#pragma unroll
+            for (int g = 1; g < KV_TILE_GROUPS; ++g) in = i == g ? page[g] : in;
+            const int end = min(high, GROUP * (i + 1));
+            int row = max(low, GROUP * i);
+            if (end - row >= GROUP) continue;
+#pragma unroll 1
+            for (int rows; row < end; row += rows) {
+                rows = row + FEW <= end ? FEW : 1;
+                const TensorMap* map = rows == FEW ? &a.v_few : &a.v_row;
+                const u32 box = uniform(to + row * 128), slot = uniform(place_in_page(a, place + row));
+                if (!elected()) continue;
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+                    if (j < columns) tma_copy(box + j * COLUMN_BYTES, map, j * 64, slot, head, in, full, policy);
+            }
+        }
+    }
+    // Loads rows where pages hold no groups; of latents also those that there are not, as zeros.
     DEVICE void copy_rows(const Attention& a, const TensorMap* map, int pages, int slot, int low, int high, int head,
                           u64 policy) const {
 #pragma unroll 1
         for (int first = 0; first < KV_TILE; first += GROUP) {
-            if (a.tma_groups && first >= low && first + GROUP <= high) continue;
 #pragma unroll 1
             for (int i = lane_anew(); i < GROUP * columns; i += 32) {
                 const int row = first + i % GROUP, j = i / GROUP;
@@ -229,15 +250,16 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
                 const bool compare = clipped || !whole;
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
+                // What is loaded: of K whole groups, where pages hold groups.
+                const bool by_group = a.tma_groups && !is_v;
+                const int first = by_group ? low & -GROUP : low, end = by_group ? high + GROUP - 1 & -GROUP : high;
                 if constexpr (!FP8) barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
                 if (!LATENT && is_v && !whole) groups.clear_rows(low, max(low, high)), __syncwarp();
                 if (lane_anew() == 0) {
                     const u32 info = FP8 ? slices.kv_tile_info(loaded) : s.kv_tiles + 16 * ring.stage;
                     if (!is_v) store_shared16(info, make_int4(flags, low | high << 8, mine, position));
                     // Before a load lands, or a phase may never end.
-                    const int rows = LATENT && a.tma_groups ? GROUP * ((high + GROUP - 1) / GROUP - low / GROUP)
-                                     : LATENT || whole       ? KV_TILE
-                                                             : max(0, high - low);
+                    const int rows = whole || (LATENT && !a.tma_groups) ? KV_TILE : max(0, end - first);
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part)
                         barrier_arrive_expect(groups.full + 8 * part,
@@ -246,9 +268,11 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
                     for (int part = 0; part < PARTS; ++part) barrier_arrive(groups.full + 8 * part);
                 }
                 __syncwarp();
-                if (a.tma_groups) groups.copy(a, &a.k_map + is_v, low, high, head, policy);
-                if (!a.tma_groups || (!LATENT && !whole))
-                    groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
+                if (!a.tma_groups) groups.copy_rows(a, &a.k_row + is_v, span.pages, slot, low, high, head, policy);
+                else {
+                    groups.copy(a, &a.k_map + is_v, first, end, head, policy);
+                    if (is_v && !whole) groups.copy_few(a, low, high, head, policy);
+                }
                 if constexpr (FP8) slices.publish(loaded++);
                 else ring.next();
                 slot = next;
