@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,8 +120,8 @@ def decide_sharing(
     Where tiles read (``read_by_tiles``), a node whose consumers fill their tiles is not shared either, for its own
     tiles would be as many: its tokens join theirs, and each query has one partial state less.
 
-    All of that has one price more, ``tile_path``, if nothing else takes the tile path: where what is shared in tiles
-    spares less in all, none of it is shared.
+    If no query takes the tile path anyway, all that has one price more, ``tile_path``: where what is shared in tiles
+    spares no more in all, each of its consumers reads it.
 
     With ``paths`` the same is decided for each heavy path, by consumers: neighbouring shared nodes of one are read as
     one list, at the price of the first of them.
@@ -130,41 +131,47 @@ def decide_sharing(
     Returns:
         ``[nodes]`` True where the node is shared; False also where no query sits below.
     """
-    by_token, end = cost.kv_byte * shape.kv_bytes, tree.snapshot.subtree_end
+    snapshot, by_token = tree.snapshot, cost.kv_byte * shape.kv_bytes
+    reads = _reads(tree, shape, cost, visible, by_tiles=not paths)
     if paths:
-        shared, saved = share_paths(tree.snapshot, *_consumers(tree, shape, cost, visible), by_token)
+        shared = share_paths(snapshot, reads.most, reads.length, reads.price, by_token)
     else:
-        saved = _share_nodes(tree, _reads(tree, shape, cost, visible), by_token)
-        shared = saved > 0
-    tiled = (saved > 0) & (tree.below * shape.gqa_group > cost.decode_heads)
+        shared = _share_nodes(tree, reads, by_token)
+    nodes = head = np.flatnonzero(shared)
+    if paths:  # of each path's part the first node
+        _, first, part = np.unique(snapshot.subtree_end[nodes], return_index=True, return_inverse=True)
+        head = nodes[first[part]]
+    in_tiles = tree.below[head] * shape.gqa_group > cost.decode_heads
     takes_tiles = tree.own_rows.max(initial=0) * shape.gqa_group > cost.decode_heads
-    if takes_tiles or saved[tiled].sum() * by_token > cost.tile_path:
-        return shared
-    return shared & ~(np.isin(end, end[tiled]) if paths else tiled)
+    if not takes_tiles and in_tiles.any():
+        spared = reads.spared_by(tree, shared, nodes[in_tiles], head[in_tiles])
+        if not any(tokens * by_token > cost.tile_path for tokens in spared):
+            shared[nodes[in_tiles]] = False
+    return shared
 
 
-def _share_nodes(tree: StepTree, reads: _Reads, by_token: float) -> Longs:
-    """``[nodes]`` the tokens that sharing each spares, 0 where it is not shared."""
+def _share_nodes(tree: StepTree, reads: _Reads, by_token: float) -> NDArray[np.bool_]:
+    """``[nodes]`` the decision node by node."""
     snapshot = tree.snapshot
-    saved = np.zeros(snapshot.num_nodes, dtype=np.int64)
+    shared = np.zeros(snapshot.num_nodes, dtype=bool)
     candidate = reads.may_gain(tree, by_token)
     nodes = np.flatnonzero(candidate)
     if not len(nodes):
-        return saved
+        return shared
     marked = mark(snapshot.subtree_end, candidate)
     rank, nearest = marked.above[nodes], marked.nearest(nodes)
     above = np.where(nearest >= 0, np.searchsorted(nodes, nearest), len(nodes))
     few = len(nodes) <= 24 * (int(rank.max()) + 1)
     some = reads.some(nodes)
-    saved[nodes] = _share_one_by_one(some, above, by_token) if few else _share_by_level(some, above, by_token, rank)
-    return saved
+    shared[nodes] = _share_one_by_one(some, above, by_token) if few else _share_by_level(some, above, by_token, rank)
+    return shared
 
 
 def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
     """``[nodes]`` False where :func:`decide_sharing` without paths cannot share a node, whatever it decides for those
     below.
     """
-    return _reads(tree, shape, cost, ALL).may_gain(tree, cost.kv_byte * shape.kv_bytes)
+    return _reads(tree, shape, cost, ALL, by_tiles=True).may_gain(tree, cost.kv_byte * shape.kv_bytes)
 
 
 def may_begin_part(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
@@ -191,16 +198,31 @@ class _Reads:
     def some(self, nodes: Longs) -> _Reads:
         return _Reads(self.most[nodes], self.once[nodes], self.length[nodes], self.price[nodes])
 
+    def spared_by(self, tree: StepTree, shared: NDArray[np.bool_], nodes: Longs, head: Longs) -> Iterator[int]:
+        """Tokens that are read less often than if nothing were shared, of ``nodes``, which are ``shared`` in parts with
+        these heads; then more and more with those above that join the lists of these.
+        """
+        spared = self.most - self.once
+        tokens = int(spared[nodes] @ self.length[nodes].astype(np.int64))
+        yield tokens
+        at = np.unique(head)
+        times = spared[at]
+        while len(joins := np.flatnonzero((above := tree.snapshot.parent[at]) >= 0)):
+            joins = joins[~shared[above[joins]]]
+            at, times = above[joins].astype(np.int64), times[joins]
+            tokens += int(times @ self.length[at].astype(np.int64))
+            yield tokens
+
     def may_gain(self, tree: StepTree, by_token: float) -> NDArray[np.bool_]:
         """Which would gain if nothing below were shared: where all these reads gain nothing, fewer do neither."""
         gains: NDArray[np.bool_] = (tree.below > 0) & ((self.most - self.once) * self.length * by_token > self.price)
         return gains
 
 
-def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible) -> _Reads:
+def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible, *, by_tiles: bool) -> _Reads:
     """Of all nodes.  Of what queries see of a node no tile tells: there consumers are counted."""
     most, length, price = _consumers(tree, shape, cost, visible)
-    if visible.limits or not cost.read_by_tiles:
+    if visible.limits or not (cost.read_by_tiles and by_tiles):
         return _Reads(most, np.ones_like(most), length, price)
     own = np.concatenate(([0], np.cumsum(_tiles(tree.own_rows, shape, cost))))
     below = _tiles(tree.below, shape, cost)
@@ -250,32 +272,31 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
     return most, (total - widest) // np.maximum(most - 1, 1)
 
 
-def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> Longs:
-    """The same of candidates, from the deepest level up: for trees with many nodes in each level.
+def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> NDArray[np.bool_]:
+    """The decision for candidates, from the deepest level up: for trees with many nodes in each level.
 
     ``above`` is the nearest candidate above, or their number if there is none; ``rank`` says how many there are.
     """
     most, once = reads.most, reads.once
-    found = np.zeros(len(most), dtype=np.int64)
+    shared = np.zeros(len(most), dtype=bool)
     spared = np.zeros(len(most) + 1, dtype=np.int64)  # of `most`, by what is shared below
     order = np.argsort(rank, kind="stable")
     bounds = np.searchsorted(rank[order], np.arange(rank.max() + 2))
     for level in range(len(bounds) - 2, -1, -1):
         here = order[bounds[level] : bounds[level + 1]]
         saved = (most[here] - spared[here] - once[here]) * reads.length[here]
-        found[here] = np.where(saved * by_token > reads.price[here], saved, 0)
-        np.add.at(spared, above[here], np.where(found[here] > 0, most[here] - once[here], spared[here]))
-    return found
+        shared[here] = saved * by_token > reads.price[here]
+        np.add.at(spared, above[here], np.where(shared[here], most[here] - once[here], spared[here]))
+    return shared
 
 
-def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> Longs:
+def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> NDArray[np.bool_]:
     """The same, node by node: for few nodes, and for deep trees."""
     columns = [of.tolist() for of in (reads.most, reads.once, reads.length, reads.price, above)]
-    found, spared = [0] * len(above), [0] * (len(above) + 1)
+    shared, spared = [False] * len(above), [0] * (len(above) + 1)
     for here, most, once, tokens, price, parent in zip(
         range(len(above) - 1, -1, -1), *(column[::-1] for column in columns), strict=True
     ):
-        saved = (most - spared[here] - once) * tokens
-        found[here] = saved if saved * by_token > price else 0
-        spared[parent] += most - once if found[here] else spared[here]
-    return np.array(found)
+        shared[here] = (most - spared[here] - once) * tokens * by_token > price
+        spared[parent] += most - once if shared[here] else spared[here]
+    return np.array(shared)

@@ -26,20 +26,29 @@ def decide_sharing(snapshot, own, below, shape, cost):
         tiles = 1 if queries * shape.gqa_group <= 8 or not cost.read_by_tiles else -(-queries // rows_per_tile)
         return tiles if queries else 0
 
+    def by_rows(node):
+        """How often own-node rows would read it."""
+        return sum(map(reads, own[node + 1 : snapshot.subtree_end[node]]))
+
+    def tokens_of_list(node):
+        """Its own and those of unshared ancestors, up to a shared one."""
+        above = parent[node]
+        return length[node] + (tokens_of_list(above) if above >= 0 and not shared[above] else 0)
+
     consumers = [0] * len(parent)
-    shared, in_tiles = np.zeros(len(parent), dtype=bool), {}
+    shared = np.zeros(len(parent), dtype=bool)
     for node in range(len(parent) - 1, -1, -1):
         gain = (consumers[node] - reads(below[node])) * length[node] * gain_per_token
         tiles = decode if below[node] * shape.gqa_group <= 8 else -(-below[node] // rows_per_tile) * tile
         price = cost.item + tiles + below[node] * price_per_row
         if below[node] and gain > price:
             shared[node] = True
-            if below[node] * shape.gqa_group > 8:
-                in_tiles[node] = (consumers[node] - reads(below[node])) * length[node]
         if parent[node] >= 0:
             consumers[parent[node]] += (reads(below[node]) if shared[node] else consumers[node]) + reads(own[node])
-    if max(own) * shape.gqa_group <= 8 and sum(in_tiles.values()) * gain_per_token <= cost.tile_path:
-        shared[list(in_tiles)] = False
+    in_tiles = [node for node in np.flatnonzero(shared).tolist() if below[node] * shape.gqa_group > 8]
+    spared = sum((by_rows(node) - reads(below[node])) * tokens_of_list(node) for node in in_tiles)
+    if max(own) * shape.gqa_group <= 8 and spared * gain_per_token <= cost.tile_path:
+        shared[in_tiles] = False
     return shared
 
 

@@ -44,10 +44,10 @@ def decide_paths(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[n
     by_token, by_row = cost.kv_byte * shape.kv_bytes, cost.partial_byte * shape.partial_bytes
     rows_per_tile = max(1, cost.tile_heads // shape.gqa_group)
     shared, demand = np.zeros(snapshot.num_nodes, dtype=bool), dict[int, int]()
-    in_tiles, saved_in_tiles = list[int](), 0
+    in_tiles, heads = list[int](), set[int]()
     for path in reversed(paths_of(snapshot)):
         consumers = consumers_of(snapshot, own, path, demand)
-        best, begin, spared = 0.0, -1, 0
+        best, begin = 0.0, -1
         for at in range(len(path) - 1, -1, -1):
             saved = sum(
                 max(count - 1, 0) * int(snapshot.length[node])
@@ -58,16 +58,24 @@ def decide_paths(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[n
             tiles = cost.decode_item * shape.kv_heads if rows * shape.gqa_group <= 8 else tiles
             gain = saved * by_token - (cost.item + tiles + rows * by_row)
             if gain > best:
-                best, begin, spared = gain, at, saved
+                best, begin = gain, at
         left = consumers[0]
         if begin >= 0:
             end = max(at for at, count in enumerate(consumers) if count > 1)
             shared[path[begin : end + 1]] = True
             left = consumers[0] - consumers[begin] + 1
             if below[path[begin]] * shape.gqa_group > 8:
-                in_tiles, saved_in_tiles = in_tiles + path, saved_in_tiles + spared
+                in_tiles += path[begin : end + 1]
+                heads.add(path[begin])
         demand[path[0]] = left + (own[path[0]] > 0)
-    if max(own) * shape.gqa_group <= 8 and saved_in_tiles * by_token <= cost.tile_path:
+    spared = 0
+    for node in in_tiles:
+        times = sum(own[other] > 0 for other in range(node + 1, snapshot.subtree_end[node])) - 1
+        spared += times * int(snapshot.length[node])
+        above = int(snapshot.parent[node]) if node in heads else -1
+        while above >= 0 and not shared[above]:  # joins the part's list
+            spared, above = spared + times * int(snapshot.length[above]), int(snapshot.parent[above])
+    if max(own) * shape.gqa_group <= 8 and spared * by_token <= cost.tile_path:
         shared[in_tiles] = False
     return shared
 

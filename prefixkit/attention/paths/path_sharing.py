@@ -19,7 +19,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 def share_paths(
     snapshot: TreeSnapshot, most: Longs, length: Ints | Longs, price: NDArray[np.float64], by_token: float
-) -> tuple[NDArray[np.bool_], Longs]:
+) -> NDArray[np.bool_]:
     """Decide path by path, from those that no other hangs on up.
 
     Args:
@@ -30,14 +30,13 @@ def share_paths(
         by_token: What reading a token costs.
 
     Returns:
-        ``[nodes]`` True where the node is shared, and the tokens that are not read again because of a part, at the
-        first of its nodes.
+        ``[nodes]`` True where the node is shared.
     """
-    shared, saved = np.zeros(len(most), dtype=bool), np.zeros(len(most), dtype=np.int64)
+    shared = np.zeros(len(most), dtype=bool)
     paths = _Paths.of(snapshot, path_order(snapshot), most, length, price, by_token)
     paths = None if paths is None else paths.that_may_gain()
     if paths is None:
-        return shared, saved
+        return shared
     is_top, is_node = np.zeros((2, len(most)), dtype=bool)
     is_top[paths.top], is_node[paths.node] = True, True
     level = mark(snapshot.subtree_end, is_top).above[paths.top]
@@ -57,8 +56,7 @@ def share_paths(
         place = paths.place[ranges(paths.first[here], paths.count[here])]
         low, high = place[begin[gains]], place[end[gains]]
         shared[paths.order[ranges(low, high + 1 - low)]] = True
-        saved[paths.order[low]] = some.saved()[begin[gains]]
-    return shared, saved
+    return shared
 
 
 def may_begin(
@@ -141,13 +139,10 @@ class _Paths:
         columns = self.place, self.most - self._from_here(spared), self.length, self.price
         return _Paths(self.order, *columns, self.by_token, self.first, self.count)
 
-    def saved(self) -> Longs:
-        """``[nodes]`` tokens that are not read again because of a shared part that begins with each."""
-        return self._from_here(np.multiply(np.maximum(self.most - 1, 0), self.length, dtype=np.int64))
-
     def net(self) -> NDArray[np.float64]:
         """``[nodes]`` what a shared part gains that begins with each."""
-        gains: NDArray[np.float64] = self.saved() * self.by_token - self.price
+        saved = self._from_here(np.multiply(np.maximum(self.most - 1, 0), self.length, dtype=np.int64))
+        gains: NDArray[np.float64] = saved * self.by_token - self.price
         return gains
 
     def best(self) -> tuple[Longs, NDArray[np.float64]]:

@@ -64,7 +64,6 @@ struct Part {
     u64 saved;
     double net;        // what it gains
     int begin, left;   // the place of its first node, or -1; the consumers that no longer read what is above it
-    u64 spared_by;     // `saved` from that node on
     int last;          // the last place that two consumers read
 };
 
@@ -72,14 +71,14 @@ struct Part {
 DEVICE void extend(Part& x, int place, int node, int most, u64 saved) {
     const double gain = __dmul_rn(double((long long)saved), p.a.gain_per_token);
     const double net = __dadd_rn(gain, -price_of(node));
-    if (net > x.net) x.net = net, x.begin = place, x.left = most - 1, x.spared_by = saved;
+    if (net > x.net) x.net = net, x.begin = place, x.left = most - 1;
     if (most > 1) x.last = max(x.last, place);
 }
 DEVICE u64 unread(int most, int node) { return most > 1 ? u64(most - 1) * u64(at(LENGTH)[node]) : 0; }
 DEVICE int spared_at(int node) { return *(volatile int*)(at(SPARED) + node); }
 
 DEVICE Part part_of_few(int leaf) {
-    Part x = {0, 0, 0.0, -1, 0, 0, -1};
+    Part x = {0, 0, 0.0, -1, 0, -1};
     ROLLED for (int place = path_end(leaf) - 1; place >= path_begin(leaf); --place) {
         const int node = at(ORDER)[place];
         x.spared += spared_at(node);
@@ -92,7 +91,7 @@ DEVICE Part part_of_few(int leaf) {
 
 // The same by a warp.
 DEVICE Part part_of_many(int leaf) {
-    Part x = {0, 0, 0.0, -1, 0, 0, -1};
+    Part x = {0, 0, 0.0, -1, 0, -1};
     ROLLED for (int end = path_end(leaf); end > path_begin(leaf); end -= 32) {
         const int place = end - 1 - lane_of();
         const bool there = place >= path_begin(leaf);
@@ -106,18 +105,14 @@ DEVICE Part part_of_many(int leaf) {
     const double net = warp_reduce(x.net, [](double a, double b) { return a < b ? b : a; });
     const int begin = int(__reduce_max_sync(~0u, x.net == net ? x.begin + 1 : 0)) - 1;
     const u32 owner = __ballot_sync(~0u, x.begin == begin);
-    x.left = __shfl_sync(~0u, x.left, __ffs(owner) - 1), x.spared_by = __shfl_sync(~0u, x.spared_by, __ffs(owner) - 1);
+    x.left = __shfl_sync(~0u, x.left, __ffs(owner) - 1);
     x.net = net, x.begin = begin, x.last = int(__reduce_max_sync(~0u, x.last + 1)) - 1;
     return x;
 }
 
 // Writes down a path's part; returns the path above if all that hang on it are decided, else -1.
-CALLED int decide(int leaf, const Part& x) {
-    int spared = x.spared;
-    if (x.begin >= 0) {
-        at(LOW)[leaf] = x.begin, at(HIGH)[leaf] = x.last, spared += x.left;
-        count_spared(at(ORDER)[x.begin], x.spared_by);
-    }
+CALLED int decide(int leaf, int spared, int begin, int left, int last) {
+    if (begin >= 0) at(LOW)[leaf] = begin, at(HIGH)[leaf] = last, spared += left;
     const int above = at(PARENT)[at(ORDER)[path_begin(leaf)]];
     if (above < 0) return -1;
     atomicAdd(at(SPARED) + above, spared);
@@ -148,21 +143,33 @@ DEVICE void share_by_paths() {
         ROLLED while (true) {
             ROLLED while (leaf >= 0 && path_end(leaf) - path_begin(leaf) <= FEW) {
                 const Part x = part_of_few(leaf);
-                leaf = decide(leaf, x);
+                leaf = decide(leaf, x.spared, x.begin, x.left, x.last);
             }
             const u32 left = __ballot_sync(~0u, leaf >= 0);
             if (!left) break;
             const int owner = __ffs(left) - 1, path = __shfl_sync(~0u, leaf, owner);
             const Part x = part_of_many(path);
-            if (lane_of() == owner) leaf = decide(path, x);
+            if (lane_of() == owner) leaf = decide(path, x.spared, x.begin, x.left, x.last);
             __syncwarp();
         }
     }
     __syncthreads();
-    if (pays_for_tiles()) return;
+    if (p.pays) return;
+    // The first node of a path's part, if its queries take tiles, or -1.
+    const auto head_of = [](int leaf) {
+        const int head = at(HIGH)[leaf] < 0 ? -1 : at(ORDER)[at(LOW)[leaf]];
+        return head < 0 || by_decode(queries_below(head)) ? -1 : head;
+    };
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+        const int leaf = leaf_of(n), times = at(MOST)[n] - 1;
+        if (!is_shared(leaf, at(PLACE)[n]) || head_of(leaf) < 0) continue;
+        count_spared((long long)times * at(LENGTH)[n]);
+        if (n == head_of(leaf)) count_above(n, times, [](int up) { return is_shared(leaf_of(up), at(PLACE)[up]); });
+    }
+    __syncthreads();
+    if (is_enough((long long)p.tokens_spared)) return;
     ROLLED for (int leaf = threadIdx.x; leaf < p.nodes; leaf += THREADS)
-        if (at(HIGH)[leaf] >= 0 && !by_decode(queries_below(at(ORDER)[at(LOW)[leaf]])))
-            at(LOW)[leaf] = NOWHERE, at(HIGH)[leaf] = -1;
+        if (head_of(leaf) >= 0) at(LOW)[leaf] = NOWHERE, at(HIGH)[leaf] = -1;
     __syncthreads();
 }
 

@@ -11,7 +11,7 @@ DEVICE bool count_rows() {
     const auto load = [](int n) {
         const int rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
         at(PARENT)[n] = parent, at(SUBTREE_END)[n] = end, at(LENGTH)[n] = length;
-        if (!by_decode(rows)) p.own_tiles = 1;
+        if (!by_decode(rows)) p.pays = 1;
         return join(rows, p.a.read_by_tiles && !by_paths() ? tiles_of(rows) : rows > 0);
     };
     const u64 total = scan_each(p.nodes, load, [](int n, u64 before) {
@@ -25,19 +25,17 @@ DEVICE bool count_rows() {
 // How often a node is read that is shared.
 DEVICE int reads_once(int n) { return p.a.read_by_tiles ? tiles_of(queries_below(n)) : 1; }
 
-DEVICE long long saved_by(int most, int spared, int n) {
-    return (long long)(most - spared - reads_once(n)) * at(LENGTH)[n];
+CALLED bool gains(int most, int spared, int n) {
+    const long long saved = (long long)(most - spared - reads_once(n)) * at(LENGTH)[n];
+    return __dmul_rn(double(saved), p.a.gain_per_token) > price_of(n);
 }
-CALLED bool gains(long long saved, int n) { return __dmul_rn(double(saved), p.a.gain_per_token) > price_of(n); }
 
 // From a candidate with no others below it up to where others still are.
 DEVICE void climb(int node) {
     while (true) {
         const int most = at(MOST)[node], less = *(volatile int*)(at(SPARED) + node), above = at(NEAR)[node];
-        const long long saved = saved_by(most, less, node);
-        const bool take = gains(saved, node);
+        const bool take = gains(most, less, node);
         at(SHARED)[node] = take;
-        if (take) count_spared(node, saved);
         if (above < 0) return;
         atomicAdd(at(SPARED) + above, take ? most - reads_once(node) : less);
         __threadfence_block();
@@ -51,7 +49,7 @@ DEVICE void share_node_by_node() {
     ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
         const int most = at(UP)[at(SUBTREE_END)[n]] - at(UP)[n + 1];
         at(MOST)[n] = most;
-        at(SHARED)[n] = most > 1 && gains(saved_by(most, 0, n), n) ? 2 : 0;  // 2: a candidate
+        at(SHARED)[n] = most > 1 && gains(most, 0, n) ? 2 : 0;  // 2: a candidate
         at(PENDING)[n] = at(SPARED)[n] = 0;
     }
     __syncthreads();
@@ -72,9 +70,18 @@ DEVICE void share_node_by_node() {
     ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS)
         if (at(UP)[n]) climb(n);
     __syncthreads();
-    if (pays_for_tiles()) return;
+    if (p.pays) return;
+    const auto in_tiles = [](int n) { return at(SHARED)[n] && !by_decode(queries_below(n)); };
+    ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS) {
+        if (!in_tiles(n)) continue;
+        const int times = at(MOST)[n] - reads_once(n);
+        count_spared((long long)times * at(LENGTH)[n]);
+        count_above(n, times, [](int above) { return at(SHARED)[above] != 0; });
+    }
+    __syncthreads();
+    if (is_enough((long long)p.tokens_spared)) return;
     ROLLED for (int n = threadIdx.x; n < p.nodes; n += THREADS)
-        if (!by_decode(queries_below(n))) at(SHARED)[n] = 0;
+        if (in_tiles(n)) at(SHARED)[n] = 0;
     __syncthreads();
 }
 

@@ -73,8 +73,8 @@ struct State {
     int* before_tiles[2];    // the same before the arrays of tiles
     int before_left;
     u64 tokens_spared;       // by what is shared in tiles
+    int pays;                // 1: that, or an own-node row, takes the tile path
     int low;                 // 1: tiles are low
-    int own_tiles;           // 1: own-node rows take tiles too
     int by_paths;
     int nodes, queries, tiles, items, row_segments;
     u64 tokens[2];           // tile, decode
@@ -151,13 +151,19 @@ DEVICE double price_of(int n) {
     return __dadd_rn(item, __dmul_rn(double(rows), p.a.price_per_row));
 }
 
-// What is shared in tiles, whose first node is `n`.
-DEVICE void count_spared(int n, u64 saved) {
-    if (!by_decode(queries_below(n))) atomicAdd(&p.tokens_spared, saved);
+// Counts tokens that a node shared in tiles spares.
+DEVICE void count_spared(long long tokens) {
+    if (tokens > 0) atomicAdd(&p.tokens_spared, u64(tokens));
 }
-// Whether all that spares more than a launch with tile items takes longer, if it would have none otherwise.
-DEVICE bool pays_for_tiles() {
-    return p.own_tiles || __dmul_rn(double((long long)p.tokens_spared), p.a.gain_per_token) > p.a.tile_path;
+DEVICE bool is_enough(long long tokens) { return __dmul_rn(double(tokens), p.a.gain_per_token) > p.a.tile_path; }
+// The same of the tokens above the head of a row that join its list, which `times` rows would read; `is_shared(n)`.
+template <class S> DEVICE void count_above(int head, int times, S is_shared) {
+    long long tokens = 0;
+    ROLLED for (int n = at(PARENT)[head]; n >= 0 && !is_shared(n); n = at(PARENT)[n]) {
+        tokens += (long long)times * at(LENGTH)[n];
+        if (is_enough(tokens)) break;  // more changes nothing
+    }
+    count_spared(tokens);
 }
 
 struct Tile {

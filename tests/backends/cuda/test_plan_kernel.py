@@ -4,6 +4,7 @@ import ctypes
 import shutil
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -127,6 +128,21 @@ def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
         )
         assert_same(arrays, plan, (size, seed))
         assert_same(run(kernel, snapshot, queries, shape, cost, sms, size_of(plan)), plan, (size, seed, "exact room"))
+
+
+def test_few_queries_give_the_specified_plan_bit_by_bit(kernel):
+    """Where all that is shared in tiles is less than their path costs, none of it is."""
+    shape, left_out = HeadShape(8, 1, 128, 2), Counter()
+    for seed in range(24):
+        rng, paths = np.random.default_rng(seed), bool(seed % 2)
+        tree = deep_tree(rng, 30) if paths else StepTree(*random_tree(rng, 12, 900, 1, 0.7))
+        cost = replace(H200, sharing=replace(H200.sharing, tile_path=float(rng.choice([0.05, 1.0]))))
+        case = tree.snapshot, tree.queries, shape, cost, 132
+        plan, sharing = specified(*case, paths=paths), replace(cost, sharing=replace(cost.sharing, tile_path=0.0))
+        assert_same(run(kernel, *case, capacity_for(tree, shape, 132, cost, paths=paths), paths=paths), plan, seed)
+        had_tiles = len(specified(*case[:3], sharing, 132, paths=paths).tile_items) > 0
+        left_out[paths, had_tiles and not len(plan.tile_items)] += had_tiles
+    assert all(left_out[case] for case in product((False, True), repeat=2)), left_out
 
 
 def test_deep_trees_give_the_specified_plan_by_paths_bit_by_bit(kernel):
