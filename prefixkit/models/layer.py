@@ -11,10 +11,11 @@ from torch import Tensor
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.attention.rotation import Angles, angles, rotate
 from prefixkit.attention.step import Step
-from prefixkit.attention.variants import Variant
+from prefixkit.attention.variants import Variant, lookup
 from prefixkit.models.layered_cache import Bias
 from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.variants.layer_scores import register_variant
+from prefixkit.models.variants.masked_plans import mask_of, masked_plan
 from prefixkit.ops.streaming import Rotated, streaming_attention
 from prefixkit.torch_private import mark_dynamic
 
@@ -25,6 +26,18 @@ class TracedStep:
     slots: Tensor
     positions: Tensor
     plans: list[list[Tensor]]
+    masked: list[list[Tensor]]
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, str], LayerPages] = {}
+
+    def place_under_mask(self, layer: LayerPages) -> int | None:
+        """Where ``masked`` has the layer's plan with classes of blocks; None where decode steps have none."""
+        at = layer.plan, mask_of(layer)
+        if lookup(at[1]).hides_by_position:
+            return None
+        self._masks.setdefault(at, layer)
+        return list(self._masks).index(at)
 
     def load(self, step: Step) -> None:
         """Take a step's tensors."""
@@ -33,6 +46,12 @@ class TracedStep:
         for tensor in (self.slots, self.positions, *chain(*self.plans)):
             if len(tensor) > 1:
                 mark_dynamic(tensor, 0)
+        known: dict[tuple[int, str], list[Tensor]] = {}
+        masks, of_steps = self._masks.values(), {id(tensor) for tensor in chain(*self.plans)}
+        self.masked = [masked_plan(step, self.plans[layer.plan], layer, known) for layer in masks]
+        for tensor in chain(*self.masked):
+            if id(tensor) not in of_steps and tensor.numel():  # classes, whose rows have any length
+                mark_dynamic(tensor, [0, 1])
 
 
 class Layer:
@@ -71,7 +90,7 @@ class Layer:
         ``window`` is not looked at: some models tell their attention functions of another than their masks have.
         """
         keys = self.variants(cap, sinks is not None, None if bias is None else bias())
-        positions, plan = self.step.positions, self.plan_under(keys[0], query.shape[1])
+        positions, plan = self.step.positions, self.plan_under_mask
         q, logits = self.asked(query, positions), None if sinks is None else sinks.to(query.dtype)
         if self.own.sinks is None:
             out, _ = torch.ops.prefixkit.tree_attention(q, *self.own.pages, positions, plan, scale, *keys, logits)
@@ -80,8 +99,9 @@ class Layer:
             out, _ = streaming_attention(near, far, self.own.pages, scale, logits)
         return self.finished(out)
 
-    def plan_under(self, variant: str, heads: int) -> list[Tensor]:
-        """The plan, with what is known of its blocks under the variant's mask."""
+    @property
+    def plan_under_mask(self) -> list[Tensor]:
+        """The plan, with what is known of its blocks under the masks of the layer's kind."""
         return self.plan
 
     @property

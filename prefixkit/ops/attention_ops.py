@@ -121,5 +121,5 @@ def plan_under_mask(
     classes = torch.ops.prefixkit.classify_blocks(q_positions, plan, heads, page_size, variant)
     if not classes.numel():
         return list(plan)
-    sequences = plan[_KERNEL_PLAN] if len(plan) > _KERNEL_PLAN else q_positions[:0]
+    sequences = plan[_KERNEL_PLAN] if len(plan) > _KERNEL_PLAN else q_positions.new_empty(0)
     return [*plan[:_KERNEL_PLAN], sequences, classes, *plan[_KERNEL_PLAN + 2 :]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,36 @@ def test_a_captured_tensor_that_changes_in_place_changes_what_a_session_samples(
             ours, stock = errors(model, variant, result)
             assert ours <= 1.5 * stock, (ours, stock)
             bias.neg_()
+
+
+def launches(work: Callable[[], Any]) -> Counter[str]:
+    """How often each of our kernels is launched."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    names = ("classify_blocks", "tree_attention")
+    return Counter(name for event in profile.events() for name in names if name in event.name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_share_one_classification_of_blocks_in_each_step_of_a_graph(compiled: bool) -> None:
+    """Documents are in a captured tensor, so that ranges of positions do not say what is hidden."""
+    model, variant = model_of(128, torch.bfloat16), documents()
+    patched = prefixkit.patch(copy.deepcopy(model), variant=variant)
+    layers = len(patched.model.layers)
+    with prefixkit.Session(patched, compiled=compiled) as session:
+        session.generate(prompts(21), **GREEDY)  # compiles and captures
+        samples = list[Any]()
+        count = launches(lambda: samples.extend(session.generate(prompts(21), **GREEDY)))
+        assert count["classify_blocks"] >= GREEDY["max_new_tokens"] - 1
+        assert count["tree_attention"] == layers * count["classify_blocks"]
+        ours, stock = errors(model, variant, samples)
+        assert ours <= 1.5 * stock, (ours, stock)
+
+
+def test_decode_steps_classify_no_blocks_under_a_window() -> None:
+    patched = prefixkit.patch(model_of(128, torch.bfloat16), variant=sliding_window(200))
+    with prefixkit.Session(patched) as session:
+        session.generate(prompts(21), **GREEDY)
+        count = launches(lambda: session.generate(prompts(22), **GREEDY))
+    assert count["classify_blocks"] < GREEDY["max_new_tokens"] / 4 < count["tree_attention"]

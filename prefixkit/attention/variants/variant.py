@@ -157,6 +157,12 @@ class Variant:
         )
 
     @cached_property
+    def hides_by_position(self) -> bool:
+        """Whether its masks depend on positions and numbers alone, which kernels look at for whole blocks at once."""
+        masks = [mod.expression for mod in self.mask_mods]
+        return all(each is not None and not (each.tensors or each.reads("b") or each.reads("h")) for each in masks)
+
+    @cached_property
     def captured(self) -> tuple[Captured, ...]:
         """The tensors that its functions capture."""
         return tuple(each for mod in self.mods if mod.expression is not None for each in mod.expression.tensors)

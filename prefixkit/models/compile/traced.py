@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from prefixkit.attention.variants import Variant, lookup, register
 from prefixkit.attention.visible import Visible
@@ -19,8 +20,15 @@ class TracedLayer(Layer):
         super().__init__(own, step)
         # Strings: torch makes no constants of other objects.
         self.users = (None,) if own.kind.variant is None else tuple(map(register, own.kind.variant.parts))
+        self._masked = step.place_under_mask(own)
         for pages in own.pages:  # graphs are made for pools of any size
             mark_dynamic(pages, [0, 1])
+
+    @property
+    def plan_under_mask(self) -> list[Tensor]:
+        """The same, which :class:`TracedStep` makes before any layer runs."""
+        assert isinstance(self.step, TracedStep), "as it was made"
+        return self.plan if self._masked is None else self.step.masked[self._masked]
 
     def variants(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> tuple[str, ...]:
         """The same, as constants of the graph; classes with a bias are not compiled."""

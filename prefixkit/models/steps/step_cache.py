@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from prefixkit.attention.rotation import Angles
 from prefixkit.attention.step import Step
-from prefixkit.attention.variants import lookup
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
@@ -149,7 +148,7 @@ class StepCache(LayeredCache):
         """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
         if step is None or self._step is step:
             self._step = self.given_positions = None
-            self.blocks, self.equal_blocks, self.turned = {}, {}, {}
+            self.blocks, self.equal_blocks, self.masked_plans, self.turned = {}, {}, {}, {}
 
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
@@ -241,11 +240,10 @@ class CacheLayer(PlainLayer):
         self.cache.attended[self.place] += 1
         return out
 
-    def plan_under(self, variant: str, heads: int) -> list[Tensor]:
+    @property
+    def plan_under_mask(self) -> list[Tensor]:
         """The same, see :func:`masked_plan`."""
-        if not lookup(variant).mask_mods:
-            return self.plan
-        return masked_plan(self.cache.step, self.plan, self.own, variant, heads, self.cache.masked_plans)
+        return masked_plan(self.cache.step, self.plan, self.own, self.cache.masked_plans)
 
     def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
         """The same, made once in a step for all layers that turn alike."""

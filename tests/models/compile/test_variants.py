@@ -52,12 +52,15 @@ def test_layers_of_other_variants_have_graphs_of_their_own(dynamo, tiny, drive, 
     assert runner.compiled.graphs == 2
 
 
-@pytest.mark.parametrize("name", ["positions in the cache", "transforms"])
+@pytest.mark.parametrize("name", ["positions in the cache", "transforms", "documents"])
 def test_layers_that_transform_rows_or_attend_twice_are_compiled_too(name, dynamo, tiny, drive, rng):
     gate = torch.linspace(0.5, 1.5, 24)
     variant = streaming_llm(2, 7)
     if name == "transforms":
         variant = prefixkit.variant(query=lambda x, positions: x * gate, output=lambda x, positions: x * gate.mean())
+    if name == "documents":
+        number = torch.arange(64) // 5
+        variant = prefixkit.variant(mask_mod=lambda b, h, q, kv: (number[q] == number[kv]) & (kv <= q))
     run = drive(tiny(), variant=variant)
     sequences = [run.tree.insert(rng.integers(3, 128, 12).tolist()) for _ in range(2)]
     run.run()

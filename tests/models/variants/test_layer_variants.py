@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, DynamicCache
 
 import prefixkit
@@ -255,3 +256,54 @@ def test_a_call_that_would_leave_the_variant_out_is_refused(tiny):
         model.model(ids)
     with torch.no_grad():
         model(ids, past_key_values=TreeCache(model))
+
+
+# -- what is known of blocks -------------------------------------------------------------------------------------------
+
+
+class Classified(TorchDispatchMode):
+    """Counts how often blocks are classified."""
+
+    times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times += func is torch.ops.prefixkit.classify_blocks.default
+        return func(*args, **(kwargs or {}))
+
+
+def classified(run, **options):
+    step = run.step(**options)
+    with Classified() as counted:
+        run.runner(step)
+    run.tree.mark_computed([node for node, _, _ in run.runs], [end for _, _, end in run.runs])
+    return counted.times
+
+
+@pytest.mark.parametrize(
+    ("variant", "prompt", "decode"),
+    [
+        (in_documents(6), 1, 1),
+        (compose(CAP, in_documents(6), sliding_window(5)), 1, 1),
+        (prefixkit.variant(mask_mod=lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 2) == 0)), 1, 1),
+        (sliding_window(5), 1, 0),
+        (prefixkit.variant(mask_mod=lambda b, h, q, kv: (kv <= q) & (q // 7 - kv // 7 < 2)), 1, 0),
+        (ALIBI, 0, 0),
+    ],
+    ids=["documents", "composed", "by head", "window", "chunks", "no mask"],
+)
+def test_layers_of_a_kind_share_one_classification_in_a_step(variant, prompt, decode, tiny, drive, rng):
+    """Decode steps have none where ranges of positions decide what is hidden."""
+    run = drive(tiny("llama", num_hidden_layers=3), variant=variant)
+    sequences = [run.tree.insert(text) for text in texts_of(rng)[:1]]
+    assert classified(run, logit_rows=[-1 + len(sequences[0].tokens())]) == prompt
+    run.tree.extend_each(sequences, [5])
+    assert classified(run) == decode
+
+
+def test_layers_with_windows_of_their_own_are_classified_apart(tiny, drive, rng):
+    layers = ["sliding_attention", "full_attention"] * 2
+    run = drive(tiny("gemma2", num_hidden_layers=4, layer_types=layers), variant=in_documents(6))
+    sequence = run.tree.insert(texts_of(rng)[0])
+    run.run()
+    run.tree.extend_each([sequence], [5])
+    assert classified(run) == 2, "of four layers, two of each kind"
