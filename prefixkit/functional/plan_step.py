@@ -130,8 +130,11 @@ def _check_held(sequences: Sequence[TreeSequence], begin: NDArray[np.int64]) -> 
 
 
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
-    """The step's plan with classes of blocks, which all layers share; None for decode steps, where they pay little."""
-    if not attention.variant.mask_mods or step.num_rows == len(step.logit_rows):
+    """The step's plan with classes of blocks, which all layers share; None for decode steps where ranges of positions
+    tell what is hidden (see ``models/variants/masked_plans.py``).
+    """
+    decodes, variant = step.num_rows == len(step.logit_rows), attention.variant
+    if not variant.mask_mods or (variant.hides_by_position and decodes):
         return None
     k_pages, v_pages = attention.pool.pages(0)
     _, page_size, kv_heads, head_dim = k_pages.shape

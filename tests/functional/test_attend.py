@@ -17,6 +17,7 @@ from prefixkit.attention.variants import Variant, attention_sinks, sliding_windo
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.tree import OutOfPages
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, VOCAB, Errors, OwnModel, pool_of, torch_attention
+from tests.op_calls import Calls
 
 DTYPES = (torch.float32, torch.bfloat16)
 PADS = (0, 0, 0, 1), (0, 0, 0, 1), (0, 1)  # one more token
@@ -342,3 +343,19 @@ def test_layers_of_a_pool_must_be_alike() -> None:
         prefixkit.TreeAttention(KVPool(KVSpec(((small, small), (large, large))), 4), HEADS)
     with pytest.raises(ValueError, match="K and V of the same heads"):
         prefixkit.TreeAttention(KVPool(KVSpec(((small,),)), 4), HEADS)
+
+
+@pytest.mark.parametrize(("name", "decode"), [("documents", 1), ("window", 0)])
+def test_blocks_are_classified_where_positions_do_not_decide_what_is_hidden(name: str, decode: int) -> None:
+    """Once for all layers, when a step is planned: in prompts under any mask."""
+    number = torch.arange(64) // 5
+    documents = prefixkit.variant(mask_mod=lambda b, h, q, kv: (number[q] == number[kv]) & (kv <= q))
+    pool = pool_of(torch.float32, 4)
+    attention = prefixkit.TreeAttention(pool, HEADS, documents if name == "documents" else sliding_window(7))
+    tree, sequences = prefixkit.tree_from_tokens(pool, [[1, 2, 3, 4, 5], [1, 2, 3, 9]])
+    for expected in (1, decode):
+        with Calls(torch.ops.prefixkit.classify_blocks.default) as calls:
+            step = prefixkit.plan(attention, tree, sequences)
+        assert calls.times == expected
+        prefixkit.commit(step)
+        tree.extend_each(sequences, [7, 8])

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, DynamicCache
 
 import prefixkit
@@ -17,6 +16,7 @@ from prefixkit.models.variants.layer_variants import LAYER_VARIANT
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.states.hybrids import make_hybrid
 from tests.models.variant_oracle import whole_pass, with_additive_mask
+from tests.op_calls import Calls
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 ALIBI = alibi(SLOPES)
@@ -261,19 +261,9 @@ def test_a_call_that_would_leave_the_variant_out_is_refused(tiny):
 # -- what is known of blocks -------------------------------------------------------------------------------------------
 
 
-class Classified(TorchDispatchMode):
-    """Counts how often blocks are classified."""
-
-    times = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.times += func is torch.ops.prefixkit.classify_blocks.default
-        return func(*args, **(kwargs or {}))
-
-
 def classified(run, **options):
     step = run.step(**options)
-    with Classified() as counted:
+    with Calls(torch.ops.prefixkit.classify_blocks.default) as counted:
         run.runner(step)
     run.tree.mark_computed([node for node, _, _ in run.runs], [end for _, _, end in run.runs])
     return counted.times
