@@ -87,7 +87,7 @@ def test_attention_is_the_same_bit_by_bit_while_a_tree_grows_and_changes(planner
     assert there.plans_made == host.plans_made < 40
 
 
-@pytest.mark.parametrize("name", ["spine p100 d60 t1 s5", "spine p300 d40 t1-9 s1-40", "search p300 n300 t1-30"])
+@pytest.mark.parametrize("name", ["spine p300 d100 t1 s5", "spine p600 d60 t1-9 s1-40", "search p300 n300 t1-30"])
 def test_attention_over_a_deep_tree_is_the_same_bit_by_bit_in_steps_and_in_graphs_buffers(planners, name):
     """Planned by numpy, by the GPU for one step, and in the static buffers of a graph, behind whose nodes runs lie."""
     there, host = planners

@@ -1,10 +1,10 @@
 // The tensor-core tile path's loads on Hopper: one producer warp fills a ring of K in shared memory, one a ring of V.
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
-// tiling     a group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane; of K also
-//            where the segment lacks rows of it, for their scores are replaced.  Of V the rows that there are are loaded
-//            then, four at a time and the last ones alone, and the producer clears the others: 0 * NaN is NaN.  Latents
-//            are K and V, with too many columns for that: the consumers clear the rows without a token.
+// tiling     a group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane.  Where the
+//            segment has only some rows of a group, K is loaded whole too, because scores of the others are replaced.
+//            Of V only these rows are loaded, four at a time and the rest one by one, and the producer clears the
+//            others: 0 * NaN is NaN.  Latents are K and V at once: the consumers clear the rows without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"

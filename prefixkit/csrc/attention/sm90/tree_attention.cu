@@ -89,9 +89,10 @@ DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
 }
 
 // Where roles begin: a launch first fetches its code, each line from the L2, and a role's lies far from the entry.  So
-// warps go there before they wait for barriers and for the launch ahead, and read counts there.
+// warps go there before they wait for barriers and for the launch ahead, and read counts there.  (Warps meet at several
+// places, which __syncthreads does not allow.)
 DEVICE void begin_role() {
-    __syncthreads();
+    named_barrier<2, THREADS>();
     pdl_wait();
 }
 
