@@ -98,7 +98,7 @@ H200_COST = CostModel(
     partial_byte=2.4e-7,
     tile_item=0.022,
     decode_item=0.003,
-    tile_path=1.8,
+    tile_path=1.0,
     read_by_tiles=1,
 )
 H200 = GpuCost(
