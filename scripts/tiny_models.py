@@ -198,12 +198,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "zamba2": {"rotation and adapters": _ADAPTERS},
 }
 _SCALE = "llama_4_scaling_beta"  # of rotary embeddings that scale queries beyond their original positions
-PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # the part of the config that the class takes
+# The type of config that a class takes, where it is part of the model's, which an encoder's would have to be given for.
+PARTS = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 
 
 def variants(model_type: str) -> dict[str, dict[str, Any]]:
     """Arguments of :func:`tiny_config` that together show what models of a type may do, by what each shows."""
     found: dict[str, dict[str, Any]] = {"windows": {}, "no windows": {"windows": False}, **VARIANTS.get(model_type, {})}
+    model_type = PARTS.get(model_type, model_type)
     default = CONFIG_MAPPING[model_type]
     config = _default(default, EXCEPTIONS.get(model_type, {}))
     for name, field, values in _FEATURES:
@@ -224,12 +226,13 @@ def _where(config: PreTrainedConfig, knows: Callable[[dict[str, Any]], bool], va
 
 def tiny_config(model_type: str, windows: bool = True, **overrides: Any) -> PreTrainedConfig:
     """A config of a few thousand weights, with local attention in short windows or with none."""
+    model_type = PARTS.get(model_type, model_type)
     default = CONFIG_MAPPING[model_type]
     own = EXCEPTIONS.get(model_type, {})
-    config = default(**_merged(_merged(_tiny(_default(default, own), windows), own), overrides))
+    config: PreTrainedConfig = default(**_merged(_merged(_tiny(_default(default, own), windows), own), overrides))
     if model_type == "gemma3n":
         vars(config)["vision_config"] = _without_timm(config.vision_config)  # the field itself takes one class alone
-    return getattr(config, PARTS[model_type]) if model_type in PARTS else config
+    return config
 
 
 def _without_timm(config: PreTrainedConfig) -> PreTrainedConfig:

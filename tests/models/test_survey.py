@@ -52,6 +52,7 @@ def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch
         ("gemma3n_text", {"num_kv_shared_layers": {0, 2}}),
         ("gemma4_text", {"num_kv_shared_layers": {0, 2}, "attention_k_eq_v": {False, True}}),
         ("llama4_text", {"attention_chunk_size": {7, 64, 8192}, "floor_scale": {4, 8192}}),
+        ("musicgen_melody", {"num_codebooks": {1}, "model_type": {"musicgen_melody_decoder"}}),
     ],
 )
 def test_tiny_configs_show_what_a_model_type_can_do(model_type, shown):
