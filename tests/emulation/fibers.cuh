@@ -155,10 +155,10 @@ template <class T> static inline T __shfl_xor_sync(unsigned lanes, T value, int 
 template <class T> static inline T __shfl_sync(unsigned mask, T value, int lane) {
     return emulation::unpack<T>(emulation::exchange(emulation::pack(value), mask)[lane & 31]);
 }
-static inline unsigned __ballot_sync(unsigned, bool value) {
-    const uint64_t* all = emulation::exchange(value);
+static inline unsigned __ballot_sync(unsigned mask, bool value) {
+    const uint64_t* all = emulation::exchange(value, mask);
     unsigned bits = 0;
-    for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane]) << lane;
+    for (int lane = 0; lane < 32; ++lane) bits |= (mask >> lane & 1 ? unsigned(all[lane]) : 0) << lane;
     return bits;
 }
 template <class T, class V> static inline T atomicAdd(T* to, V value) {
