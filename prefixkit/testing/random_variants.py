@@ -83,7 +83,8 @@ class _Maker:
         )
 
     def _leaf(self) -> Function:
-        number, table = self.values.randint(-40, 40), self.table
+        number = self.values.choice((1, -1)) * self.values.randint(1, 40)  # kv <= q + 0 is causal, another code
+        table = self.table
         return self.shape.choice(
             [
                 lambda b, h, q, kv: q,
