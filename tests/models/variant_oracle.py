@@ -4,8 +4,8 @@ transformers runs it with an attention function that applies the variant to all 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,18 +27,31 @@ def whole_pass(
 
     Where it looks ahead, the first ``text`` tokens see one another as its mask says, those after them none later.
     """
-    other = copy.deepcopy(model)
-    for module in other.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = NAME
-        number = getattr(module, "layer_idx", None)
-        own = variant if isinstance(variant, Variant) else variant.get(number)
-        if number is not None and own is not None:
-            module.__dict__[_VARIANT] = own
-            module.__dict__[_TEXT] = len(tokens) if text is None else text
-    with torch.no_grad():
-        logits: Tensor = other(torch.tensor([list(tokens)], device=other.device)).logits[0]
+    with _running(model, variant, len(tokens) if text is None else text), torch.no_grad():
+        logits: Tensor = model(torch.tensor([list(tokens)], device=model.device)).logits[0]
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@contextmanager
+def _running(model: nn.Module, variant: Variant | Mapping[int, Variant], text: int) -> Iterator[None]:
+    """The model as it is, but for its attention function: it is not copied, which would take half of a pass."""
+    layers, configs = list[nn.Module](), dict[int, tuple[Any, str]]()
+    try:
+        for module in model.modules():
+            if hasattr(module, "config") and id(module.config) not in configs:
+                configs[id(module.config)] = module.config, module.config._attn_implementation
+                module.config._attn_implementation = NAME
+            number = getattr(module, "layer_idx", None)
+            own = variant if isinstance(variant, Variant) else variant.get(number)
+            if number is not None and own is not None:
+                layers.append(module)
+                module.__dict__[_VARIANT], module.__dict__[_TEXT] = own, text
+        yield
+    finally:
+        for module in layers:
+            del module.__dict__[_VARIANT], module.__dict__[_TEXT]
+        for config, name in configs.values():
+            config._attn_implementation = name
 
 
 def with_additive_mask(model: nn.Module, tokens: Sequence[int], bias: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

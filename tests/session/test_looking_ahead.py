@@ -55,7 +55,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain() -> Any:
     return tiny_llama()
 
