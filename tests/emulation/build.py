@@ -13,7 +13,7 @@ from prefixkit.cuda.nvrtc import CSRC
 HERE = Path(__file__).parent
 Headers = tuple[tuple[str, str], ...]
 OPTIONS = (
-    *("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"),
+    *("-std=c++17", "-Og", "-ffp-contract=off", "-shared", "-fPIC", "-w"),
     "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
     "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
 )
