@@ -6,6 +6,8 @@ literals become scalars, tensors that it captures are read by their indices: nei
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import operator
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ SCORE_MOD, MASK_MOD = ARGUMENTS, ARGUMENTS[1:]
 _TYPES = {name: Type.FLOAT if name == "score" else Type.INT for name in ARGUMENTS}
 _FILLED = {"ones": 1, "zeros": 0}
 _TORCH = str(Path(torch.__file__).parent)
+Line = tuple[str, int]  # a file, and the number of a line
 
 
 class UntraceableVariant(ValueError):
@@ -54,11 +57,15 @@ class _Tracer(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: dict[fx.Node, str] = {}
+        self.lines: dict[fx.Node, Line] = {}
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        self.lines[node] = _own_line(traceback.extract_stack())
+        frame = inspect.currentframe()
+        while frame is not None and not _is_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            self.lines[node] = frame.f_code.co_filename, frame.f_lineno
         return node
 
 
@@ -92,14 +99,14 @@ class _Builder:
         self._scalars: list[bool | int | float] = []
         self._tensors: list[Captured] = []
         self._known: dict[fx.Node, Any] = {}
-        self._line = ""
+        self._line: Line | None = None
         self._returned = -1
 
     def expression(self) -> Expression:
         return closed(self._nodes, self._returned, self._scalars, self._tensors)
 
     def visit(self, node: fx.Node) -> None:
-        self._line = self._tracer.lines.get(node, "")
+        self._line = self._tracer.lines.get(node)
         if node.op == "placeholder":
             name = next(self._arguments)
             self._known[node] = self._new("argument", (), _TYPES[name], ARGUMENTS.index(name))
@@ -301,9 +308,9 @@ _SPECIAL: dict[str, _Special] = {
 }
 
 
-def _refuse(function: object, reason: str, line: str) -> NoReturn:
+def _refuse(function: object, reason: str, line: Line | None) -> NoReturn:
     name = getattr(function, "__name__", type(function).__name__)
-    at = f" at {line}" if line else ""
+    at = "" if line is None else f" at {line[0]}:{line[1]}: {linecache.getline(*line).strip()}"
     raise UntraceableVariant(
         f"{name}: {reason}{at}. Write it with arithmetic, comparisons, torch.where and indices of captured tensors; or "
         "pass traced=False, which runs the variant in plain torch"
@@ -316,14 +323,12 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _line_of(error: Exception) -> str:
-    """Where in a caller's code an exception came from."""
-    return _own_line(traceback.extract_tb(error.__traceback__))
+def _line_of(error: Exception) -> Line | None:
+    """Where in a caller's code an exception came from: the innermost of its lines there."""
+    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((line for line in reversed(frames) if _is_own(line[0])), None)
 
 
-def _own_line(frames: traceback.StackSummary) -> str:
-    """``file:line: text`` of the innermost frame that is neither torch's nor this file's."""
-    for frame in reversed(frames):
-        if frame.filename != __file__ and not frame.filename.startswith(_TORCH):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+def _is_own(file: str) -> bool:
+    """Whether a file is a caller's: neither torch's nor this one."""
+    return file != __file__ and not file.startswith(_TORCH)
