@@ -216,17 +216,14 @@ class TestDemo:
         assert "apt-get install bubblewrap" in line
         assert "4 candidate programs in" in shown and "identical to the unpatched model's" in shown
 
-    def test_says_so_when_tokens_differ(self, tmp_path, monkeypatch):
+    def test_says_so_when_tokens_differ_and_leaves_the_samples_where_the_environment_says(self, tmp_path, monkeypatch):
         def other(model, ids, **options):
             return torch.cat((ids, torch.zeros(1, 2, dtype=torch.int64)), 1)
 
         monkeypatch.setattr(LlamaForCausalLM, "generate", other)
-        result = run("demo", "--run", tmp_path / "demo", "-n", 1, "--max-new-tokens", 2, code=1)
-        assert "HumanEval/22: greedy gives" in result.stderr
-
-    def test_its_folder_can_be_set_from_outside(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PREFIXKIT_DEMO_RUN", str(tmp_path / "elsewhere"))
-        run("demo", "-n", 1, "--max-new-tokens", 2)
+        result = run("demo", "-n", 1, "--max-new-tokens", 2, code=1)
+        assert "HumanEval/22: greedy gives" in result.stderr
         assert len(list(RunFolder(tmp_path / "elsewhere").samples())) == 4
 
 
