@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forests", type=int, default=240, help="random forests in tests/attention/test_forests.py")
+    parser.addoption("--forests", type=int, default=160, help="random forests in tests/attention/test_forests.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

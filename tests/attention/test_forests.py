@@ -93,13 +93,13 @@ def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_
     """By the program for a CPU, with its costs and others; the first forests by the program for a GPU too."""
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
     on_cpu, on_gpu = Errors(), Errors()
-    for seed in range(max(share, 15)):
+    for seed in range(max(share, 12)):
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
         case = random_case(rng, dtype)
         plan, chosen = random_plan(rng, case), random_variant(rng, variant, case.q.shape[1])
         truth = Truth.of(case, chosen)
         on_cpu.add(seed, truth, *RUNS[seed % len(RUNS)](case, plan, chosen))
-        if seed < 12:
+        if seed < 8:
             on_gpu.add(seed, truth, *as_on_a_gpu(case, plan, chosen))
     on_cpu.check(), on_gpu.check()
 
