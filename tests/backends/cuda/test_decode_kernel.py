@@ -81,7 +81,7 @@ def test_sinks_join_the_rows_that_an_item_finishes(built):
 def test_plans_of_visible_ranges(built, variant):
     """Segments that begin inside nodes, and shared nodes that some queries do not see."""
     run = built(64, variant)
-    for seed in range(4):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         snapshot, pages = make_snapshot(rng, [-1, 0, 0, 2, 2, 0], rng.integers(1, 60, 6).tolist(), 16)
         case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
@@ -102,7 +102,7 @@ def test_the_parts_of_attention_at_positions_in_the_cache(built, sinks, size, pa
         variant(mask_mod=lambda b, h, q, kv: (kv <= q) & (kv >= sinks) & (q - kv < window)),
         variant(mask_mod=lambda b, h, q, kv: (kv <= q) & (kv < sinks)),
     )[part]
-    for seed in range(4):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         snapshot, pages = make_snapshot(rng, [-1, 0, 0, 2, 2, 0], rng.integers(1, 60, 6).tolist(), 16)
         case = random_case(rng, snapshot, pages, random_queries(rng, snapshot), 6, 3, 64, spread=1.0)
@@ -141,7 +141,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_hidden_blocks_are_not_read(built, mask):
     run, of = built(64, MASKS[mask]), MASKS[mask]
-    for seed in range(6):
+    for seed in range(4):  # each length of nodes, with classes of blocks and without
         rng = np.random.default_rng(seed)
         parents = random_parents(rng, int(rng.integers(1, 12)))
         lengths = rng.integers(0, [20, 90, 200][seed % 3], len(parents))
@@ -244,7 +244,8 @@ def test_pages_in_e4m3(built, dim, heads, variant):
         case.q.mul_(2.0 ** torch.from_numpy(rng.choice([-24, 0, 0, 4, 18], (len(case.q), heads[0], 1))))
         if variant is CAUSAL:
             check(run, case, stages=3, blocks=1 + seed % 3)
-        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant, classes=variant.mods and seed == 0)
+            continue
+        out, lse = attend(run, case, stages=3, blocks=1 + seed % 3, variant=variant, classes=seed == 0)
         where = case.snapshot, case.row_node, case.positions.numpy()
         exact = reference_attention(
             *where, case.q, case.k_pages.bfloat16(), case.v_pages.bfloat16(), case.scale, variant

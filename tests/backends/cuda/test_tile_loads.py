@@ -71,7 +71,7 @@ def test_segments_before_a_window_have_no_kv_tiles(tmp_path: Path) -> None:
     chains, nodes = 6, 8
     parents = [chain * nodes + at - 1 if at else -1 for chain in range(chains) for at in range(nodes)]
     last = np.arange(nodes - 1, chains * nodes, nodes, dtype=np.int32)
-    for _ in range(24):  # each list is of the nodes of a chain, of one query each
+    for _ in range(12):  # each list is of the nodes of a chain, of one query each
         snapshot, pages = make_snapshot(rng, parents, rng.integers(3, 30, len(parents)).tolist(), 16)
         queries = Queries(last, snapshot.length[last] - 1, snapshot.length[last])
         case = random_case(rng, snapshot, pages, queries, 4, 1, 64, spread=0.5)
