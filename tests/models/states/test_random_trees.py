@@ -35,7 +35,7 @@ from tests.models.states.hybrids import assert_logprobs, by_pass, make_hybrid
 from tests.tree.model import assert_snapshot_is_fresh, path
 
 RUNS = int(os.environ.get("PREFIXKIT_SOAK_RUNS", "2"))
-STEPS = int(os.environ.get("PREFIXKIT_SOAK_STEPS", "20"))
+STEPS = int(os.environ.get("PREFIXKIT_SOAK_STEPS", "14"))
 # Nemotron-H's own code rounds time steps up in passes over several tokens alone, so its states depend on the passes.
 KINDS = ["lfm2", "jamba", "mamba2", *(["qwen3_next", "mamba"] if RUNS > 20 else [])]
 
