@@ -129,7 +129,7 @@ WRONG = {
     "heads": (15, lambda _: (6, 4, 64, 2, 64), ValueError, "heads must be query heads, KV heads"),
     "group": (15, lambda _: (200, 1, 64, 2, 64), ValueError, "a tile must hold a GQA group of 200 heads"),
     "seen": (18, lambda _: (0, -1, 0), ValueError, "seen must be a window, a chunk and a first position"),
-    "cost": (17, lambda x: x[1:], ValueError, "cost must be the 23 numbers of a GpuCost, got 22"),
+    "cost": (17, lambda x: x[1:], ValueError, "cost must be the 24 numbers of a GpuCost, got 23"),
 }
 
 

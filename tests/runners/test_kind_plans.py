@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,11 +23,12 @@ from prefixkit.testing.forests import make_snapshot
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 
 CPU, SHAPE = torch.device("cpu"), HeadShape(8, 2, 64, 2)
+COST = replace(H200, sharing=replace(H200.sharing, tile_path=0.0))  # that small trees are shared
 
 
 def graph_plans(visible: Visible, tree: StepTree, spare: int = 0) -> tuple[DecodeTree, KindPlans]:
     """The static buffers of a graph for a tree and its like, with ``spare`` pages and items."""
-    planner = CudaPlanner(SHAPE, H200, 4, lambda *given: plan_on_gpu(SHAPE, H200, 4, *given), visible)
+    planner = CudaPlanner(SHAPE, COST, 4, lambda *given: plan_on_gpu(SHAPE, COST, 4, *given), visible)
     need = DecodeCapacity.of(tree)
     need = need._replace(pages=need.pages + spare)
     nodes = DecodeTree(need, tree.snapshot.page_size, CPU)

@@ -29,6 +29,7 @@ class LayerPages:
         frequencies: ``[pairs]`` float32 by which its queries turn; None where they do not.
         heads: How many of what size a token has in each of ``pages``.
         plain: See :class:`LayerKind`.
+        masked: Whether a window, a chunk or a variant's masks may hide KV that it reads.
     """
 
     index: int
@@ -43,10 +44,14 @@ class LayerPages:
     frequencies: Tensor | None = None
     heads: tuple[tuple[int, int], ...] = field(init=False)  # every step asks for these
     plain: bool = field(init=False)
+    masked: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", tuple((pages.shape[2], pages.shape[3]) for pages in self.pages))
         object.__setattr__(self, "plain", self.kind.plain)
+        visible, variant = self.kind.visible, self.kind.variant
+        by_range = visible.window is not None or visible.chunk is not None
+        object.__setattr__(self, "masked", by_range or (variant is not None and bool(variant.parts[0].mask_mods)))
 
 
 def layer_pages(

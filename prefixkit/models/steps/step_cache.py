@@ -243,7 +243,8 @@ class CacheLayer(PlainLayer):
     @property
     def plan_under_mask(self) -> list[Tensor]:
         """The same, see :func:`masked_plan`."""
-        return masked_plan(self.cache.step, self.plan, self.own, self.cache.masked_plans)
+        plan = self.plan
+        return masked_plan(self.cache.step, plan, self.own, self.cache.masked_plans) if self.own.masked else plan
 
     def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
         """The same, made once in a step for all layers that turn alike."""
