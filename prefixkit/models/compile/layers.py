@@ -38,10 +38,10 @@ from prefixkit.models.compile.residuals import with_residuals
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.layer import TracedStep
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.steps.step_cache import CacheLayer, StepCache
+from prefixkit.models.steps.traced_step import TracedStep
 from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
 from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from prefixkit.attention.variants import Variant, lookup, register
 from prefixkit.attention.visible import Visible
-from prefixkit.models.layer import Layer, TracedStep
+from prefixkit.models.layer import Layer
 from prefixkit.models.steps.layer_pages import LayerPages
+from prefixkit.models.steps.traced_step import TracedStep
 from prefixkit.models.variants.layer_scores import register_variant
 from prefixkit.torch_private import mark_dynamic
 
