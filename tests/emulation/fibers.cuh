@@ -56,6 +56,9 @@ inline bool begun[BLOCKS * THREADS], done[BLOCKS * THREADS];
 inline int current, blocks;
 inline Meeting warps[BLOCKS * THREADS / LANES], halves[BLOCKS * THREADS / LANES][2], block_meetings[BLOCKS], cluster;
 inline void (*body)();
+// What a fiber waits for others to change; the scheduler passes over it until they have.
+inline const unsigned* awaited[BLOCKS * THREADS];
+inline unsigned seen[BLOCKS * THREADS];
 
 inline void give_way() {
     if (_setjmp(left_at[current]) == 0) _longjmp(scheduler, 1);
@@ -71,7 +74,11 @@ __attribute__((noinline)) inline void go_on_with(int fiber) {
 inline void meet(Meeting& m, int count) {
     const unsigned mine = m.generation;
     if (++m.arrived == count - m.gone) m.arrived = 0, ++m.generation;
-    else while (m.generation == mine) give_way();
+    else {
+        awaited[current] = &m.generation, seen[current] = mine;
+        give_way();
+        awaited[current] = nullptr;
+    }
 }
 // Who has returned is waited for no longer.
 inline void leave(Meeting& m, int count) {
@@ -102,7 +109,7 @@ inline void run(int count, void (*kernel)()) {
     const int threads = count * THREADS;
     for (int i = 0; i < threads; ++i) {
         warps[i / LANES] = halves[i / LANES][0] = halves[i / LANES][1] = {}, block_meetings[i / THREADS] = {};
-        begun[i] = done[i] = false;
+        begun[i] = done[i] = false, awaited[i] = nullptr;
         getcontext(&fibers[i]);
         fibers[i].uc_stack.ss_sp = stacks.get() + size_t(i) * STACK;
         fibers[i].uc_stack.ss_size = STACK;
@@ -113,7 +120,7 @@ inline void run(int count, void (*kernel)()) {
         all = true;
         for (int i = 0; i < threads; ++i) {
             if (done[i]) continue;
-            go_on_with(i);
+            if (!awaited[i] || *awaited[i] != seen[i]) go_on_with(i);
             all = all && done[i];
         }
     }
