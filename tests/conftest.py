@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forests", type=int, default=160, help="random forests in tests/attention/test_forests.py")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``: one more than cores, for some tests wait for processes that they start."""
+    mine = getattr(os, "sched_getaffinity", None)
+    return (len(mine(0)) if mine else os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: or one worker would end with them, and the others wait."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
