@@ -1,9 +1,9 @@
 // The decode path's loads on Hopper: two producer warps fill the rings of the four consumer warps.
 //
 // tiling     half a warp feeds one ring, with one TMA load each for the keys and the values of a KV tile, across items.
-//            Both halves issue one KV tile per turn, so their rings run in step.  Where two warps take an item together
-//            there are two rings, twice as long, and each loading warp has one.
-// cost       no instruction of the consumer warps; 2 TMA loads, or 64 where pages hold no groups of 16.
+//            Both halves issue one KV tile per turn, so their rings advance in step.  Where two warps take an item
+//            together, there are two rings, twice as long, and each producer warp fills one.
+// cost       no instruction of the consumer warps; 2 TMA loads per KV tile, or 64 where pages hold no groups of 16.
 #pragma once
 #include "attention/decode.cuh"
 
@@ -41,7 +41,8 @@ struct DecodeRing : Ring {
           kv_tiles(s.kv_tiles + ring * RING_STAGES) {}
 };
 
-// 64 columns of a node's row by TMA; where it is not `there`, zeros, which lie outside every tensor.
+// Copies 64 columns of one row of a node by TMA.  Where the row is not `there`, the coordinates lie outside every
+// tensor, which gives zeros.
 DEVICE void copy_row(const Attention& a, const TensorMap* map, u32 to, int pages, int slot, bool there, int head,
                      int column, u32 barrier, u64 policy) {
     const u32 index = there ? u32(slot) / u32(a.page_size) : 0;
@@ -49,13 +50,13 @@ DEVICE void copy_row(const Attention& a, const TensorMap* map, u32 to, int pages
     tma_copy(to, map, column * 64, slot - index * a.page_size, head, page, barrier, policy);
 }
 
-// Where a half warp's KV tile goes, and the pages of its groups.
+// Where the groups of a half warp's KV tile go, and their pages.
 struct GroupLoads {
-    u32 to = ~0u, full;  // none: to be loaded otherwise, or not at all
+    u32 to = ~0u, full;  // ~0u: the KV tile is loaded otherwise, or not at all
     int head, slot, page[DECODE_GROUPS];
 };
-// Both halves of a warp load groups by one lane: were each lane to load one, the compiler would serialise the lanes, 80
-// cycles a load.  (Over 16 bits that is hidden behind twice as many bytes.)
+// One lane issues the loads of groups for both halves of a warp.  If each lane issued one load, the compiler would
+// serialise the lanes, 80 cycles a load.  (With 16-bit pages, twice as many bytes hide that.)
 constexpr bool TOGETHER = FP8 && DECODE_GROUPS > 1 && ROW_PARTS == 1;
 
 DEVICE void load_groups(const Attention& a, const GroupLoads& mine) {
@@ -86,8 +87,9 @@ struct TmaLoader : DecodeWalk<16> {
     DEVICE TmaLoader(const Attention& a, const DecodeShared& s, int ring, int worker)
         : DecodeWalk(a, s.batches + ring * BATCH, worker), ring(s, ring, 1) {}
 
-    // Loads the next KV tile once its stage is free, but for `groups`, which both halves of the warp load then; returns
-    // whether there was one, and whether it is the LAST of its item.
+    // Loads the next KV tile once its stage is free, unless it hands the groups over in `groups`, which both halves of
+    // the warp then load together.  Returns whether there was a KV tile; `last` says whether it is the LAST of its
+    // item.
     DEVICE bool issue(GroupLoads& groups, bool& last) {
         const u32 full = ring.full + 8 * ring.stage;
         if (flags & STOP) {
@@ -112,7 +114,7 @@ struct TmaLoader : DecodeWalk<16> {
         const u64 policy = policy_stream();
         if (a.tma_groups && high > low) {
             if constexpr (DECODE_GROUPS == 1 && WORDS % 64 != 0) {
-                // A column block each: columns behind the last are zeros, which lie outside the tensor.
+                // A column block for each lane: columns past the last lie outside the tensor, which gives zeros.
                 const int i = lane() & 1, block = lane() >> 1, in_page = place_in_page(a, slot);
                 if (block < STORED_COLUMNS)
                     tma_copy(to + i * DECODE_KV_TILE_BYTES + block * (GROUP * 128), &a.k_map + i, block * 64, in_page,
@@ -123,7 +125,7 @@ struct TmaLoader : DecodeWalk<16> {
                     tma_copy(to + i * DECODE_KV_TILE_BYTES, &a.k_group + i, 0, in_page, 0, head, page[0], full, policy);
             } else if constexpr (TOGETHER) {
                 groups.to = to, groups.full = full, groups.head = head, groups.slot = slot;
-                // A group of which the segment has no token is loaded from outside the tensor, which gives zeros.
+                // A group in which the segment has no token is loaded from outside the tensor, which gives zeros.
 #pragma unroll
                 for (int g = 0; g < DECODE_GROUPS; ++g) groups.page[g] = g * GROUP < high ? page[g] : -1;
             } else if (lane() < 2 * DECODE_GROUPS) {
@@ -148,7 +150,7 @@ struct TmaLoader : DecodeWalk<16> {
         if constexpr (!TOGETHER) pass(last);
         return true;
     }
-    // Passes to the next KV tile once this one's loads are issued.
+    // Advances to the next KV tile once this one's loads are issued.
     DEVICE void pass(bool last) {
         if (last) begin_item();
         else look_up();
@@ -160,15 +162,15 @@ struct TmaLoader : DecodeWalk<16> {
 DEVICE void decode_load(const Attention& a, const DecodeShared& s, int pair) {
     if (ROW_PARTS > 1 && lane_anew() >= 16) return;
     const int ring = ROW_PARTS > 1 ? pair : 2 * pair + (lane_anew() >> 4);
-    // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes them together if
-    // there are enough for all blocks.
+    // Neighbours in the list are heads of one item, whose keys are neighbours in memory: a block takes neighbours
+    // together if the list is long enough for all blocks.
     const bool crowded = a.counts[1] * a.kv_heads >= int(RINGS * gridDim.x);
     TmaLoader loader(a, s, ring, crowded ? blockIdx.x * RINGS + ring : ring * gridDim.x + blockIdx.x);
     bool last;
     if constexpr (ROW_PARTS > 1) {
         for (GroupLoads none; loader.issue(none, last);) {}
     } else {
-        // The vote makes the halves converge: apart, each would wait for the other's instructions.
+        // The vote makes the halves converge; diverged, each would wait for the instructions of the other.
         for (bool more = true; __any_sync(~0u, more);) {
             GroupLoads groups;
             if (more) more = loader.issue(groups, last);

@@ -1,29 +1,30 @@
 // From scores to exponentials on Hopper, for the warpgroups whose accumulators hold the scores of a KV tile.
 //
-// A row's base (variant.cuh) rises seldom, because lanes then agree on a new one and shrink older sums and outputs (as
-// in FlashAttention-4).  Outputs are divided by the sum of the rounded exponentials, as the product with V uses them:
-// the largest is not 1 here and is rounded like the others.  The log-sum-exp uses the exponentials themselves.
+// A row's base (variant.cuh) rises seldom, because each rise makes lanes agree on a new base and shrink older sums and
+// outputs (as in FlashAttention-4).  Outputs are divided by the sum of the rounded exponentials, which the product with
+// V uses: here the largest exponential is not 1, so it is rounded like the others.  The log-sum-exp uses the
+// exponentials before they are rounded.
 #pragma once
 #include "attention/sm90/tile_ring.cuh"
 
 namespace prefixkit {
 
-// The token of a thread's score number i, counted from its first.
+// The token of a thread's score i, counted from the thread's first token.
 DEVICE constexpr int token_of(int i) { return 8 * (i / 4) + (i & 1); }
 
-// From a row's scores, as they are summed, to exponents of 2.
+// The factor that turns a row's scores, as the products leave them, into exponents of 2.
 template <class State> DEVICE float score_factor(const Attention& a, const State& w, int row) {
     if constexpr (NARROWED) return a.scale_log2 * one_power(w.unscale, row);
     return a.scale_log2;
 }
-// Before a variant sees the scores.
+// Takes the factor of NARROWED queries out of the scores, before a variant sees them.
 template <class State> DEVICE void unscale_scores(State& w) {
     if constexpr (NARROWED)
 #pragma unroll
         for (int i = 0; i < KV_TILE / 2; ++i) w.s[i] *= one_power(w.unscale, i >> 1 & 1);
 }
 
-// What a variant knows of a thread's two rows.
+// What a variant reads about a thread's two rows.
 struct ScoredRows {
     int sequence[2], head[2], position[2];
 
@@ -35,7 +36,7 @@ struct ScoredRows {
             position[i] = int(a.q_positions[item.q_begin + row.query]);
         }
     }
-    // The score of a row, natural, from q . k.
+    // The variant's score of a row, in natural units, from q . k.
     DEVICE float changed(const Attention& a, float dot, int row, int kv_base, int kv_offset) const {
         return Variant::score(dot * a.scale, sequence[row], head[row], position[row], kv_base, kv_offset, a.words);
     }
@@ -64,27 +65,28 @@ struct BiasLines {
             slope[i] = Variant::slope(b, h, q, a.words) * LOG2E;
         }
     }
-    // For a row and the key at a position.
+    // The bias of a row for the key at a position.
     DEVICE float at(int row, int kv_position) const {
         return fmaf(slope[row], float(kv_position - position[row]), own[row]);
     }
 };
 
-// The position behind the last one that a row of a CLIPPED KV tile sees.
+// One past the last position that a row of a CLIPPED KV tile sees.
 DEVICE int end_of_row(const Attention& a, const TileItem& item, int flags, int row) {
     const int query = TileRow(a, item.head, min(row, item.rows - 1)).query;
     return end_seen(a, flags & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
 }
 
-// Where a KV tile's bits have those of a thread's two rows: 16 bits each, counted in as many from the tile's first.
+// Where the bits for a thread's two rows lie among a KV tile's bits, in units of 16 bits: the first row's offset in the
+// lower half, the second row's in the upper half.  Each row has 16 bits.
 DEVICE u32 places_of_bits(const Attention& a, const TileItem& item, int row0) {
     const int last = item.rows - 1, column = threadIdx.x & 3;
     const TileRow first(a, item.head, min(row0, last)), second(a, item.head, min(row0 + 8, last));
     return u32(4 * first.query + column) | u32(4 * second.query + column) << 16;
 }
 
-// Which of a thread's scores of a MASKED KV tile the masks show: 16 bits of its first row, 16 of its second, in the
-// order of the tokens.
+// Which of a thread's scores the masks show in a MASKED KV tile: 16 bits for its first row and 16 for its second, in
+// the order of the tokens.
 DEVICE u32 shown_scores(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0, u32 places) {
     if (c.bits >= 0) {
         const u16* bits = (const u16*)(a.block_classes + c.bits);
@@ -93,7 +95,7 @@ DEVICE u32 shown_scores(const Attention& a, const KVTileInfo& c, const TileItem&
     const ScoredRows rows(a, item, row0);
     const int position = c.position + 2 * (threadIdx.x & 3);
     u32 shown = 0;
-#pragma unroll 1  // unrolled, a mask of some length takes the registers of scores
+#pragma unroll 1  // unrolled, a long mask takes the registers of the scores
     for (int i = 0; i < KV_TILE / 4; ++i) {
         const int kv_position = position + 8 * (i / 2) + i % 2;
         shown |= u32(rows.shown(a, 0, kv_position)) << i | u32(rows.shown(a, 1, kv_position)) << (16 + i);
@@ -102,8 +104,8 @@ DEVICE u32 shown_scores(const Attention& a, const KVTileInfo& c, const TileItem&
 }
 DEVICE constexpr bool is_shown(u32 shown, int i) { return shown >> (16 * (i >> 1 & 1) + 2 * (i / 4) + (i & 1)) & 1; }
 
-// Any case; `shown` of a MASKED KV tile.  Returns whether the base rose, the same in all lanes of a warp; then `shrink`
-// holds the factors for outputs.
+// Computes exponentials in the general case; `shown` matters in a MASKED KV tile.  Returns whether the base rose, which
+// is the same in all lanes of a warp; `shrink` then holds the factors for outputs.
 template <class State> DEVICE bool exponentials(const Attention& a, const KVTileInfo& c, const TileItem& item, int row0,
                                                 const BiasLines& lines, u32 shown, State& w, float (&shrink)[2]) {
     const int column = 2 * (threadIdx.x & 3), position = c.position + column;
@@ -150,7 +152,8 @@ template <class State> DEVICE bool exponentials(const Attention& a, const KVTile
         for (int row = 0; row < 2; ++row)
             top[row] = fmaxf(top[row], fmaxf(w.s[4 * i + 2 * row], w.s[4 * i + 2 * row + 1]));
     }
-    // Where masks leave few tokens the largest weight is a good part of the output, and rounds to itself where it is 1.
+    // Where masks leave few tokens, the largest weight is a large part of the output, and it rounds to itself if it is
+    // 1.
     constexpr float headroom = Variant::HAS_MASK ? LIFT : HEADROOM;
     const bool rose = __any_sync(~0u, top[0] > w.base[0] + headroom || top[1] > w.base[1] + headroom);
     if (rose) {

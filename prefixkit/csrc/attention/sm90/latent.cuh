@@ -1,10 +1,11 @@
-// Attention over latents on Hopper (multi-head latent attention, absorbed): one KV head of D elements for all heads,
-// whose first V_DIM elements are the values too.
+// Attention over latents on Hopper (multi-head latent attention, absorbed): all query heads share one KV head of D
+// elements, whose first V_DIM elements are also the values.
 //
 // shapes     an item has up to 64 tile rows, (query, head of the group) pairs; D up to 576, V_DIM 256 or 512.
-// tiling     outputs of 64 rows take the registers of two warpgroups, which add P V for half the columns each; a third
-//            computes scores and exponentials, and hands P over in shared memory.  Q K^T of a KV tile and P V of the
-//            one before share the tensor cores.  Two KV tiles of 64 tokens fit beside Q; each lands in PARTS.
+// tiling     outputs of 64 rows take the registers of two warpgroups, each of which adds P V for half the columns.  A
+//            third warpgroup computes scores and exponentials, and hands P over in shared memory.  Q K^T of a KV tile
+//            and P V of the previous one share the tensor cores.  Two KV tiles of 64 tokens fit next to Q; each lands
+//            in PARTS parts.
 // cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s; 2 D bytes per token and item, which at 64 rows
 //            are 72 KB in 2,176 cycles of products: half of what a multiprocessor can read from the L2.
 // limits     causal attention without variants.
@@ -23,8 +24,8 @@ struct LatentShared {
     TileShared tile;        // the ring of KV tiles, and items
     u32 q, p;               // Q [64, D] and P [64, 64] as tiles
     u32 q_full, q_empty, p_full, p_empty;  // barriers
-    u32 shrink, factor;     // [64] floats: of each row's outputs, before this KV tile and at the end of an item
-    u32 rose;               // [4] ints: whether `shrink` counts for the rows of a warp
+    u32 shrink, factor;     // [64] floats each: factors of a row's outputs, before this KV tile and when an item ends
+    u32 rose;               // [4] ints: whether `shrink` applies to the rows of each warp
 };
 
 DEVICE void latent_barriers(const LatentShared& s) {
@@ -35,27 +36,27 @@ DEVICE void latent_barriers(const LatentShared& s) {
         barrier_init(s.tile.item_empty + 8 * i, (SCORE_WARPS + VALUE_WARPS + QUERY_WARPS) * WARP_ARRIVALS);
     }
     barrier_init(s.q_full, QUERY_WARPS * WARP_ARRIVALS), barrier_init(s.q_empty, SCORE_WARPS * WARP_ARRIVALS);
-    // Each thread arrives, as each writes or reads P: compute-sanitizer sees no order through an elected lane.
+    // Each thread arrives, because each writes or reads P: compute-sanitizer sees no order through an elected lane.
     barrier_init(s.p_full, 32 * SCORE_WARPS), barrier_init(s.p_empty, 32 * VALUE_WARPS);
 }
 
-// Item `number`, once it is published; no rows: no more.
+// Waits for item `number` to be published; an item without rows means that there are no more.
 DEVICE TileItem wait_item(const TileShared& s, int number) {
     barrier_wait(s.item_full + 8 * (number & 1), number >> 1 & 1);
     return read_item(s, number & 1);
 }
 
-// Where a row's queries begin; rows that the item lacks repeat its last.
+// Where a row's queries begin; in place of rows that the item lacks, its last row.
 DEVICE const u16* queries_of(const Attention& a, const TileItem& item, int row) {
     return a.q + TileRow(a, item.head, min(row, item.rows - 1)).index(a, item.q_begin) * D;
 }
 
-// Warp `warp` of QUERY_WARPS: the queries of each item, zeros where it lacks rows.
+// Warp `warp` of QUERY_WARPS loads the queries of each item, and zeros for rows that the item lacks.
 DEVICE void query_load(const Attention& a, const LatentShared& s, int warp) {
     for (int number = 0;; ++number) {
         const TileItem item = wait_item(s.tile, number);
         if (uniform(item.rows) == 0) break;
-        // To the L2, while the scores of the item before need its queries.
+        // Prefetches to the L2, while the scores of the previous item still need that item's queries.
 #pragma unroll 1
         for (int row = 32 * warp + lane_anew(); row < item.rows; row += 32 * QUERY_WARPS)
             prefetch_l2(queries_of(a, item, row), D * 2);
@@ -77,10 +78,11 @@ DEVICE void query_load(const Attention& a, const LatentShared& s, int warp) {
 struct ScoreState {
     float s[KV_TILE / 2];  // scores, then exponentials, of two rows
     u32 p[KV_TILE / 4];    // the same, rounded
-    float base[2], sum[2], weight[2];  // of the two rows: base, this thread's exponentials, and rounded ones
+    // Of the two rows: base, sum of this thread's exponentials, sum of the rounded ones.
+    float base[2], sum[2], weight[2];
 };
 
-// Scores of a KV tile, part by part as it lands.
+// Computes the scores of a KV tile, part by part as it lands.
 DEVICE void latent_scores(const LatentShared& s, ScoreState& w, const Cursor& at) {
     const u32 q = uniform(descriptor(s.q, 16)), k = uniform(keys_at(s.tile, at.stage));
     wgmma_fence();
@@ -98,19 +100,19 @@ DEVICE void latent_scores(const LatentShared& s, ScoreState& w, const Cursor& at
     pin(w.s);
 }
 
-// Rounded exponentials, to P and to the sums of weights.
+// Writes the rounded exponentials to P, and adds them to the sums of weights.
 DEVICE void hand_over(const LatentShared& s, ScoreState& w) {
     const int lane = lane_anew(), row = 16 * (threadIdx.x >> 5 & 3) + lane / 4;
     pack_exponentials(w);
 #pragma unroll
     for (int i = 0; i < KV_TILE / 4; ++i) {
-        const int place = i & 1, column = i / 2;  // of 8 rows each, of 8 columns each
+        const int place = i & 1, column = i / 2;  // which 8 rows, and which 8 columns
         w.weight[place] += widen(Storage{u16(w.p[i])}) + widen(Storage{u16(w.p[i] >> 16)});
         store_shared_int(s.p + vector_at<LATENT_ROWS>(row + 8 * place, column) + 4 * (lane & 3), int(w.p[i]));
     }
 }
 
-// A row's log-sum-exp, and the factor that its outputs still lack.
+// Stores a row's log-sum-exp, and the factor that its outputs still need.
 DEVICE void finish_scores(const Attention& a, const LatentShared& s, const TileItem& item, ScoreState& w, int row0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -164,7 +166,7 @@ DEVICE void score_role(const Attention& a, const LatentShared& s) {
     }
 }
 
-// P of a warp's 16 rows as operands, and the factors for its outputs so far, if they count.
+// Loads P of a warp's 16 rows as operands, and the factors of the outputs so far, if they apply.
 DEVICE bool take_over(const LatentShared& s, u32 (&p)[KV_TILE / 16][4], float (&shrink)[2]) {
     const int lane = lane_anew(), warp = threadIdx.x >> 5 & 3, row0 = 16 * warp + lane / 4;
     const MatrixRow<LATENT_ROWS> row(s.p, 16 * warp + (lane & 15), lane >> 4);
@@ -175,7 +177,7 @@ DEVICE bool take_over(const LatentShared& s, u32 (&p)[KV_TILE / 16][4], float (&
     return rose;
 }
 
-// Clears this warpgroup's columns of the rows without a token, whatever they held: 0 * NaN is NaN.
+// Clears this warpgroup's columns in the rows without a token, whatever they hold: 0 * NaN is NaN.
 DEVICE void clear_values(const LatentShared& s, u32 tile, int low, int high, int half) {
     constexpr int VECTORS = HALF_COLUMNS / 8;
 #pragma unroll 1

@@ -11,7 +11,7 @@
 
 namespace prefixkit {
 
-// What a block keeps in shared memory; tiles begin at multiples of 1024.
+// What a block keeps in shared memory; tiles begin at multiples of 1024 bytes.
 struct Shared {
     unsigned char rings[LATENT_STAGES * K_TILE_BYTES], q[LATENT_ROWS * COLUMNS * 128], p[LATENT_ROWS * 128];
     u64 barriers[LATENT_BARRIERS];
@@ -24,7 +24,7 @@ constexpr int SHARED_BYTES = sizeof(Shared);
 static_assert(sizeof(Shared::barriers) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
-// 65,536 registers: 4 warpgroups of 128 threads at 512 in all.
+// 65,536 registers / 128 threads: the register counts of a thread of each of the 4 warpgroups add up to 512 at most.
 constexpr int LOAD_REGISTERS = 48, SCORE_REGISTERS = 80, VALUE_REGISTERS = 192;
 
 DEVICE LatentShared latent_shared(Shared& s) {
@@ -42,7 +42,7 @@ DEVICE LatentShared latent_shared(Shared& s) {
     return w;
 }
 
-// The value warps, once all warps of all blocks are done.
+// The value warps merge, once all warps of all blocks are done.
 DEVICE void merge(const Attention& a) {
     const int thread = threadIdx.x - 256;
     merge_heads(a, a.counts[2], thread >> 5, VALUE_WARPS, [&] {
@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) latent_attention(const __gr
     const int warp = uniform(threadIdx.x >> 5), role = warp >> 2;
     if (role == 0) {
         registers_down<LOAD_REGISTERS>();
-        const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);  // beside counts
+        // Overlaps the read of counts.
+        const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);
         if (warp == 0) tile_load(a, latent_shared(shared).tile, false, first);
         else clear_padding(a, threadIdx.x - 32, 96), query_load(a, latent_shared(shared), warp - 1);
         __syncwarp();

@@ -1,10 +1,10 @@
-// The end of a launch on Hopper where there are many rows to merge: partial states come by bulk copies.
+// The end of a launch on Hopper where many rows are merged: bulk copies load the partial states.
 //
 // tiling     a warp merges slabs of 8 heads of a row, 4 lanes a head.  A slab of a partial state is one copy of 8 V_DIM
 //            floats into a ring of six in shared memory: the 28 KB of L1 would keep too few loads in flight.
 // cost       reads each partial state once (4 V_DIM + 4 bytes per head), at the bandwidth of the L2.
-// limits     V_DIM of 16-byte vectors; there is memory for three floats behind the log-sum-exps, read with the last
-//            ones.
+// limits     V_DIM is a whole number of 16-byte vectors.  There is memory for three floats after the log-sum-exps,
+//            which is read with the last of them.
 #pragma once
 #include "attention/merge.cuh"
 #include "attention/sm90/tile_shared.cuh"
@@ -13,11 +13,12 @@ namespace prefixkit {
 
 constexpr int SLAB = 8, SLAB_LANES = 4, SLAB_VECTORS = V_DIM / (4 * SLAB_LANES);
 constexpr int SLAB_BYTES = SLAB * V_DIM * 4, SLAB_STAGES = 6, SLAB_WARPS = CONSUMER_WARPS;
-// A slab's log-sum-exps come in 16-byte vectors, of which the first may begin before them; then by how many floats.
+// A slab's log-sum-exps are copied in 16-byte vectors, the first of which may begin before them.  After the vectors
+// lies the number of floats before the first log-sum-exp.
 constexpr int SLAB_SUMS_BEFORE = 12 * 4, SLAB_SUMS_BYTES = 16 * 4;
 constexpr int SLAB_RING_BYTES = SLAB_WARPS * SLAB_STAGES * (SLAB_BYTES + SLAB_SUMS_BYTES + 8);
 
-// What copies of the last log-sum-exps bring with them.
+// Clears the floats that copies of the last log-sum-exps include.
 DEVICE void clear_behind_sums(const Attention& a, int thread) {
     const int partials = a.counts[3];
     if (blockIdx.x == 0 && thread < 3 && partials != 0) a.partial_lse[(long long)partials * a.heads + thread] = 0.f;
@@ -33,7 +34,8 @@ struct SlabRing {
     }
 };
 
-// Up to 32 pairs (row, slab) of one warp: pair i is number first + i * step of all, and lane i knows its partials.
+// Up to 32 pairs (row, slab) of one warp.  Pair i has number first + i * step among all pairs, and lane i knows its
+// partials.
 struct SlabBatch {
     int first, step, size;
     int begin = 0, count = 0, part0 = 0, part1 = 0;  // where this lane's partials are listed, how many, the first two
@@ -76,7 +78,8 @@ DEVICE void slab_issue(
     ++p.part;
 }
 
-// Where a lane's vector j begins in its head; heads begin at different ones, so that 8 lanes read from different banks.
+// The first column of a lane's vector j.  Heads begin with different columns, so that 8 lanes read from different
+// banks.
 DEVICE int slab_column(int lane, int j) {
     return 4 * (lane % SLAB_LANES + SLAB_LANES * ((j + lane / SLAB_LANES) % SLAB_VECTORS));
 }
@@ -92,7 +95,7 @@ DEVICE void slab_merge(const SlabRing& ring, int stage, Merged<SLAB_VECTORS>& f)
     merge_partials<1>(f, lse, x, 1);
 }
 
-// `warp` of SLAB_WARPS in each block: merges its share of all rows.  `block_barrier` returns once no warp of the block
+// `warp` of SLAB_WARPS in each block merges its share of all rows.  `block_barrier` returns once no warp of the block
 // uses the rings, `all_barrier` once all partial states are written.
 template <class BlockBarrier, class AllBarrier>
 DEVICE void merge_slabs(

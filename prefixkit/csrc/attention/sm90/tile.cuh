@@ -1,15 +1,15 @@
 // The tensor-core tile path on Hopper: attention of many tile rows to shared KV.
 //
-// shapes     an item has up to 128 tile rows (64 where D is 256), (query, head of the group) pairs of one KV head, and
-//            any KV.
+// shapes     an item has up to 128 tile rows (64 where D is 256), pairs (query, head of the group) of one KV head, and
+//            any length of KV.
 // tiling     two warpgroups of 64 rows share KV tiles of 64 tokens, which two warps load (tile_load.cuh).  Q and P stay
 //            in registers: with Q in shared memory, wgmma would read its 2 KB again with every 2 KB of K.  A warpgroup
 //            issues Q K^T of a KV tile before P V of the one before; the exponentials of one warpgroup overlap the
 //            products of the other, without taking turns.
 // uniform    stages, flags and counts go through `uniform`: descriptors in ordinary registers cost each product some 30
-//            cycles, as much as it takes.
-// cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), as many bytes of KV per token and
-//            tile.
+//            cycles, as many as the product itself takes.
+// cost       2 (D + V_DIM) flops per row and token against 790 TFLOP/s (dense bf16), and 2 (D + V_DIM) bytes of KV per
+//            token and tile.
 // limits     D 64 to 128, 192 with V_DIM 128, or 256, whose 64 rows take one warpgroup, and KV tiles of 32 tokens;
 //            sizes between 64 and 128 are padded with zeros in shared memory; items of at most 64 rows leave the
 //            second warpgroup idle.
@@ -27,7 +27,7 @@ DEVICE void scores(TileState& w, u32 tile) {
     wgmma_commit();
 }
 
-// Adds to outputs, and to the sums of their weights by a column of ones beside V.
+// Adds P V to the outputs, and the weights to their sums, by a column of ones next to V.
 DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
     wgmma_fence();
 #pragma unroll
@@ -38,14 +38,14 @@ DEVICE void add_values(TileState& w, u32 tile, u32 ones) {
     wgmma_commit();
 }
 
-// By one thread, before any warp of both warpgroups multiplies.
+// Called by one thread, before any warp of the warpgroups multiplies.
 DEVICE void write_ones(u32 at) {
     constexpr int ONES = PREFIXKIT_HALF_OPERANDS ? 0x3c003c00 : 0x3f803f80;
     for (int i = 0; i < 8; ++i) store_shared16(at + 16 * i, make_int4(ONES, ONES, ONES, ONES));
     async_fence();
 }
 
-// Whether all that a warp takes tanh of is near 0.
+// Whether all arguments of tanh in a warp are near 0.
 DEVICE bool all_near(const Attention& a, const ScoredRows& rows, int position, const TileState& w) {
     LargestTanh tanh;
 #pragma unroll
@@ -62,8 +62,8 @@ template <class Tanh> DEVICE void change(const Attention& a, const ScoredRows& r
     }
 }
 
-// The common case: no search for the largest.  Returns false, the same in all lanes of a warp, if an exponential was
-// too large: then the scores are lost, and nothing else has changed.
+// The common case, without a search for the largest score.  Returns false, the same in all lanes of a warp, if an
+// exponential was too large: the scores are then lost, and nothing else has changed.
 DEVICE bool exponentials_at_once(const Attention& a, const TileShared& s, const Cursor& at, int place, int half,
                                  const BiasLines& lines, bool masked, u32 shown, TileState& w) {
     float sum[2] = {};
@@ -103,7 +103,7 @@ DEVICE bool lacks_base(const TileState& w, u32 shown) {
     return __any_sync(~0u, (w.base[0] == LOWEST && shown & 0xffff) || (w.base[1] == LOWEST && shown >> 16));
 }
 
-// Computes the lost scores again, each warp for itself: its operands of wgmma are those of mma too.
+// Computes the lost scores again, each warp for itself: wgmma's operands in registers are also operands of mma.
 DEVICE void scores_again(TileState& w, u32 k) {
     const int lane = lane_anew();
 #pragma unroll
@@ -133,7 +133,7 @@ DEVICE void tile_skip(const TileShared& s, Cursor& at) {
 // What the next products need, looked up while scores are computed.
 struct Lookahead {
     u32 keys, values;  // descriptors: of the next KV tile's keys, of this one's values
-    bool landed;       // the next KV tile
+    bool landed;       // whether the next KV tile has landed
     int flags;         // of the next KV tile, if it has landed
 
     DEVICE Lookahead(const TileShared& s, const Cursor& at) {
@@ -145,27 +145,28 @@ struct Lookahead {
     }
 };
 
-// Tensor cores truncate their sums towards zero: weights, all of one sign, lose 5e-4 in 134,000 tokens, and values a
-// quarter of that.  So every FLUSH KV tiles the weights are added to an ordinary sum, rounded to nearest.
+// Tensor cores truncate their sums towards zero: over 134,000 tokens, sums of weights, all of one sign, lose 5e-4, and
+// sums of values a quarter of that.  So every FLUSH KV tiles the weights are added to an ordinary sum, which rounds to
+// nearest.
 constexpr int FLUSH = 32;
 DEVICE void flush_weights(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.rest[i] += w.weight[2 * i], w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
 }
 
-// Waits until the values of the KV tile before, if `any`, have been added, and frees their stage.
+// Waits until the values of the previous KV tile, if `any`, have been added, and frees their stage.
 DEVICE void finish_values(const TileShared& s, TileState& w, const Cursor& at, bool any = true) {
     wgmma_wait<0>();
     pin(w.o), pin(w.weight);
     if (any) free_stage(s.v_empty, at.before);
 }
 
-// Items one after the other.  The next one is polled before the last values of this one are added: if it is published
+// Items, one after the other.  The next item is polled before the last values of this one are added: if it is published
 // by then, its queries are read while this one ends.
 struct Items {
     int number = 0;
     int rows;  // of this item; 0: no more
-    int next;  // of the next one, if `published`
+    int next;  // rows of the next item, if `published`
     bool published = false;
 
     DEVICE int place() const { return number & 1; }
@@ -179,7 +180,7 @@ struct Items {
     }
 };
 
-// The item is read again where it is needed: registers are short.
+// The item is read again wherever it is needed, because registers are short.
 DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cursor& at, int half, Items& items) {
     const int place = items.place();
     int kv_tiles = 0;  // since weights were flushed
@@ -188,7 +189,8 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     if constexpr (Variant::LINEAR) lines.read(a, read_item(s, place), first_row(half));
     float shrink[2];
     int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
-    bool wary = false;  // once scores that a variant changes have risen from one KV tile to the next: compare them all
+    // Set once a variant's scores have risen from one KV tile to the next: then all KV tiles are compared.
+    bool wary = false;
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();  // no values yet
     pin(w.s);
@@ -203,7 +205,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
         wgmma_wait<1>();
         pin(w.s);
         bool compare = (flags & COMPARE) || wary;
-        // Two KV tiles: a base is a row's maximum more often.
+        // The first two KV tiles are compared: a base is then a row's maximum more often.
         if (masked) compare = compare || kv_tiles < 2 || lacks_base(w, shown);
         if (!compare && exponentials_at_once(a, s, at, place, half, lines, masked, shown, w)) {
             finish_values(s, w, at);
@@ -243,13 +245,13 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     tile_finish(a, item, w, first_row(half));
 }
 
-// Where masks make items short and a block has many, the second warpgroup begins this number of cycles late, some three
-// KV tiles: one multiplies while the other ends an item and begins the next.
+// Where masks make items short and a block has many, the second warpgroup begins this number of cycles late, the time
+// of some three KV tiles: one warpgroup then multiplies while the other ends an item and begins the next.
 constexpr int STAGGER = Variant::HAS_MASK ? 3000 : 0;
 DEVICE void begin_late(const Attention& a, const TileShared& s) {
     if constexpr (STAGGER > 0) {
         const bool many = a.counts[0] * a.kv_heads >= 8 * int(gridDim.x);
-        if (s.stages < 6 || !many || each_alone(a)) return;  // blocks may have no item then
+        if (s.stages < 6 || !many || each_alone(a)) return;  // where each row sees one item, a block may have none
         barrier_wait(s.full, 0);
         for (const u32 began = clock_low(); int(clock_low() - began) < STAGGER;) {}
     }

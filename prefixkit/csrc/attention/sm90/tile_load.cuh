@@ -1,10 +1,11 @@
 // The tensor-core tile path's loads on Hopper: one producer warp fills a ring of K in shared memory, one a ring of V.
 //
 // shapes     a KV tile is KV_TILE tokens of one KV head, in groups of 16 that begin at a multiple of 16 slots.
-// tiling     a group inside a page is one TMA load for every 64 columns, all of a KV tile issued by one lane.  Where the
-//            segment has only some rows of a group, K is loaded whole too, because scores of the others are replaced.
-//            Of V only these rows are loaded, four at a time and the rest one by one, and the producer clears the
-//            others: 0 * NaN is NaN.  Latents are K and V at once: the consumers clear the rows without a token.
+// tiling     a group inside a page takes one TMA load for every 64 columns; one lane issues all loads of a KV tile.
+//            Where the segment has only some rows of a group, all rows of K are loaded, because scores of the others
+//            are replaced.  Of V only the segment's rows are loaded, four at a time and the rest one by one, and the
+//            producer clears the others: 0 * NaN is NaN.  Latents are both K and V: the consumers clear the rows
+//            without a token.
 // cost       one instruction per 2 KB; a ring holds at most TILE_STAGES KV tiles.
 #pragma once
 #include "attention/block_classes.cuh"
@@ -12,11 +13,11 @@
 
 namespace prefixkit {
 
-// The barrier, and its phase, for which item number `items` waits.
+// The barrier for which item `items` waits, and the parity of its phase.
 DEVICE u32 item_empty(const TileShared& s, int items) { return s.item_empty + 8 * (items & 1); }
 DEVICE u32 item_parity(int items) { return (items >> 1 & 1) ^ 1; }
 
-// Gives the consumers item number `items`, or the end (no rows).
+// Publishes item `items` to the consumers; an item without rows is the end.
 DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, int partial, int head) {
     const int place = items & 1;
     barrier_wait(item_empty(s, items), item_parity(items));
@@ -26,18 +27,18 @@ DEVICE void publish_item(const TileShared& s, int items, int q_begin, int rows, 
     }
 }
 
-// What variants add to scores often rises with the position, as ALiBi's biases do.  Items then go from their last KV
-// tile to their first, so that the base of exponentials is found early and seldom rises.  (From the first to the last
-// items share more of the L2: with a cap on scores a prompt of 16K takes 2 to 5% longer from the end.)
+// What variants add to scores often rises with the position, as ALiBi's biases do.  Items are then read from their last
+// KV tile to their first, so that the base of exponentials is found early and seldom rises.  (Items read from the first
+// to the last share more of the L2: with a cap on scores, a prompt of 16K takes 2 to 5% longer from the end.)
 constexpr bool FROM_END = Variant::ADDS && !Variant::HAS_MASK;
 constexpr int LOOKED_UP = 32 * GROUP;  // slots
-constexpr int FEW = 4;                 // rows of V, of the box of v_few
+constexpr int FEW = 4;                 // rows of V in a box of v_few
 
-// Pages of a segment's groups of 16, 32 groups at a time and the next 32 in flight: lane i knows the page of group i.
+// Pages of a segment's groups of 16 slots: lane i knows the page of group i among 32 groups; the next 32 are in flight.
 struct Pages {
     const int* from;  // the page of slot 0
-    int begin, end;   // of the segment, from the first slot of a group on
-    int slot;         // where `now` begins
+    int begin, end;   // of the segment; begin: the first slot of its first group
+    int slot;         // the first slot of the groups whose pages `now` holds
     int now, next;
 
     DEVICE Pages(const Attention& a, const Span& span)
@@ -45,7 +46,7 @@ struct Pages {
         slot = begin + (FROM_END ? max(0, end - begin - 1) / LOOKED_UP * LOOKED_UP : 0);
         now = look_up(a, slot), next = look_up(a, slot + STEP);
     }
-    // Where groups from slot `at` on are known.
+    // Makes the pages of the groups from slot `at` on known.
     DEVICE void seek(const Attention& a, int at) {
         if (FROM_END ? at >= slot : at - slot < LOOKED_UP) return;
         const bool near = !Variant::HAS_MASK || at - slot < 2 * LOOKED_UP;
@@ -60,7 +61,7 @@ struct Pages {
     static constexpr int STEP = FROM_END ? -LOOKED_UP : LOOKED_UP;
 };
 
-// An item's segments one after the other, in the order in which it is read, empty ones left out.
+// An item's segments, one after the other, in the order in which the item is read, without empty ones.
 struct Segments {
     int seg, seg_end;  // the next one, and where they end
 
@@ -73,17 +74,17 @@ struct Segments {
         back(a, span, range);
         return span;
     }
-    // Passes to the next one with tokens in place of an empty span, if there is one.
+    // Replaces an empty span by the next segment with tokens, if there is one.
     DEVICE void back(const Attention& a, Span& span, const VisibleRange& range) {
         while (span.slot >= span.end && seg > seg_end) span = load_segment(a, --seg, range);
     }
 };
 
-// Where a KV tile's groups lie, found before a stage is free for them.  The values are uniform, so that one lane issues
-// all loads; were each lane to issue one, the compiler would serialise the lanes, 80 cycles a load.
+// Where a KV tile's groups lie, found before a stage is free for them.  The values are uniform, because one lane issues
+// all loads; if each lane issued one, the compiler would serialise the lanes, 80 cycles a load.
 struct TileGroups {
     u32 to, full;
-    int columns, own, place, page[KV_TILE_GROUPS];  // column blocks, those that lie in the first tensor
+    int columns, own, place, page[KV_TILE_GROUPS];  // column blocks; how many of these lie in the first tensor
 
     DEVICE TileGroups(u32 data, u32 full, const Pages& pages, int slot, int columns, int own)
         : to(uniform(data)), full(uniform(full)), columns(columns), own(own), place(uniform(slot)) {
@@ -110,7 +111,8 @@ struct TileGroups {
     }
     DEVICE bool apart(int j) const { return APART && j >= own; }
     DEVICE int column_of(int j) const { return apart(j) ? j - own : j; }
-    // Clears the rows before `low` and from `high` on, by the producer warp, before it says that they are there.
+    // Clears the rows before `low` and from `high` on.  The producer warp does so before it arrives at the full
+    // barrier.
     DEVICE void clear_rows(int low, int high) const {
         const int absent = (low + KV_TILE - high) * 8;  // vectors of a column block
 #pragma unroll 1
@@ -122,7 +124,8 @@ struct TileGroups {
         }
         async_fence();  // wgmma reads them
     }
-    // Loads tokens [low, high) of V's other groups: a few rows at a time, and what is left of a group by single rows.
+    // Loads tokens [low, high) of V's incomplete groups: FEW rows at a time, and what is left of a group by single
+    // rows.
     DEVICE void copy_few(const Attention& a, int low, int high, int head, u64 policy) const {
 #pragma unroll 1
         for (int i = 0; i < KV_TILE_GROUPS; ++i) {
@@ -144,7 +147,7 @@ struct TileGroups {
             }
         }
     }
-    // Loads rows where pages hold no groups; of latents also those that there are not, as zeros.
+    // Loads single rows, where pages hold no groups; of latents also the rows without a token, as zeros.
     DEVICE void copy_rows(const Attention& a, const TensorMap* map, int pages, int slot, int low, int high, int head,
                           u64 policy) const {
 #pragma unroll 1
@@ -161,7 +164,7 @@ struct TileGroups {
     }
 };
 
-// Brings what a block's next item is known by to the L2.
+// Prefetches the description of a block's next item to the L2.
 DEVICE void prefetch_next(const Attention& a, int round, int entries) {
     const int entry = entry_of(round + 1, blockIdx.x, gridDim.x);
     if (TILES_ONLY || entry >= entries || !elected()) return;
@@ -170,15 +173,15 @@ DEVICE void prefetch_next(const Attention& a, int round, int entries) {
     if (a.class_words) prefetch_classes(a, index * a.class_words, min(a.class_words, WORDS_AT_ONCE));
 }
 
-// A producer warp, of V or of K (and of what the consumers must know): every KV tile of this block's items.  Entry
-// number blockIdx.x of the tile list is `item`, read beside counts.
+// A producer warp of V, or of K and of what the consumers must know, loads every KV tile of this block's items.  `item`
+// is entry blockIdx.x of the tile list; its read overlaps that of counts.
 DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item item) {
     const int tiled = a.counts[0] * a.kv_heads, entries = tiled + (TILES_ONLY ? a.counts[1] * a.kv_heads : 0);
     const int columns = V_COLUMNS == COLUMNS ? STORED_COLUMNS : is_v ? V_COLUMNS : COLUMNS;
     const int own = !APART || is_v ? columns : OWN_DIM / 64;
     Ring ring{is_v ? s.v : s.k, s.full, s.k_empty + is_v * (8 * TILE_STAGES), int(s.stages), 1};
     const Slices slices{s, is_v};
-    u32 loaded = 0;  // KV tiles, where they are widened
+    u32 loaded = 0;  // number of KV tiles loaded, where they are widened
     const u64 policy = policy_keep();
     const bool lone = each_alone(a);
     int items = 0;
@@ -213,8 +216,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
         const int bit_words = 2 * bit_rows(a);
         if (!FROM_END) classes.skip(a, span, segments.seg, segments.seg_end, range, ranges, true);
         for (bool more = true; more;) {
-            // Finds the next segment first, so that the flag LAST is right; under masks before this one's last KV tile,
-            // where its classes are read.
+            // Finds the next segment first, so that the flag LAST is right.  Under masks it does so only at this
+            // segment's last KV tile, because classes are read in order.
             Span following = {};
             const auto find_following = [&] {
                 if (FROM_END) segments.back(a, following, range);
@@ -225,7 +228,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
             Pages pages(a, span);
             int slot = pages.begin + (FROM_END ? max(0, span.end - pages.begin - 1) / KV_TILE * KV_TILE : 0);
             for (bool ended = false; !ended;) {
-                if constexpr (FP8) slices.make_room(loaded);  // where the least is in registers
+                if constexpr (FP8) slices.make_room(loaded);  // where the fewest registers are in use
                 const bool masked = classes.current() & COMPARED;
                 const int mine = classes.current() == BITS ? bits : -1;
                 if (mine >= 0) {
@@ -250,7 +253,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
                 const bool compare = clipped || !whole;
                 const int flags = (last ? LAST : 0) | (clipped ? CLIPPED | limited : 0) | (compare ? COMPARE : 0) |
                                   (masked ? MASKED : 0);
-                // What is loaded: of K whole groups, where pages hold groups.
+                // The rows that are loaded: of K whole groups, where pages hold groups.
                 const bool by_group = a.tma_groups && !is_v;
                 const int first = by_group ? low & -GROUP : low, end = by_group ? high + GROUP - 1 & -GROUP : high;
                 if constexpr (!FP8) barrier_wait(ring.empty + 8 * ring.stage, ring.phase);
@@ -258,7 +261,7 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
                 if (lane_anew() == 0) {
                     const u32 info = FP8 ? slices.kv_tile_info(loaded) : s.kv_tiles + 16 * ring.stage;
                     if (!is_v) store_shared16(info, make_int4(flags, low | high << 8, mine, position));
-                    // Before a load lands, or a phase may never end.
+                    // Announced before any load lands; otherwise a phase may never end.
                     const int rows = whole || (LATENT && !a.tma_groups) ? KV_TILE : max(0, end - first);
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part)
@@ -276,7 +279,8 @@ DEVICE void tile_load(const Attention& a, const TileShared& s, bool is_v, Item i
                 if constexpr (FP8) slices.publish(loaded++);
                 else ring.next();
                 slot = next;
-                if (Variant::HAS_MASK && !ended) pages.seek(a, slot);  // may skip many, and waits for what it looks up
+                // May skip many groups, and then waits for its look-up.
+                if (Variant::HAS_MASK && !ended) pages.seek(a, slot);
             }
             span = following;
         }

@@ -1,11 +1,11 @@
-// The rings of KV tiles and of items as the warpgroups that consume them see them.
+// The rings of KV tiles and of items, as the warpgroups that consume them see them.
 #pragma once
 #include "attention/sm90/tile_rows.cuh"
 #include "attention/sm90/wgmma.cuh"
 
 namespace prefixkit {
 
-// Where a warpgroup is in the rings.
+// A warpgroup's position in the rings.
 struct Cursor {
     u32 stage = 0, phase = 0;
     u32 before = 0;  // the stage of the KV tile before
@@ -28,13 +28,14 @@ DEVICE int wait_kv_tile(const TileShared& s, const Cursor& at) {
     return kv_tile_flags(s, at);
 }
 
-// Each warp tells the producers that it has read a stage of K or V.  Its lanes have met since: wgmma reads K and V, and
-// what lanes read of KVTileInfo, and of K for lost scores, goes into a vote (a barrier here costs prompts 5%).
+// Tells the producers that this warp has read a stage of K or V.  The warp's lanes have converged since: wgmma reads K
+// and V, and what lanes read of KVTileInfo, and of K for lost scores, goes into a vote (a barrier here costs prompts
+// 5%).
 DEVICE void free_stage(u32 empty, u32 stage) { barrier_arrive_elected(empty + 8 * stage); }
-// The same of an item.
+// Tells the producers that this warp has read an item.
 DEVICE void free_item(const TileShared& s, int place) { barrier_arrive_warp(s.item_empty + 8 * place); }
 
-// The row of a thread's first scores; it has those of 8 rows further too.
+// The row of a thread's first scores; the thread also holds the scores of row + 8.
 DEVICE int first_row(int half) { return 64 * half + 16 * (threadIdx.x >> 5 & 3) + (threadIdx.x & 31) / 4; }
 
 template <class T> DEVICE T load_record(u32 from) {

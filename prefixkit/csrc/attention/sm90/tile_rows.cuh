@@ -1,7 +1,8 @@
-// Rows of tile items on Hopper: queries into registers at an item's beginning, states out of them at its end.
+// Rows of tile items on Hopper: queries into registers when an item begins, states out of them when it ends.
 //
-// tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  Lanes exchange them, so that
-//            each access covers 64 contiguous bytes of a row; pairs of columns would take 8 times as many cycles.
+// tiling     wgmma gives the four lanes of a quad interleaved pairs of a row's columns.  The lanes exchange them, so
+//            that each access covers 64 contiguous bytes of a row; accesses to single pairs would take 8 times as many
+//            cycles.
 // cost       32 shuffles a warp for queries, 32 for outputs (D 128).
 #pragma once
 #include "attention/variant.cuh"
@@ -9,8 +10,8 @@
 
 namespace prefixkit {
 
-constexpr int Q_PARTS = (D + 31) / 32;  // of 32 columns, which a quad reads together
-constexpr int V_PAD = V_COLUMNS * 64;  // columns of V in shared memory, where those behind V_DIM are zeros
+constexpr int Q_PARTS = (D + 31) / 32;  // blocks of 32 columns, each of which a quad reads together
+constexpr int V_PAD = V_COLUMNS * 64;  // columns of V in shared memory; those past V_DIM are zeros
 
 struct TileState {
     u32 q[8 * Q_PARTS];    // operands: queries
@@ -19,16 +20,16 @@ struct TileState {
     float o[V_PAD / 2];
     float base[2];         // of the two rows
     float sum[2];          // of this thread's exponentials
-    float weight[4];       // of the row's, rounded: two of each row, the same in the four lanes that hold it
-    float rest[2];         // and those of earlier KV tiles
-    u32 unscale;           // of NARROWED queries: what scores are multiplied by, of both rows
+    float weight[4];       // sums of rounded exponentials: two of each row, the same in the four lanes that hold it
+    float rest[2];         // the same sums of earlier KV tiles
+    u32 unscale;           // for NARROWED queries: the factors of both rows' scores
 };
 
 struct TileItem {
     int q_begin, rows, partial, head;
 };
 
-// Lane i of each quad gets x[i] of its lanes 0 to 3.
+// Lane i of each quad gets x[i] of the quad's lanes 0 to 3.
 DEVICE void transpose_quad(u32 (&x)[4]) {
     const int lane = threadIdx.x;
 #pragma unroll
@@ -45,7 +46,8 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
     }
 }
 
-// Reads queries, rows row0 and row0 + 8, as they lie in memory; rows that the item lacks repeat its last.
+// Reads the queries of rows row0 and row0 + 8 as they lie in memory; in place of rows that the item lacks, its last
+// row.
 DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w, int row0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -55,7 +57,8 @@ DEVICE void read_queries(const Attention& a, const TileItem& item, TileState& w,
         for (int m = 0; m < Q_PARTS; ++m) {
             const bool there = D % 32 == 0 || 32 * m + 8 * (threadIdx.x & 3) < D;
             const uint4 x = there ? *(const uint4*)(q + 32 * m) : make_uint4(0, 0, 0, 0);
-            u32* const to = w.q + 8 * m + 4 * i;  // where it lands, so that nothing waits for it here
+            // Straight to the registers that it stays in, so that nothing waits for it here.
+            u32* const to = w.q + 8 * m + 4 * i;
             to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
         }
     }
@@ -76,7 +79,7 @@ DEVICE void narrow_queries(TileState& w) {
     w.unscale = two_powers(inverse[0], inverse[1]);
 }
 
-// Queries that were read become operands.
+// Turns the queries that were read into operands.
 DEVICE void make_operands(TileState& w) {
 #pragma unroll
     for (int m = 0; m < Q_PARTS; ++m) {
@@ -95,7 +98,7 @@ DEVICE void make_operands(TileState& w) {
     if constexpr (NARROWED) narrow_queries(w);
 }
 
-// Nothing is summed yet.
+// Resets the bases, sums and outputs.
 DEVICE void tile_begin(TileState& w) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) w.base[i] = LOWEST, w.sum[i] = w.rest[i] = w.weight[2 * i] = w.weight[2 * i + 1] = 0.f;
@@ -103,7 +106,7 @@ DEVICE void tile_begin(TileState& w) {
     for (int i = 0; i < V_PAD / 2; ++i) w.o[i] = 0.f;
 }
 
-// A row of float32, by its quad; `there` is the same in all its lanes.
+// Stores a row of float32, by its quad; `there` is the same in all its lanes.
 template <int N> DEVICE void store_row(float* to, const float (&o)[N], int i, float factor, bool there) {
     const bool odd = threadIdx.x & 1;
     to += 2 * (threadIdx.x & 2) + 8 * odd;
@@ -116,7 +119,7 @@ template <int N> DEVICE void store_row(float* to, const float (&o)[N], int i, fl
     }
 }
 
-// A row of the storage type.
+// Stores a row of the storage type, by its quad.
 template <int N> DEVICE void store_row(u16* to, const float (&o)[N], int i, float factor, bool there) {
     to += 8 * (threadIdx.x & 3);
 #pragma unroll
@@ -134,7 +137,7 @@ template <int N> DEVICE void store_row(u16* to, const float (&o)[N], int i, floa
 DEVICE void tile_finish(const Attention& a, const TileItem& item, TileState& w, int row0) {
     float factor[2];
     long long at[2];
-    // All that is not columns first: reads would wait behind the stores.
+    // Everything but the columns first: reads would wait behind the stores.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float weight = w.rest[i] + w.weight[2 * i], sum = lanes_sum<1, 4>(w.sum[i]);

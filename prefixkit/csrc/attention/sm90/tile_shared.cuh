@@ -1,11 +1,11 @@
-// What the warps that load KV tiles and those that multiply them share on Hopper: rings, barriers, descriptions.
+// What the producer and consumer warps of the tile path share on Hopper: rings, barriers, descriptions of KV tiles.
 #pragma once
 #include "attention/sm90/decode_load.cuh"
 
 namespace prefixkit {
 
-// Warpgroups that multiply tiles, 64 rows each.  64 x 256 outputs take half of all registers, so that there is one, and
-// its scores and exponentials have the registers that are left: those of 32 tokens.
+// Warpgroups that multiply tiles, 64 rows each.  Outputs of 64 x 256 take half of all registers, so there is only one
+// warpgroup, and its scores and exponentials have the registers that are left, enough for 32 tokens.
 constexpr int TILE_WARPGROUPS = !LATENT && V_DIM > 128 ? 1 : 2;
 constexpr int KV_TILE = TILE_WARPGROUPS == 1 ? 32 : 64;  // tokens
 constexpr int COLUMN_BYTES = KV_TILE * 128;  // of a block of 64 columns
@@ -15,7 +15,7 @@ constexpr int TILE_STAGES = FP8 || LATENT || TILES_ONLY || TILE_WARPGROUPS == 1 
 constexpr int STAGED = FP8 ? 2 : 0, STAGED_BYTES = STORED_COLUMNS * COLUMN_BYTES;  // see widen_tile.cuh
 static_assert(!FP8 || STORED_COLUMNS == 1, "rows of e4m3 have 128 bytes at most");
 constexpr int SLICES = 2, SLICE_BYTES = COLUMN_BYTES / SLICES;  // of a KV tile in e4m3
-constexpr int CONSUMER_WARPS = 4 * TILE_WARPGROUPS;  // each frees a stage by itself
+constexpr int CONSUMER_WARPS = 4 * TILE_WARPGROUPS;  // each warp frees a stage by itself
 // A KV tile of latents lands in parts of three column blocks, each with a barrier, so that products begin early.
 constexpr int PART_COLUMNS = LATENT ? 3 : COLUMNS, PARTS = (COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
 
@@ -32,16 +32,16 @@ enum { COMPARE = 16 };
 
 struct TileShared {
     u32 k, v;                    // rings
-    u32 stages;                  // of each
-    u32 full, k_empty, v_empty;  // barriers of the stages, 8 bytes apart; full: both K and V have landed; PARTS of them
+    u32 stages;                  // of each ring
+    u32 full, k_empty, v_empty;  // barriers of stages, 8 bytes apart; full (PARTS of them): K and V have landed
     u32 item_full, item_empty;   // of the two places for items
-    u32 items;                   // TileItem for each place; no rows: no more work
+    u32 items;                   // TileItem for each place; an item without rows: no more work
     u32 kv_tiles;                // KVTileInfo for each stage of K
     u32 ones;                    // descriptor of 8 rows of 8 ones
-    u32 staged, staged_full;     // of pages in e4m3: places of KV tiles, first those of K, and their barriers
-    u32 staged_empty;            // more barriers of the places
-    u32 staged_kv_tiles;         // KVTileInfo for each of K
-    u32 slices;                  // of K, then of V: how many are claimed, and how many KV tiles are loaded
+    u32 staged, staged_full;     // for pages in e4m3: places of KV tiles, first those of K, and their full barriers
+    u32 staged_empty;            // the places' empty barriers
+    u32 staged_kv_tiles;         // KVTileInfo for each place of K
+    u32 slices;                  // of K, then of V: the numbers of claimed slices and of loaded KV tiles
 };
 constexpr int TILE_BARRIERS = 3 * TILE_STAGES + 4 + 4 * STAGED;
 

@@ -14,21 +14,21 @@
 
 namespace prefixkit {
 
-// Stages of the rings that share the memory: of tiles, and for each decode warp.
+// Stages of the rings that share the memory: of the tile path, and of each decode warp.
 struct Stages { int tile, decode; };
-// Of pages in e4m3 the tiles' loads are ahead in STAGED places.  Of fewer than three stages one would be widened while
-// all consumers wait for it: V's is free when the last warpgroup has added the values of a KV tile, and the next scores
-// wait.
+// For pages in e4m3, loads of the tile path run ahead in STAGED places.  With fewer than three stages, all consumers
+// would wait while one is widened: a stage of V is free only when the last warpgroup has added the values of a KV tile,
+// and the next scores wait.
 constexpr Stages MIXED = FP8                 ? Stages{3, DECODE_GROUPS > 2 ? 2 : 3}
                          : V_DIM > 128       ? Stages{3, 2}
                          : DECODE_GROUPS > 1 ? Stages{4, 4}
                          : D <= 64           ? Stages{4, 6}
                                              : Stages{4, 3};
-// Where decode items are by far the longer part.
+// Where decode items take by far longer than tile items.
 constexpr Stages STREAMS = FP8 || D <= 64 || V_DIM > 128 ? MIXED : Stages{2, 5};
 // Where there are no tile items; 6 stages cost 1% of the bandwidth.
 constexpr Stages ALONE = {0, V_DIM > 128 || DECODE_GROUPS > 2 ? 3 : 4};
-// Where there are no decode items: loads of an item's first KV tiles are on their way before the last item ends.
+// Where there are no decode items: an item's first KV tiles are being loaded before the previous item ends.
 constexpr Stages PROMPTS = TILE_STAGES < 6 ? MIXED : Stages{TILE_STAGES, 0};
 DEVICE constexpr int bytes_of_tiles(int stages) {
     return stages * (K_TILE_BYTES + V_TILE_BYTES) + (stages ? 2 * STAGED * STAGED_BYTES : 0);
@@ -39,13 +39,13 @@ DEVICE constexpr int bytes_of(Stages n) {
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int RING_BYTES = larger(larger(bytes_of(MIXED), bytes_of(ALONE)), SLAB_RING_BYTES);
 
-// What a block keeps in shared memory; the rings begin at multiples of 1024.
+// What a block keeps in shared memory; the rings begin at multiples of 1024 bytes.
 struct Shared {
     unsigned char rings[RING_BYTES];
     u64 barriers[TILE_BARRIERS + DECODE_BARRIERS];
     int4 items[2], slices;
     KVTileInfo kv_tiles[TILE_STAGES + STAGED];
-    u32 ones[32];  // not the last: memcheck takes wgmma_ones to read 256 bytes
+    u32 ones[32];  // not the last member: memcheck takes wgmma_ones to read 256 bytes
     DecodeKVTile decode_kv_tiles[RINGS * RING_STAGES];
     Resolved batches[RINGS * BATCH];
 };
@@ -57,7 +57,8 @@ static_assert(STREAMS.decode * ROW_PARTS <= RING_STAGES && ALONE.decode * ROW_PA
 static_assert((sizeof(Shared::rings) + sizeof(Shared::barriers)) % 16 == 0, "what follows is read by 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a block can have");
 
-// 65,536 registers: warpgroups of 128 threads at 512 in all; three begin with 168 for each thread, 504 in all.
+// 65,536 registers / 128 threads: the register counts of a thread of each warpgroup add up to 512 at most.  Three
+// warpgroups begin with 168 each, 504 in all.
 struct Registers { int load, decode, tile; };
 constexpr Registers REGISTERS = TILE_WARPGROUPS == 1 ? Registers{64, 184, 256}
                                 : TILES_ONLY         ? Registers{64, 32, 208}
@@ -81,16 +82,16 @@ DEVICE TileShared tile_shared(Shared& s, Stages stages) {
     return w;
 }
 
-// The decode rings lie behind those of the tiles, or have all the memory where there are none.
+// The decode rings follow those of the tile path, or take all the memory where there are no tile items.
 DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
     const u32 full = shared_address(s.barriers) + 8 * TILE_BARRIERS;
     return {shared_address(s.rings) + bytes_of_tiles(stages.tile), stages.decode * ROW_PARTS, full,
             full + 8 * RINGS * RING_STAGES, s.decode_kv_tiles, s.batches};
 }
 
-// Where roles begin: a launch first fetches its code, each line from the L2, and a role's lies far from the entry.  So
-// warps go there before they wait for barriers and for the launch ahead, and read counts there.  (Warps meet at several
-// places, which __syncthreads does not allow.)
+// A launch first fetches its code from the L2, line by line, and a role's code lies far from the entry.  So warps go to
+// their role's code before they wait for the block's barriers and for the launch ahead, and read counts there.  (Warps
+// wait for each other at several places in the code, which __syncthreads does not allow.)
 DEVICE void begin_role() {
     named_barrier<2, THREADS>();
     pdl_wait();
@@ -101,7 +102,7 @@ DEVICE Stages stages_for(const Attention& a) {
     return a.counts[0] == 0 ? ALONE : a.counts[1] == 0 ? PROMPTS : a.counts[5] ? STREAMS : MIXED;
 }
 
-// The tile warps, once all warps of all blocks are done.
+// The tile warps merge, once all warps of all blocks are done.
 DEVICE void merge(const Attention& a, u32 rings) {
     const int thread = threadIdx.x - 256, rows = a.counts[2];
     auto block_barrier = [] { named_barrier<1, THREADS>(); };
@@ -123,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
         registers_down<REGISTERS.load>();
         if (warp < 2) {
             begin_role();
-            const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);  // beside counts
+            // Overlaps the read of counts.
+            const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);
             tile_load(a, tile_shared(shared, stages_for(a)), warp == 1, first);
         } else {
             begin_role();

@@ -1,8 +1,8 @@
 // Hopper's warpgroup matrix instructions (sm_90a), one function for each shape that the tile role uses.
 //
-// d[64 x N] += a[64 x 16] b[16 x N].  A warpgroup's thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns
-// 2 (t % 4) (+ 1) of every 8: d[4 j + 0, 1] of the first row, d[4 j + 2, 3] of the second, columns 8 j.  a comes from
-// registers, packed pairs in the same order, b from shared memory.  `keep` = 0 starts from zero.
+// d[64 x N] += a[64 x 16] b[16 x N].  A warpgroup's thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns 2 (t
+// % 4) (+ 1) of every 8: of the 8 columns from 8 j on, d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the second. a
+// comes from registers, as packed pairs in the same order, and b from shared memory.  `keep` = 0 starts from zero.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -15,21 +15,22 @@ template <int PENDING> DEVICE void wgmma_wait() {
 }
 template <int COUNT> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-// Tells the compiler that a value may have changed here: it cannot move its uses across.
+// Tells the compiler that a value may change here, so that it cannot move uses of the value across.
 template <int N> DEVICE void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Lower half of the descriptor of a tile in shared memory with rows of 128 bytes and the 128-byte swizzle: `leading` is
-// the bytes from one block of 64 columns to the next; 16 more bytes of address add 1.  The upper half says 1,024 bytes
-// from 8 rows to the next; wgmma_ones has another, all zero: no swizzle, and everything in the same place.
+// The lower half of the descriptor of a tile in shared memory with rows of 128 bytes and the 128-byte swizzle.
+// `leading` is the number of bytes from one block of 64 columns to the next; 16 more bytes of address add 1.  The upper
+// half says that groups of 8 rows lie 1,024 bytes apart. wgmma_ones has another upper half, all zero: no swizzle, and
+// all rows at one address.
 DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 4 | (leading >> 4) << 16; }
 #define DESCRIPTOR_HIGH "0x40000040"
 
 #define WGMMA_TYPES "f32." OPERAND "." OPERAND
 
-// Operands of inline assembly: N accumulators d from number i on, and their names.
+// Operands of inline assembly: N accumulators d from index i on, and their names.
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_FROM(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
 #define SUMS_16 SUMS_FROM(0)
@@ -46,7 +47,8 @@ DEVICE u32 descriptor(u32 address, u32 leading) { return (address & 0x3ffff) >> 
                   "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
                   "%124, %125, %126, %127"
 
-// A function for N accumulators: A, B and KEEP are the operands behind them; TRANSPOSED: b has columns along the rows.
+// Defines a function for N accumulators.  A, B and KEEP name the operands after them; TRANSPOSED: b's columns lie along
+// the rows of shared memory.
 #define WGMMA(FUNCTION, N, SHAPE, A, B, KEEP, TRANSPOSED)                                                            \
     DEVICE void FUNCTION(float (&d)[N], const u32* a, u32 b, int keep) {                                             \
         asm volatile("{.reg .pred p;\n .reg .b64 b;\n mov.b64 b, {" B ", " DESCRIPTOR_HIGH "};\n"                    \
@@ -58,9 +60,9 @@ WGMMA(wgmma_rows, 16, "m64n32k16", "%16, %17, %18, %19", "%20", "%21", "0")     
 WGMMA(wgmma_rows, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "0")
 WGMMA(wgmma_columns, 32, "m64n64k16", "%32, %33, %34, %35", "%36", "%37", "1")          // V as stored
 WGMMA(wgmma_columns, 64, "m64n128k16", "%64, %65, %66, %67", "%68", "%69", "1")
-WGMMA(wgmma_columns, 128, "m64n256k16", "%128, %129, %130, %131", "%132", "%133", "1")  // of 168 registers at entry
+WGMMA(wgmma_columns, 128, "m64n256k16", "%128, %129, %130, %131", "%132", "%133", "1")  // 128 of 168 entry registers
 
-// K as stored, with a in shared memory, laid out as b is.
+// K as stored; a lies in shared memory too, laid out as b is.
 DEVICE void wgmma_shared_rows(float (&d)[32], u32 a, u32 b, int keep) {
     asm volatile("{.reg .pred p;\n .reg .b64 a, b;\n mov.b64 a, {%32, " DESCRIPTOR_HIGH "};\n"
                  "mov.b64 b, {%33, " DESCRIPTOR_HIGH "};\n setp.ne.b32 p, %34, 0;\n"
@@ -68,7 +70,7 @@ DEVICE void wgmma_shared_rows(float (&d)[32], u32 a, u32 b, int keep) {
                  : SUMS_32 : "r"(a), "r"(b), "r"(keep));
 }
 
-// 4 accumulators, 8 columns; b is 128 bytes of ones: both halves of the sum and all columns read the same.
+// 4 accumulators, 8 columns. b is 128 bytes of ones, which both halves of the sum and all columns read.
 DEVICE void wgmma_ones(float (&d)[4], const u32* a, u32 b) {
     asm volatile(
         "{.reg .b64 b;\n mov.b64 b, {%8, 0};\n"

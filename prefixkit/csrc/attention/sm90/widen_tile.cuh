@@ -1,11 +1,12 @@
 // KV tiles of pages in e4m3 on Hopper: wgmma takes operands of 16 bits from shared memory.
 //
-// tiling     TMA fills STAGED places for K and as many for V.  From there KV tiles are widened to the ring of 16 bits,
-//            and multiplied as any other, in SLICES of rows, which warps claim one after the other: the warp that
-//            issued the loads, when it needs a place or waits, and the warps of the decode path, once their items are
-//            done.
-// cost       64 x D numbers: of all lanes that widen a KV tile together, D / 8 loads of vectors, D / 4 stores, and 2 D
-//            conversions, 4 lanes a cycle of a scheduler, as many as exponentials: so they are spread over schedulers.
+// tiling     TMA fills STAGED places for K and as many for V.  From there KV tiles are widened to the ring of 16-bit KV
+//            tiles and multiplied like any other.  Warps claim SLICES of a KV tile's rows to widen, one after the
+//            other: the warp that issued the loads, when it needs a place or waits, and the warps of the decode path,
+//            once their items are done.
+// cost       64 x D numbers per KV tile.  The warps that widen a KV tile together issue D / 8 loads of vectors, D / 4
+//            stores, and 2 D conversions, 4 lanes a cycle of a scheduler.  There are as many conversions as
+//            exponentials, so they are spread over schedulers.
 // limits     rows of at most 128 numbers.
 #pragma once
 #include "attention/sm90/tile_shared.cuh"
@@ -17,8 +18,8 @@ DEVICE int4 widen_e4m3(u32 first, u32 second) {
     return make_int4(widen_e4m3(first), widen_e4m3(first >> 16), widen_e4m3(second), widen_e4m3(second >> 16));
 }
 
-// A warp writes the numbers of a slice to rows of 16 bits.  Eight lanes have four vectors of each of two rows whose
-// numbers differ in bits 0 and 2: by the swizzle neither loads nor stores meet a bank twice.
+// A warp writes the numbers of a slice to rows of 16-bit numbers.  Eight lanes hold four vectors of each of two rows,
+// whose numbers differ in bits 0 and 2: by the swizzle, neither loads nor stores have bank conflicts.
 DEVICE void widen_slice(u32 from, u32 to) {
     const int lane = lane_anew(), vector = lane & 3, row = lane >> 3 ^ (lane & 4 ? 5 : 0);
     const u32 source = from + row * 128 + ((vector ^ row) << 4);
@@ -38,21 +39,21 @@ DEVICE void widen_slice(u32 from, u32 to) {
     }
 }
 
-// The slices of K or of V, of KV tiles in the order of their loads.
+// The slices of K or of V, over the KV tiles in the order of their loads.
 struct Slices {
     static constexpr u32 PLACES = FP8 ? STAGED : 1, NONE = ~0u, ENDED = 1u << 31;
     const TileShared& s;
     bool is_v;
 
-    DEVICE u32 claimed() const { return s.slices + 8 * is_v; }    // address: of how many are claimed
-    DEVICE u32 loaded() const { return s.slices + 8 * is_v + 4; }  // of how many KV tiles are loaded, maybe ENDED
+    DEVICE u32 claimed() const { return s.slices + 8 * is_v; }    // address of the number of claimed slices
+    DEVICE u32 loaded() const { return s.slices + 8 * is_v + 4; }  // address of the number of loaded KV tiles | ENDED
     DEVICE u32 place_of(u32 kv_tile) const { return is_v * PLACES + kv_tile % PLACES; }
     DEVICE u32 data(u32 kv_tile) const { return s.staged + place_of(kv_tile) * STAGED_BYTES; }
     DEVICE u32 full(u32 kv_tile) const { return s.staged_full + 8 * place_of(kv_tile); }
     DEVICE u32 empty(u32 kv_tile) const { return s.staged_empty + 8 * place_of(kv_tile); }
     DEVICE u32 kv_tile_info(u32 kv_tile) const { return s.staged_kv_tiles + 16 * (kv_tile % PLACES); }
 
-    // A warp's next slice of the first `kv_tiles` KV tiles, if one is left.
+    // Claims a warp's next slice of the first `kv_tiles` KV tiles; NONE if none is left.
     DEVICE u32 claim(u32 kv_tiles) const {
         u32 mine = NONE;
         if (lane_anew() == 0) {
@@ -77,8 +78,8 @@ struct Slices {
         barrier_arrive(s.full + 8 * stage);
         barrier_arrive_warp(empty(kv_tile));
     }
-    // Widens slices of the first `kv_tiles` KV tiles that no warp has claimed, until a phase ends for which this warp
-    // waits: before consumers let it go on they may need that.
+    // Widens unclaimed slices of the first `kv_tiles` KV tiles until the phase has ended for which this warp waits:
+    // consumers may need these slices before they can end the phase.
     DEVICE void widen_until(u32 kv_tiles, u32 barrier, u32 parity) const {
         while (!barrier_ended(barrier, parity)) {
             const u32 slice = claim(kv_tiles);
@@ -87,18 +88,18 @@ struct Slices {
         }
         barrier_wait(barrier, parity);
     }
-    // Before KV tile number `kv_tile` is loaded: its place is free.
+    // Called before KV tile `kv_tile` is loaded: waits until its place is free.
     DEVICE void make_room(u32 kv_tile) const { widen_until(kv_tile, empty(kv_tile), (kv_tile / PLACES & 1) ^ 1); }
-    // Once the loads of KV tile number `kv_tile` are issued.
+    // Called once the loads of KV tile `kv_tile` are issued.
     DEVICE void publish(u32 kv_tile) const {
         if (lane_anew() == 0) write_shared_word(loaded(), kv_tile + 1);
     }
-    // No more KV tiles.
+    // Called when there are no more KV tiles.
     DEVICE void end(u32 kv_tiles) const {
         if (lane_anew() == 0) write_shared_word(loaded(), kv_tiles | ENDED);
         for (u32 slice; (slice = claim(kv_tiles)) != NONE;) widen(slice);
     }
-    // A warp that has nothing else to do.
+    // Run by a warp that has nothing else to do.
     DEVICE void help() const {
         while (true) {
             u32 known = 0;
