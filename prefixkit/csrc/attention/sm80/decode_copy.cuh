@@ -36,13 +36,13 @@ struct Loader : DecodeWalk<32> {
     }
 };
 
-// A warp's whole share of the decode list, through a ring of STAGES.
+// Runs a warp's whole share of the decode list, through a ring of STAGES.
 template <int STAGES>
 DEVICE void decode_role(const Attention& a, u32 ring, DecodeKVTile* kv_tiles, Resolved* batch) {
-    const int worker = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;  // neighbours in the list are for different blocks
+    const int worker = (threadIdx.x >> 5) * gridDim.x + blockIdx.x;  // neighbours in the list go to different blocks
     if (worker >= a.counts[1] * a.kv_heads) return;
     Loader loader(a, batch, worker);
-    DecodeState state = {};  // uninitialised, it takes registers outside of this role
+    DecodeState state = {};  // uninitialised, it would take registers outside of this role
     for (int i = 0; i < STAGES; ++i) loader.issue(ring + i * STAGE_BYTES, kv_tiles + i);
     for (int stage = 0;; stage = stage + 1 == STAGES ? 0 : stage + 1) {
         copy_wait<STAGES - 1>();

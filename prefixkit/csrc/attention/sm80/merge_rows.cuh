@@ -1,5 +1,5 @@
-// The end of a launch where there are many rows to merge: a few lanes merge one head of one row, so that loads of many
-// rows are in flight.  Each partial state (4 D + 4 bytes per head) is read once, two of a head at a time.
+// The end of a launch where many rows are merged: a few lanes merge one head of one row, so that loads of many rows are
+// in flight.  Each partial state (4 D + 4 bytes per head) is read once, two partials of a head at a time.
 #pragma once
 #include "attention/merge.cuh"
 
@@ -18,7 +18,7 @@ struct PartialPair : PartialList {
         for (int i = 0; i < 2; ++i)
             if (i < count) part[i] = a.merge_indices[begin + i];
     }
-    // Adds both, or the last one.
+    // Adds both partials, or the one that is left.
     DEVICE void merge(const Attention& a, Merged<MERGE_VECTORS>& f, int head, int lane) const {
         float lse[2];
         float4 x[2][MERGE_VECTORS];
@@ -35,8 +35,8 @@ struct PartialPair : PartialList {
     }
 };
 
-// `thread` of `threads` in each block: merges its share of all heads.  Each look-up waits for the one before, so it
-// runs ahead: two heads for the list, one for the first two partials.
+// `thread` of `threads` in each block merges its share of all heads.  Each look-up waits for the previous one, so
+// look-ups run ahead: two heads for the list, one head for the first two partials.
 template <class Barrier>
 DEVICE void merge_rows(const Attention& a, int rows, int thread, int threads, Barrier barrier) {
     if (few_heads(a, rows, threads / 32)) return merge_heads(a, rows, thread >> 5, threads >> 5, barrier);

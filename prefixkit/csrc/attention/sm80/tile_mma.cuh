@@ -1,7 +1,7 @@
 // The tensor-core tile path with mma.sync, for any GPU from sm_80 on: attention of many tile rows to shared KV.
 //
 // shapes     an item has up to 128 tile rows, or those of one query; a tile takes TILE of them.
-// tiling     a block of four warps shares KV tiles of KV_TILE tokens.  A warp has 16 rows of each 64: scores,
+// tiling     a block of four warps shares KV tiles of KV_TILE tokens.  A warp takes 16 of every 64 rows: scores,
 //            probabilities and output stay in its registers, queries in shared memory.  Keys and values alternate in a
 //            ring of SLOTS tiles, filled by 16-byte copies that run SLOTS - 1 tiles ahead, across items.
 // cost       4 D flops per row and token; 512 bytes of shared memory for 4 matrix instructions (2 where TILE is 64).
@@ -28,20 +28,20 @@ DEVICE void tile_copy(const Attention& a, const KVTile& kv_tile, const u16* base
     copy_commit();
 }
 
-// The position behind the last one that a query of a CLIPPED item sees.
+// One past the last position that a query of a CLIPPED item sees.
 DEVICE int end_seen(const Attention& a, const KVTile& item, int query) {
     return end_seen(a, item.flags() & LIMITED ? LIMIT : OWN, item.q_begin, item.partial, query);
 }
 
-// Pairs of columns 0, 2, 4, 6 of a row's 16, then 1, 3, 5, 7: where pages hold e4m3, a lane's four neighbours of a key
-// are columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a product (see e4m3_products.cuh).
+// Stores 16 columns of a row as pairs 0, 2, 4, 6, then pairs 1, 3, 5, 7: where pages hold e4m3, a lane's four
+// neighbours of a key serve as columns 2t, 2t + 1, 2t + 8 and 2t + 9 of a product (see e4m3_products.cuh).
 DEVICE void store_parted(u32 q, int row, int i, const u16* from) {
     const int4 x = ((const int4*)from)[0], y = ((const int4*)from)[1];
     store_shared16(q + vector_at<TILE>(row, 2 * i), make_int4(x.x, x.z, y.x, y.z));
     store_shared16(q + vector_at<TILE>(row, 2 * i + 1), make_int4(x.y, x.w, y.y, y.w));
 }
 
-// Copies queries, and what each sees; rows that the item lacks keep stale ones, and their results are not read.
+// Copies queries, and what each sees; rows that the item lacks keep stale queries, and their results are not read.
 DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShared& s) {
     const int rows = item.rows(), row0 = item.row0(), head = item.head();
     constexpr int WIDTH = FP8 ? 16 : 8, STEPS = D / WIDTH;
@@ -58,7 +58,7 @@ DEVICE void tile_queries(const Attention& a, const KVTile& item, const TileShare
     }
 }
 
-// A lane has rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
+// A lane holds rows lane / 4 (+ 8) of its warp's 16 in each stripe, and columns 2 (lane % 4) (+ 1) of every 8.
 struct TileState {
     u32 p[STRIPES][KV_TILE / 16][4];  // probabilities, rounded, as operand
     float o[STRIPES][D / 8][4];
@@ -68,7 +68,7 @@ struct TileState {
 
 using Scores = float[STRIPES][KV_TILE / 8][4];
 
-// Keys in e4m3: of 16 tokens 32 columns at a time.
+// Computes scores of keys in e4m3: 16 tokens and 32 columns at a time.
 template <int S> DEVICE void e4m3_scores(Scores& x, const MatrixRow<TILE>& q_row, u32 k) {
     const MatrixRow<KV_TILE> k_row(k, lane_anew() & 15, lane_anew() >> 4);
 #pragma unroll
@@ -116,7 +116,7 @@ template <int S> DEVICE void tile_scores(Scores& x, u32 q, u32 k) {
         }
 }
 
-// Values in e4m3: of 16 tokens 32 columns at a time, of which w.o has the even ones of each 16 before the odd ones.
+// Adds values in e4m3: 16 tokens and 32 columns at a time. w.o holds the even columns of every 16 before the odd ones.
 template <int S> DEVICE void e4m3_values(TileState& w, u32 v) {
     const MatrixRow<KV_TILE> row(v, lane_anew() & 15, lane_anew() >> 4);
 #pragma unroll
@@ -173,7 +173,7 @@ DEVICE int stripe_row(int stripe, int half) {
     return 64 * stripe + 16 * (threadIdx.x >> 5) + lane_anew() / 4 + 8 * half;
 }
 
-// Scores to exponents of 2, -inf where hidden.
+// Turns scores into exponents of 2, -inf where hidden.
 template <int S>
 DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const TileShared& s, Scores& x) {
     const int column = 2 * (lane_anew() & 3), low = kv_tile.low(), high = kv_tile.high(), position = kv_tile.position;
@@ -209,7 +209,7 @@ DEVICE void tile_exponents(const Attention& a, const KVTile& kv_tile, const Tile
         }
 }
 
-// Exponents, or PLAIN scores, to probabilities relative to the largest so far; sets `shrink` for older outputs.
+// Turns exponents, or PLAIN scores, into probabilities relative to the largest so far; sets `shrink` for older outputs.
 template <bool PLAIN, int S> DEVICE void tile_softmax(float scale, TileState& w, Scores& x) {
     const float factor = PLAIN ? scale * LOG2E : 1.f;
 #pragma unroll
@@ -255,7 +255,7 @@ DEVICE void tile_begin(TileState& w) {
     }
 }
 
-// This lane's columns of a row: pairs of every 8, or four of every 16 where pages hold e4m3.
+// Stores this lane's columns of a row: pairs of every 8, or four of every 16 where pages hold e4m3.
 template <class T> DEVICE void store_row(T* to, const float (&o)[D / 8][4], int half) {
 #pragma unroll
     for (int i = 0; i < D / 8; i += FP8 ? 2 : 1) {
@@ -285,8 +285,8 @@ DEVICE void tile_finish(const Attention& a, const KVTile& item, TileState& w) {
         }
 }
 
-// The block's whole share of the tile list.  A step waits for its tile of the ring, issues the copy that replaces the
-// tile before, and computes.
+// Runs the block's whole share of the tile list.  A step waits for its tile of the ring, issues the copy that replaces
+// the previous tile, and computes.
 DEVICE void tile_role(const Attention& a, const TileShared& s) {
     const int warp = threadIdx.x >> 5, first_row = 16 * warp;
     if (int(blockIdx.x) >= a.counts[0] * a.kv_heads * slices_of(a)) return;
@@ -303,7 +303,7 @@ DEVICE void tile_role(const Attention& a, const TileShared& s) {
         tile_copy(a, s.kv_tiles[kv_tile], a.k, s.ring + to++ * SLOT_BYTES, false);
         tile_copy(a, s.kv_tiles[kv_tile], a.v, s.ring + to++ * SLOT_BYTES, true);
     }
-    TileState w = {};  // uninitialised, it takes registers outside of this role
+    TileState w = {};  // uninitialised, it would take registers outside of this role
     for (int number = 0;; ++number) {
         const KVTile& kv_tile = s.kv_tiles[number % QUEUE];
         const KVTile& later = s.kv_tiles[(number + AHEAD) % QUEUE];

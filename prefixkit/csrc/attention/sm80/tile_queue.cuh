@@ -1,6 +1,7 @@
 // The KV tiles of a block's tile items in the order in which they are computed, looked up ahead of their copies.
 //
-// shapes     an item has any number of rows, TILE of them a tile; its KV tiles begin at multiples of 16 slots.
+// shapes     an item has any number of rows, which are split into tiles of TILE; its KV tiles begin at multiples of 16
+//            slots.
 // tiling     an item of more than TILE rows is walked once for each slice of TILE rows, so plans do not depend on
 //            TILE.  One warp refills a queue of QUEUE KV tiles in shared memory, a lane for each group of 16 tokens, so
 //            that the pages of many KV tiles cost the latency of one read.
@@ -16,9 +17,9 @@ namespace prefixkit {
 
 constexpr int BLOCK_WARPS = 4;
 constexpr int PLANNED_ROWS = 128;          // of an item, unless one query's group has more
-constexpr int STRIPES = D <= 128 ? 2 : 1;  // of 64 rows in a tile
+constexpr int STRIPES = D <= 128 ? 2 : 1;  // stripes of 64 rows in a tile
 constexpr int TILE = 64 * STRIPES;
-// Tokens of a KV tile, where three tiles of so many fit beside the queries.
+// Tokens of a KV tile: 64 where three tiles of 64 fit next to the queries.
 constexpr int KV_TILE = (TILE + 3 * 64) * COLUMNS * 128 + 1024 <= PREFIXKIT_SHARED ? 64 : 32;
 constexpr int PARTS = KV_TILE / GROUP;  // groups of a KV tile, one for each warp that copies
 constexpr int Q_BYTES = TILE * COLUMNS * 128, SLOT_BYTES = KV_TILE * STORED_COLUMNS * 128;
@@ -29,7 +30,7 @@ struct __align__(16) KVTile {
     int position;            // of token 0
     int q_begin, partial;    // of the item
     u32 tile;                // KV head, rows of this tile << 16, slice of the item << 24
-    int pages, slot;         // of the node, and where in them token 0 lies
+    int pages, slot;         // the node's first page, and the slot of token 0 counted from it
     int pad;
 
     DEVICE int flags() const { return bits & 255; }
@@ -41,10 +42,11 @@ struct __align__(16) KVTile {
 };
 constexpr u32 RAGGED = ~0u;
 
-// Slices of the largest item that a plan may hold.  The walk takes the first slices of all items, then the second ones.
+// Slices of the largest item that a plan may hold.  The walk takes the first slices of all items, then the second
+// slices.
 DEVICE int slices_of(const Attention& a) { return (max(group_of(a), PLANNED_ROWS) + TILE - 1) / TILE; }
 
-// The range of an item's queries, where classes come of it.
+// The position range of an item's queries, where classes follow from it.
 template <bool> struct KeptRange {
     QueryRange of;
 
@@ -56,11 +58,11 @@ template <> struct KeptRange<false> {
     DEVICE QueryRange range() const { return {}; }
 };
 
-// Where a block is in its share of the tile list.
+// The state of a block's walk over its share of the tile list.
 struct __align__(16) Walk {
     int round, filled;        // entries begun; KV tiles in the queue so far
     int flags, seg, seg_end;  // of the item
-    int all_see;              // up to this position
+    int all_see;              // all queries see the tokens up to this position
     VisibleRange range;       // of its queries
     int q_begin, partial;
     u32 tile;
@@ -79,7 +81,7 @@ constexpr int TILE_BYTES = Q_BYTES + SLOTS * SLOT_BYTES + EXTRA_BYTES + QUEUE * 
 
 struct TileShared {
     u32 q, ring;
-    int* positions;  // of the tile's rows, where a variant reads them; else behind the last token that each sees
+    int* positions;  // of the tile's rows, where a variant reads them; else one past the last token that each row sees
     KVTile* kv_tiles;
     Walk* walk;
 };
@@ -152,7 +154,7 @@ struct Refill {
             to->row[part] = whole ? row_of(a, page, place_in_page(a, at), was.tile & 65535) : RAGGED;
             if (part == 0) {
                 const int position = was.span.position + slot;
-                // Where the first query sees the whole KV tile, so do the others.
+                // Where the first query sees the whole KV tile, all queries do.
                 const bool clipped = position > was.all_see - KV_TILE;
                 const bool masked = was.classes.ahead(mine) & COMPARED;
                 to->bits = (was.flags & STOP) | (mine == 0 ? was.flags & FIRST : 0) | (was.flags & LIMITED) |
