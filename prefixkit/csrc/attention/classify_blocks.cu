@@ -1,12 +1,12 @@
 // Classes of KV tiles under a variant's mask (block_classes.cuh), for every item of a plan.
 //
 // shapes     items of up to 128 queries, KV tiles of PREFIXKIT_KV_TILE tokens (tile items) and 16 (decode items).
-// tiling     a block takes an item, a warp a word of 16 KV tiles, two lanes one KV tile: each evaluates the mask for
-//            every query and every second token, until it has seen a hidden and a visible one.
-// cost       queries x tokens evaluations of the mask for each item, of all heads if it reads them; bytes are few.
-//            Of compared KV tiles of tile items a warp then writes bits, a lane for two tokens, where no mask reads
-//            heads.
-// limits     KV tiles behind an item's words get no class, and those for which there is no room have no bits.
+// tiling     a block takes one item, a warp one word of 16 KV tiles, and two lanes one KV tile: each lane evaluates the
+//            mask for every query and every second token, until it has seen a hidden and a visible pair.
+// cost       queries x tokens evaluations of the mask for each item, times the heads if the mask reads them; few bytes.
+//            Where no mask reads heads, a warp then writes bits for the compared KV tiles of tile items, two tokens for
+//            each lane.
+// limits     KV tiles past the last word of an item get no class.  An item whose bits do not fit gets none.
 #include "attention/block_classes.cuh"
 
 namespace prefixkit {
@@ -16,7 +16,7 @@ constexpr int CLASSIFY_WARPS = 8, DECODE_KV = 16;
 // Slots [low, high) of a KV tile that begins at slot `begin`, and the position of slot 0.
 struct Block { int begin, low, high, position; };
 
-// KV tile `tile` of an item; false behind its last.
+// Finds KV tile `tile` of an item; returns false past its last.
 DEVICE bool find_block(
     const Attention& a, const Item& item, const VisibleRange& range, int kv, int tile, Block& found) {
     Span span = load_span(a, item.node, item.begin, item.end, range);
@@ -32,12 +32,12 @@ DEVICE bool find_block(
     }
 }
 
-// What one lane finds in its half of a KV tile: bit 0, a visible pair; bit 1, a hidden one.
+// What one lane finds in its half of a KV tile.  Bit 0: a visible pair (query, token); bit 1: a hidden pair.
 DEVICE int look(const Attention& a, const Item& item, const Block& block, int half) {
     int seen = 0;
     for (int row = item.q_begin; row < item.q_end && seen != 3; ++row) {
         const int q = int(a.q_positions[row]), b = sequence_of(a, row);
-        // Tokens behind are hidden whatever the mask says, and are no matter to the class.
+        // Tokens from `end` on are hidden whatever the mask returns, and do not affect the class.
         const int end = end_seen(a, item.kind, item.q_begin, item.partial, row - item.q_begin) - block.position;
         for (int slot = block.low + half; slot < min(block.high, end); slot += 2) {
             const int kv = block.position + slot;
@@ -48,13 +48,14 @@ DEVICE int look(const Attention& a, const Item& item, const Block& block, int ha
     return seen;
 }
 
-// Where bits with a number begin, in words from the classes on.
+// Where the bits with index `number` begin, in words from the start of the classes.
 DEVICE int bits_at(const Attention& a, int number) {
     const int counts = CLASS_COUNTS + (a.rows + 1) / 2 * 2;
     return (a.tile_capacity + a.decode_capacity) * a.class_words + counts + 2 * number * bit_rows(a);
 }
 
-// Counts the rows of an item with visible tokens, by all threads; items with limits need their partial rows.
+// Counts the item's rows as rows with visible tokens, by all threads.  Rows of items with limits count as seen again,
+// because they need their partial rows.
 DEVICE void count_rows(const Attention& a, const Item& item) {
     u32* const counts = class_counts(a);
     for (int row = item.q_begin + threadIdx.x; row < item.q_end; row += 32 * CLASSIFY_WARPS) {
@@ -66,7 +67,7 @@ DEVICE void count_rows(const Attention& a, const Item& item) {
 constexpr bool WRITES_BITS = PREFIXKIT_KV_TILE == 64 && !Variant::READS_HEAD;
 DEVICE u32 compared_in(u32 word) { return word & ~(word >> 1) & ALL_COMPARED; }
 
-// Which tokens of a KV tile each query of an item sees, as far as masks say; a warp together.
+// Writes which tokens of a KV tile each query of an item sees under the masks; by all lanes of a warp.
 DEVICE void write_block(const Attention& a, const Item& item, const Block& block, uint2* to) {
     const int lane = threadIdx.x & 31;
     for (int row = item.q_begin; row < item.q_end; ++row, ++to) {
@@ -78,8 +79,8 @@ DEVICE void write_block(const Attention& a, const Item& item, const Block& block
     }
 }
 
-// The bits of an item's compared KV tiles, whose class becomes BITS, if there is room for all; by all warps.  `used`:
-// the words that this warp has seen.
+// Writes the bits of an item's compared KV tiles and sets their class to BITS, if the bits of all of them fit; by all
+// warps.  `used`: the number of words up to the last one that this warp has looked at.
 DEVICE void write_bits(const Attention& a, const Item& item, const VisibleRange& range, u32* words, int used) {
     __shared__ int most, tiles, base;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -117,14 +118,14 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
         const int number = decodes ? index - a.tile_capacity : index, kv = decodes ? DECODE_KV : PREFIXKIT_KV_TILE;
         u32* words = (u32*)a.block_classes + (long long)index * a.class_words;
         if (number >= a.counts[decodes]) {
-            if (threadIdx.x == 0) words[a.class_words - 1] = 0;  // read before counts are known
+            if (threadIdx.x == 0) words[a.class_words - 1] = 0;  // attention reads it before it knows the counts
             continue;
         }
         const Item item = load_item(decodes ? a.decode_items : a.tile_items, number, 1, number + 1);
         const VisibleRange range = visible_range(a, item, query_range(a, item).low);
         bool reads = false;
         u32 first = 0;
-        int used = 1;  // words of this warp and before
+        int used = 1;  // words up to this warp's last one
         for (int at = warp; at < a.class_words - 1; at += CLASSIFY_WARPS) {
             Block block;
             const bool there = find_block(a, item, range, kv, at * CLASSES_PER_WORD + lane / 2, block);
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSIFY_WARPS) classify_block
             if (!__any_sync(~0u, there)) break;
             used = at + 1;
         }
-        // An item of which nothing is visible reads one KV tile all the same: its rows come out empty.
+        // An item without visible tokens still reads one KV tile; its rows come out empty.
         reads = __syncthreads_or(reads);
         if (threadIdx.x == 0) {
             words[0] = reads ? first : u32(COMPARED);

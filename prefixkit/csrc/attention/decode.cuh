@@ -1,11 +1,11 @@
 // The decode (GEMV) path: attention of at most 8 tile rows to long KV, or of 16 where PREFIXKIT_ROW_PARTS is 2.
 //
-// shapes     an item has up to 8 tile rows, (query, head of the group) pairs of one KV head, for each of its warps.
-// tiling     KV tiles of 16 tokens (on Hopper 32 or 64, where rows are short) pass through a warp's own ring,
-//            filled by TMA (Hopper) or by 16-byte copies that run a ring ahead, across items.  Operands are swapped:
-//            S^T[16 x 8] = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output
-//            takes D / 4 registers.  Each warp works alone; two that take an item together share its ring and have 8
-//            of its rows each, for 16 would not fit their registers.
+// shapes     an item has up to 8 tile rows, pairs (query, head of the group) of one KV head, for each of its warps.
+// tiling     KV tiles of 16 tokens (on Hopper 32 or 64, where rows are short) pass through a warp's own ring, which TMA
+//            fills (Hopper), or 16-byte copies that run a ring ahead, across items.  Operands are swapped: S^T[16 x 8]
+//            = K Q^T and O^T[D x 8] = V^T P^T, so tile rows cost an eighth of a product and the output takes D / 4
+//            registers.  Each warp works alone.  Two warps that take an item together share its ring and hold 8 of its
+//            rows each, because the registers of one warp cannot hold 16.
 // cost       2 x 2 D bytes per token (2 D in e4m3, see below); D / 8 matrix instructions per 16 tokens and warp.
 // limits     any page size and stride.
 #pragma once
@@ -15,17 +15,17 @@
 
 namespace prefixkit {
 
-// The state of a warp's up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
+// A warp's state for up to 8 tile rows: a lane holds rows 2 (lane % 4) (+ 1) and columns lane / 4 (+ 8) of each 16.
 struct DecodeState {
     u32 q[D / 16][2];
     float o[D / 16][4];
     float base[2], sum[2], weight[2];
-    int sequence[2], position[2], q_head[2];  // where scores are changed
-    int end[2];  // the position behind the last one that each row sees, of CLIPPED items
-    u32 unscale;  // of NARROWED queries: what scores are multiplied by, of both rows
+    int sequence[2], position[2], q_head[2];  // where the variant changes scores
+    int end[2];  // one past the last position that each row sees, for CLIPPED items
+    u32 unscale;  // for NARROWED queries: the factors of both rows' scores
 };
 
-// Reads an item's queries, early: registers for them are free once the previous item's scores are computed.
+// Reads an item's queries early: their registers are free once the previous item's scores are computed.
 DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeState& s) {
     const int lane = lane_anew(), n = first_of_part() + lane / 4;
     const u16* q = a.q + TileRow(a, c.head, n).index(a, c.q_begin) * D + (FP8 ? 4 : 2) * (lane & 3);
@@ -36,24 +36,24 @@ DEVICE void decode_queries(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
-// Of a lane's two rows; those that the item lacks repeat its last.
+// Row i of this lane's two; where the item lacks that row, its last row.
 DEVICE TileRow row_of_lane(const Attention& a, const DecodeKVTile& c, int i) {
     return TileRow(a, c.head, min(first_of_part() + 2 * (lane_anew() & 3) + i, c.rows - 1));
 }
 
-// The position behind the last one that one of a lane's two rows sees, of a CLIPPED item.
+// One past the last position that row i of this lane's two sees, for a CLIPPED item.
 DEVICE int end_of_row(const Attention& a, const DecodeKVTile& c, int i) {
     const int query = row_of_lane(a, c, i).query;
     return end_seen(a, c.flags & LIMITED ? LIMIT : OWN, c.q_begin, c.partial, query);
 }
 
-// The queries of row lane / 4.
+// Narrows the queries of row lane / 4.
 DEVICE void narrow_queries(DecodeState& s) {
     u32 largest = 0;
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) largest = larger_bits(larger_bits(largest, s.q[k][0]), s.q[k][1]);
     const float factor = narrowing_factor(largest_of_quad(largest)), inverse = inverse_power(factor);
-    const int lane = 8 * (lane_anew() & 3);  // that has the first of this lane's two rows
+    const int lane = 8 * (lane_anew() & 3);  // the lane that holds the first of this lane's two rows
     s.unscale = two_powers(__shfl_sync(~0u, inverse, lane), __shfl_sync(~0u, inverse, lane + 4));
 #pragma unroll
     for (int k = 0; k < D / 16; ++k)
@@ -76,8 +76,8 @@ DEVICE void decode_begin(const Attention& a, const DecodeKVTile& c, DecodeState&
     }
 }
 
-// Which of a lane's scores of a MASKED KV tile the masks show, a bit for each; rows are looked up again, for registers
-// are short and such KV tiles are few.
+// Which of a lane's scores the masks show in a MASKED KV tile, one bit for each.  Rows are looked up again, because
+// registers are short and such KV tiles are few.
 DEVICE u32 shown_scores(const Attention& a, const DecodeKVTile& c) {
     u32 shown = 0;
 #pragma unroll
@@ -93,7 +93,7 @@ DEVICE u32 shown_scores(const Attention& a, const DecodeKVTile& c) {
     return shown;
 }
 
-// The warps that take an item together wait for each other; each ring has a barrier for that.
+// Waits for the other warps that take the same item; each ring has a named barrier for that.
 DEVICE void join_parts() {
     static_assert(ROW_PARTS == 1 || RINGS == 2, "a barrier for each ring");
     if constexpr (ROW_PARTS > 1) {
@@ -115,7 +115,7 @@ DEVICE void clear_absent(u32 values, int low, int high) {
     join_parts();
 }
 
-// The row of values, of the 16 from number `first` on, that a lane tells ldmatrix.
+// The row of values, among the 16 from row `first` on, whose address a lane passes to ldmatrix.
 DEVICE MatrixRow<DECODE_KV_TILE> values_of_lane(u32 values, int first, int lane) {
     if (FP8) return {values, first + (lane & 15), lane >> 4};
     return {values, first + (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1};
@@ -124,7 +124,7 @@ DEVICE MatrixRow<DECODE_KV_TILE> values_of_lane(u32 values, int first, int lane)
 DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeState& s, u32 stage) {
     const u32 shown = Variant::HAS_MASK && (c.flags & MASKED) ? shown_scores(a, c) : ~0u;
     const int lane = lane_anew();
-    // Independent sums: on Hopper each dependent product would wait for the tile warps' too.
+    // Independent sums: on Hopper each dependent product would also wait for the products of the tile warps.
     constexpr int SUMS = FP8 ? 2 : 4;
     float dot[DECODE_GROUPS][SUMS][4] = {};
 #pragma unroll
@@ -216,7 +216,7 @@ DEVICE void decode_compute(const Attention& a, const DecodeKVTile& c, DecodeStat
     }
 }
 
-// Two elements that lie 8 apart, or are neighbours where pages hold e4m3 (e4m3_products.cuh).
+// Stores two elements that lie 8 apart, or are neighbours where pages hold e4m3 (e4m3_products.cuh).
 DEVICE void store_apart(float* to, float x, float y) {
     if (FP8) store_two(to, x, y);
     else to[0] = x, to[8] = y;

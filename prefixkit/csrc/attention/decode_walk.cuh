@@ -1,8 +1,8 @@
 // How a warp walks over the items of the decode list and over their KV tiles, before it loads them.
 //
 // shapes     the decode list, and classes of KV tiles under masks.
-// tiling     a walk is one warp's, or half a warp's: its lanes hold the same state.  Items are resolved BATCH at once,
-//            a lane each.
+// tiling     a warp, or half a warp, has a walk of its own: its lanes hold the same state.  They resolve BATCH items at
+//            once, a lane each.
 // cost       a chain of dependent reads for each batch: the item, arrays of its node, pages.
 // limits     any page size and stride.
 #pragma once
@@ -11,9 +11,9 @@
 
 namespace prefixkit {
 
-// Groups of 16 tokens in a KV tile: two where that takes no more memory than one of rows of 256 bytes does, so that
-// what a KV tile costs besides its products is paid for as many bytes, and four of rows of 64 bytes.  Masks hide groups
-// one by one.
+// Groups of 16 tokens in a KV tile.  There are two where they take no more memory than one group with rows of 256
+// bytes, and four where rows have 64 bytes, so that what a KV tile costs besides its products is spread over as many
+// bytes.  Masks hide groups one by one, so under masks there is one.
 constexpr int DECODE_GROUPS = !PREFIXKIT_MAPS || Variant::HAS_MASK ? 1 : WORDS <= 32 ? 4 : WORDS <= 64 ? 2 : 1;
 constexpr int DECODE_KV_TILE = DECODE_GROUPS * GROUP;
 constexpr int DECODE_KV_TILE_BYTES = DECODE_KV_TILE * STORED_COLUMNS * 128;  // of K, and of V
@@ -21,12 +21,12 @@ constexpr int STAGE_BYTES = 2 * DECODE_KV_TILE_BYTES;
 
 struct DecodeKVTile {  // what a consumer must know of a KV tile; 32 bytes
     int q_begin, rows, partial, head;
-    int flags;     // FIRST, LAST of its item; CLIPPED: rows see up to different tokens; LIMITED: kind LIMIT; STOP: no
+    int flags;     // FIRST, LAST of its item; CLIPPED: rows end at different tokens; LIMITED: kind LIMIT; STOP: no
                    // more work
     int low, high; // tokens [low, high) count
     int position;  // of token 0
 };
-enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64, LEFT_OUT = 128 };  // the last one: of items
+enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64, LEFT_OUT = 128 };  // LEFT_OUT: a flag of items
 
 #ifndef PREFIXKIT_ROW_PARTS
 #define PREFIXKIT_ROW_PARTS 1
@@ -34,17 +34,17 @@ enum { FIRST = 1, LAST = 2, CLIPPED = 4, STOP = 8, LIMITED = 64, LEFT_OUT = 128 
 constexpr int ROW_PARTS = PREFIXKIT_ROW_PARTS;  // warps that take an item together
 constexpr int BATCH = 8, DECODE_WARPS = 4, RINGS = DECODE_WARPS / ROW_PARTS;
 constexpr int ROW_BITS = ROW_PARTS == 1 ? 4 : 5;
-// The first of the 8 rows of this warp.
+// The first of this warp's 8 rows.
 DEVICE int first_of_part() { return ROW_PARTS == 1 ? 0 : 8 * ((threadIdx.x >> 5) % ROW_PARTS); }
 
 struct Resolved {  // an item and its first segment
     int q_begin, partial;
     u32 packed;         // rows, flags << ROW_BITS, KV head << ROW_BITS + 8
     int seg, seg_end;   // segments after the first
-    int high;           // behind the last position that its queries see
+    int high;           // one past the last position that its queries see
     QueryRange queries;
     Span span;
-    int page[DECODE_GROUPS];  // of the segment's first groups, where pages hold groups
+    int page[DECODE_GROUPS];  // pages of the segment's first groups, where pages hold groups
 
     DEVICE int rows() const { return packed & ((1 << ROW_BITS) - 1); }
     DEVICE int flags() const { return packed >> ROW_BITS & 255; }
@@ -54,7 +54,7 @@ struct Resolved {  // an item and its first segment
     }
 };
 
-// The pages of a KV tile's groups, from the one with the span's first slot on.
+// Looks up the pages of a KV tile's groups, starting with the group of the span's first slot.
 DEVICE void look_up_groups(const Attention& a, const Span& span, int (&page)[DECODE_GROUPS]) {
     if (!holds_groups(a)) return;
 #pragma unroll
@@ -64,7 +64,7 @@ DEVICE void look_up_groups(const Attention& a, const Span& span, int (&page)[DEC
     }
 }
 
-// Entry `entry` of the decode list, or STOP behind its end.
+// Resolves entry `entry` of the decode list; STOP past its end.
 DEVICE Resolved resolve_item(const Attention& a, int entry) {
     Resolved r = {};
     r.packed = STOP << ROW_BITS;
@@ -86,7 +86,7 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     }
     const VisibleRange range = visible_range(a, item, r.queries.low);
     r.high = range.high;
-    // The visible range alone masks for a single query.
+    // For a single query, the visible range alone is the mask.
     const int queries = item.q_end - item.q_begin;
     const int flags = FIRST | (item.kind != ALL && queries > 1 ? CLIPPED : 0) | (item.kind == LIMIT ? LIMITED : 0);
     r.packed = u32(queries * group_of(a)) | u32(flags) << ROW_BITS | u32(item.head) << (ROW_BITS + 8);
@@ -96,8 +96,8 @@ DEVICE Resolved resolve_item(const Attention& a, int entry) {
     return r;
 }
 
-// A worker's walk over the decode list, by LANES lanes of a warp that hold the same state.  They resolve BATCH items at
-// once, a lane each, because each item is a chain of dependent reads.
+// A worker's walk over the decode list, by LANES lanes of a warp that hold the same state.  The lanes resolve BATCH
+// items at once, a lane each, because each item is a chain of dependent reads.
 template <int LANES> struct DecodeWalk {
     const Attention& a;
     Resolved* batch;
@@ -105,7 +105,7 @@ template <int LANES> struct DecodeWalk {
     int taken = 0;       // items begun
     int seg, flags;      // of the current item
     Span span;           // what is left of its segment
-    int page[DECODE_GROUPS] = {};  // of the next KV tile's groups
+    int page[DECODE_GROUPS] = {};  // pages of the next KV tile's groups
     BlockClasses<DECODE_KV_TILE> classes;
 
     DEVICE DecodeWalk(const Attention& a, Resolved* batch, int worker) : a(a), batch(batch), worker(worker) {
@@ -142,7 +142,7 @@ template <int LANES> struct DecodeWalk {
 
     DEVICE void look_up() { look_up_groups(a, span, page); }
 
-    // Passes to the KV tile at `slot` or behind; returns whether this item has none.
+    // Advances to the next visible KV tile at or after `slot`; returns whether this item has none.
     DEVICE bool advance(int slot) {
         span.slot = slot;
         classes.step();
@@ -150,7 +150,7 @@ template <int LANES> struct DecodeWalk {
         return span.slot >= span.end;
     }
 
-    // Tells the consumer of the KV tile whose token 0 has this position.
+    // Describes a KV tile to its consumer; `position` is that of token 0.
     DEVICE void describe(DecodeKVTile* kv_tile, int low, int high, int position, bool masked, bool last) const {
         const Resolved& item = current();
         int4* to = (int4*)kv_tile;

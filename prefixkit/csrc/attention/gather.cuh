@@ -4,7 +4,7 @@
 // conflict-free ldmatrix: 16-byte vector c of row r lies at (c / 8) * ROWS * 128 + r * 128 + ((c ^ r) % 8) * 16.
 //
 // Rows come in groups of 16 tokens that begin at a multiple of 16 slots.  A complete group inside one page is one TMA
-// load (Hopper), or 16-byte copies from one address; each other row is looked up.
+// load (Hopper), or 16-byte copies from one address; every other row is looked up by itself.
 #pragma once
 #include "attention/plan.cuh"
 
@@ -12,14 +12,15 @@ namespace prefixkit {
 
 constexpr int GROUP = 16;
 constexpr int COLUMNS = (D + 63) / 64, V_COLUMNS = (V_DIM + 63) / 64;
-constexpr int STORED_COLUMNS = (WORDS + 63) / 64;  // of words, as pages hold them
+constexpr int STORED_COLUMNS = (WORDS + 63) / 64;  // column blocks of a row as pages hold it
 constexpr bool EVEN = 32 % STORED_VECTORS == 0;  // a warp copies whole rows
 
 template <int ROWS> DEVICE u32 vector_at(int row, int column) {
     return (column >> 3) * (ROWS * 128) + row * 128 + (((column ^ row) & 7) << 4);
 }
 
-// Addresses for ldmatrix in a tile of ROWS rows: `row`, from vector `column` (0 or 1) on in steps of 16 columns.
+// Addresses for ldmatrix in a tile of ROWS rows: of row `row`, from vector `column` (0 or 1) on, in steps of 16
+// columns.
 template <int ROWS> struct MatrixRow {
     u32 base, swizzle;
 
@@ -35,11 +36,11 @@ DEVICE bool pages_are_aligned(const Attention& a) {
 DEVICE bool holds_groups(const Attention& a) {
     return PREFIXKIT_MAPS ? a.tma_groups : EVEN && pages_are_aligned(a) && a.slot_stride == WORDS;
 }
-// The page of a slot, and its place there; page sizes are powers of two here.
+// The index of a slot's page, and the slot's place in that page; page sizes are powers of two here.
 DEVICE int page_index(const Attention& a, int slot) { return slot >> (__ffs(a.page_size) - 1); }
 DEVICE int place_in_page(const Attention& a, int slot) { return slot & (a.page_size - 1); }
 
-// A complete group in one page, whose slots lie `stride` elements apart, to rows of a tile from `to` on.
+// Copies a complete group in one page, whose slots lie `stride` elements apart, to the tile's rows from `to` on.
 template <int ROWS> DEVICE void copy_group(u32 to, const u16* from, long long stride) {
     // A warp copies BLOCK vectors of STEP rows at a time; BLOCK is the largest power of two that divides a row.
     constexpr int BLOCK = STORED_VECTORS & -STORED_VECTORS, STEP = 32 / BLOCK;
@@ -55,8 +56,8 @@ template <int ROWS> DEVICE void copy_group(u32 to, const u16* from, long long st
                    from + row * stride + c * 8, true);
 }
 
-// Tokens [low, high) of the group at `slot` of a node, whose first page is number `pages`; the others become zero.
-// Lane i (and i + 16) looks up where row i begins.
+// Copies tokens [low, high) of the group at `slot` of a node whose first page has index `pages`; the other rows become
+// zero.  Lane i (and i + 16) looks up where row i begins.
 template <int ROWS>
 DEVICE void gather_rows(
     const Attention& a, const u16* base, u32 to, int pages, int slot, int low, int high, int head) {

@@ -1,16 +1,18 @@
-// The end of a launch: a grid barrier, then the merge of partial states in the plan's order; here each head by a warp.
+// The end of a launch: a grid barrier, then the merge of partial states in the plan's order.  Here a warp merges each
+// head.
 //
-// tiling a lane looks up one partial (its row, its log-sum-exp) and sums a few columns over all.
+// tiling a lane looks up one partial (its row and log-sum-exp) and sums a few columns over all partials.
 // cost   each partial state (4 V_DIM + 4 bytes per head) is read once; the grid barrier costs 1.5 us.  A merge of few
 //        heads costs the latency of its reads and of fetching its code, so the code is short.
-// limits all blocks must be resident at once, which a cooperative launch sees to.
+// limits all blocks must be resident at once, which a cooperative launch guarantees.
 #pragma once
 #include "attention/plan.cuh"
 #include "attention/variant.cuh"
 
 namespace prefixkit {
 
-// Called by one thread of each block; the counter resets itself: its top bit flips once all blocks have arrived.
+// Called by one thread of each block.  The counter's top bit flips once all blocks have arrived, so the counter resets
+// itself.
 DEVICE void grid_barrier(u32* counter) {
     fence_device();
     const u32 mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
@@ -18,8 +20,8 @@ DEVICE void grid_barrier(u32* counter) {
     while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {}
 }
 
-// Ends an item's row, as a partial state or with the sink as output: scales `factor`, stores the log-sum-exp if
-// `writes` and returns the row's index in [rows, heads].
+// Finishes an item's row, as a partial state or, with the sink, as an output: scales `factor`, stores the log-sum-exp
+// if `writes`, and returns the row's index in [rows, heads].
 DEVICE long long finish_row(
     const Attention& a, int q_begin, int partial, const TileRow& row, float lse, float& factor, bool writes) {
     if (partial < 0) factor *= finish_sum(lse, row.head, a.sinks);
@@ -28,7 +30,7 @@ DEVICE long long finish_row(
     return at;
 }
 
-// A head being merged, by lanes that hold some columns each.
+// The state of a head being merged, by lanes that hold some columns each.
 template <int VECTORS> struct Merged {
     float4 sum[VECTORS] = {};
     float top = MINUS_INFINITY, total = 0.f;
@@ -63,7 +65,7 @@ DEVICE void merge_partials(Merged<VECTORS>& f, const float (&lse)[N], const floa
     }
 }
 
-// Writes a head; `column(j)` is where this lane's vector j begins, and one lane `writes` the log-sum-exp.
+// Writes a merged head.  `column(j)` is the first column of this lane's vector j; one lane `writes` the log-sum-exp.
 template <int VECTORS, class Column>
 DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, int head, bool writes, Column column) {
     float lse = f.total > 0.f ? f.top + LN2 * log2_rounded(f.total) : MINUS_INFINITY;
@@ -77,10 +79,10 @@ DEVICE void finish_head(const Attention& a, const Merged<VECTORS>& f, int row, i
     if (writes) a.lse[at] = lse;
 }
 
-// Whether there are so few heads to merge that each gets a warp of its own, or two share one.
+// Whether there are so few heads to merge that each warp gets at most two of them.
 DEVICE bool few_heads(const Attention& a, int rows, int warps) { return rows * a.heads <= 2 * int(gridDim.x) * warps; }
 
-// Where the plan lists a row's partials: `entry` counts heads row by row, of which there are `entries`.
+// Where the plan lists the partials of a row.  `entry` is one of `entries` pairs (row, head), counted row by row.
 struct PartialList {
     int begin = 0, count = 0;
 
@@ -89,7 +91,7 @@ struct PartialList {
         const int row = entry / a.heads;
         begin = a.merge_indptr[row], count = a.merge_indptr[row + 1] - begin;
     }
-    // This lane's of 32.
+    // The partial that this lane looks up, among 32 from `first` on.
     DEVICE int look_up(const Attention& a, int first) const {
         const int i = first + lane_anew();
         return i < count ? a.merge_indices[begin + i] : 0;
@@ -100,7 +102,7 @@ constexpr int HEAD_VECTORS = (V_DIM + 127) / 128, HEAD_LANES = V_DIM / 4 / HEAD_
 constexpr int HEAD_STEP = 4;
 static_assert(HEAD_LANES * HEAD_VECTORS * 4 == V_DIM, "lanes hold a head together");
 
-// Adds `count` (at most 32) partials of a head, of which this lane knows one.
+// Adds `count` (at most 32) partials of a head; this lane has looked up one of them, `mine`.
 DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, int count, int head) {
     const int lane = lane_anew(), column = 4 * min(lane, HEAD_LANES - 1);
     float lse = MINUS_INFINITY, weight = 0.f;
@@ -108,7 +110,7 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
 #pragma unroll 1
     for (int first = 0; first < count; first += HEAD_PARTS) {
         float4 x[HEAD_PARTS][HEAD_VECTORS];
-        // Four at a time, the last ones again where there are fewer.
+        // Loads four partials at a time; past the last partial, it loads the last one again.
 #pragma unroll
         for (int step = 0; step < HEAD_PARTS; step += HEAD_STEP) {
             if (first + step >= count) break;
@@ -133,7 +135,7 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
             if (first + step >= count) break;
 #pragma unroll
             for (int i = step; i < step + HEAD_STEP; ++i) {
-                const float by = __shfl_sync(~0u, weight, first + i);  // 0 behind the last
+                const float by = __shfl_sync(~0u, weight, first + i);  // 0 past the last partial
 #pragma unroll
                 for (int j = 0; j < HEAD_VECTORS; ++j) add(f.sum[j], by, x[i][j]);
             }
@@ -141,8 +143,8 @@ DEVICE void merge_head(const Attention& a, Merged<HEAD_VECTORS>& f, int mine, in
     }
 }
 
-// `warp` of `warps` in each block: merges its share of all heads.  It looks up the first one before it waits at
-// `barrier` for the partial states of other blocks.
+// `warp` of `warps` in each block merges its share of all heads.  The warp looks up the partials of its first head
+// before it waits at `barrier` for the partial states of other blocks.
 template <class Barrier> DEVICE void merge_heads(const Attention& a, int rows, int warp, int warps, Barrier barrier) {
     const int entries = rows * a.heads, step = gridDim.x * warps;
     int entry = blockIdx.x + gridDim.x * warp;

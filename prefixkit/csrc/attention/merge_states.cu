@@ -1,8 +1,8 @@
-// Two partial states of attention merged by their log-sum-exps: each of some rows of a step.
+// Merges two partial states of attention by their log-sum-exps; each state covers some rows of a step.
 //
 // shapes     first, second [their rows, heads, V] and lse [their rows, heads]; place [rows]: for each row of the step
 //            its row in a state, or -1; out [rows, heads, V].
-// dtypes     out has the storage type, the states too, or PREFIXKIT_PART float32.
+// dtypes     out has the storage type; the states have it too, or float32 with PREFIXKIT_PART.
 // tiling     a thread merges 8 elements of a head.
 // cost       each state is read once, out written once: 6 V bytes per row and head, 10 V of states of float32.
 // limits     V is a multiple of 8.
@@ -20,7 +20,7 @@ using Part = float;
 using Part = u16;
 #endif
 
-// 8 elements from `from` on, a multiple of 8.
+// Loads the 8 elements at `from`, whose index is a multiple of 8.
 DEVICE void load_eight(float (&x)[8], const float* from) {
     const float4 low = ((const float4*)from)[0], high = ((const float4*)from)[1];
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
@@ -33,7 +33,7 @@ DEVICE void load_eight(float (&x)[8], const u16* from) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) merge_states(const __grid_constant__ MergeStates a) {
-    const long long i = (long long)blockIdx.x * 256 + threadIdx.x;  // of all vectors of 8 elements
+    const long long i = (long long)blockIdx.x * 256 + threadIdx.x;  // index among all vectors of 8 elements
     const int row = int(i / a.vectors), vector = int(i - (long long)row * a.vectors);
     if (row >= a.rows) return;
     const int head = vector / (a.vectors / a.heads);

@@ -1,8 +1,8 @@
-// Queries in bfloat16 as operands in float16, where pages hold e4m3 and products are float16's.
+// Queries in bfloat16 as operands in float16, where pages hold e4m3 and products are in float16.
 //
-// Each row is multiplied by the power of two that brings its largest number to [2^14, 2^15).  Its scores are divided by
-// that, which rounds nothing.  So numbers down to 2^-32 of a row's largest keep all their bits; smaller ones err by at
-// most 2^-39 of it.  An infinity stays one, and a NaN.
+// Each row is multiplied by the power of two that brings its largest number to [2^14, 2^15), and its scores are divided
+// by that power, which rounds nothing.  Numbers down to 2^-32 of a row's largest keep all their bits; smaller ones err
+// by at most 2^-39 of the largest.  Infinities and NaN stay what they are.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -10,11 +10,11 @@ namespace prefixkit {
 
 constexpr bool NARROWED = PREFIXKIT_HALF_OPERANDS && !PREFIXKIT_HALF;
 
-// The bits of the larger float, signs apart: of one, and of two bfloat16.
+// The bits of the largest magnitude, of a float and two bfloat16.
 DEVICE u32 larger_bits(u32 largest, u32 two) {
     return max(max(largest, two & 0x7fff0000), two << 16 & 0x7fff0000);
 }
-// Of the four lanes that have a row.
+// The largest over the four lanes that hold a row.
 DEVICE u32 largest_of_quad(u32 largest) {
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
     return max(largest, __shfl_xor_sync(~0u, largest, 2));

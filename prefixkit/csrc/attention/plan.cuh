@@ -13,25 +13,26 @@ namespace prefixkit {
 #ifndef PREFIXKIT_VALUE_DIM
 #define PREFIXKIT_VALUE_DIM PREFIXKIT_HEAD_DIM
 #endif
-constexpr int D = PREFIXKIT_HEAD_DIM, V_DIM = PREFIXKIT_VALUE_DIM;  // of queries and keys; of values and outputs
-constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors of a query's head
+// Head size of queries and keys; of values and outputs.
+constexpr int D = PREFIXKIT_HEAD_DIM, V_DIM = PREFIXKIT_VALUE_DIM;
+constexpr int ROW_VECTORS = D / 8;  // 16-byte vectors in one query head
 #ifndef PREFIXKIT_KV_FP8
 #define PREFIXKIT_KV_FP8 0
 #endif
-// Pages in e4m3: they are loaded as rows of half as many words of 16 bits, in which their strides are counted too, and
-// become the storage type where operands of products are made.
+// Pages in e4m3 are loaded as rows of half as many 16-bit words; their strides are counted in these words too.  The
+// kernel widens the numbers where it makes operands of products.
 constexpr bool FP8 = PREFIXKIT_KV_FP8;
-constexpr int WORDS = FP8 ? D / 2 : D;  // of 16 bits, of a head's row in pages
+constexpr int WORDS = FP8 ? D / 2 : D;  // 16-bit words in one head's row of a page
 constexpr int STORED_VECTORS = WORDS / 8;
 static_assert(D % 16 == 0 && V_DIM % 16 == 0, "head sizes are multiples of 16");
 #ifndef PREFIXKIT_LATENT
 #define PREFIXKIT_LATENT 0
 #endif
-// Latents (multi-head latent attention): a key's first V_DIM elements are its value, and all heads read the same ones:
-// `kv_heads` only says how many groups heads come in.
+// Latents (multi-head latent attention): the first V_DIM elements of a key are also its value, and all query heads read
+// the same latents.  `kv_heads` counts only the groups into which the query heads are divided.
 constexpr bool LATENT = PREFIXKIT_LATENT;
-// Where keys are APART, only their first OWN_DIM elements lie in `k`.  The others are their rotary part, which all
-// heads share; they lie in a tensor of their own, which has one head.
+// Where keys are APART, `k` holds only their first OWN_DIM elements.  The other elements are the rotary part, which all
+// heads share; a separate tensor with one head holds them.
 #ifdef PREFIXKIT_OWN_DIM
 constexpr int OWN_DIM = PREFIXKIT_OWN_DIM;
 DEVICE const TensorMap* rotary_map(const Attention& a) { return &a.r_map; }
@@ -46,11 +47,11 @@ DEVICE const TensorMap* rotary_row(const Attention& a) { return nullptr; }
 constexpr bool APART = OWN_DIM < D;
 static_assert(!FP8 || (D == V_DIM && !APART && !LATENT), "pages in e4m3 hold K and V of one head size");
 static_assert(!APART || OWN_DIM % 64 == 0, "column blocks lie in one tensor");
-// Here tile items and decode items go through the tile path.
+// The tile path runs both tile items and decode items.
 constexpr bool TILES_ONLY = D != V_DIM || APART;
 
-// Outputs have the storage type, or float32 where they are attention to some of the keys: they are rounded once, when
-// they are merged with those to other keys.
+// Outputs have the storage type.  Where a launch attends to only some of the keys, its outputs are float32: they are
+// rounded once, when they are merged with the outputs for the other keys.
 #ifndef PREFIXKIT_PART
 #define PREFIXKIT_PART 0
 #endif
@@ -61,13 +62,14 @@ using Out = u16;
 #endif
 DEVICE Out* outputs(const Attention& a) { return (Out*)a.out; }
 
-// Brings the parameter into the constant cache, a line at a time, before it is needed.
+// Loads the parameter into the constant cache, one line at a time, before it is needed.
 DEVICE void hold_parameters(const Attention& a) {
     asm volatile("" ::"l"(a.q), "l"(a.partial_lse), "l"(a.merge_indptr), "l"(a.first_slot));
     asm volatile("" ::"r"(a.heads), "r"(a.tma_groups));
 }
 
-// `thread` of `threads` in each block: rows that pad a batch become 0 with lse -inf, like any row that sees no key.
+// Run by `thread` of `threads` in each block: sets rows that pad a batch to 0 with lse -inf, as in rows that see no
+// key.
 DEVICE void clear_padding(const Attention& a, int thread, int threads) {
 #pragma unroll 1
     for (int row = a.counts[2] + blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -78,10 +80,10 @@ DEVICE void clear_padding(const Attention& a, int thread, int threads) {
     }
 }
 
-// Query heads of a KV head.
+// The number of query heads for each KV head.
 DEVICE int group_of(const Attention& a) { return divide_small(a.heads, a.kv_heads); }
 
-// Of a tile row: its query, counted from the item's first, and its query head.
+// The query of a tile row, counted from the item's first query, and its query head.
 struct TileRow {
     int query, head;
 
@@ -89,28 +91,30 @@ struct TileRow {
         const int group = group_of(a);
         query = divide_small(row, group), head = kv_head * group + row - query * group;
     }
-    // Its index in [rows, heads], where the item's first query has row `first`.
+    // The row's index in [rows, heads]; `first` is the row of the item's first query.
     DEVICE long long index(const Attention& a, int first) const { return (long long)(first + query) * a.heads + head; }
 };
 
-// What queries see of their item's KV list: all of it; what is not behind themselves, or behind their reach where the
-// variant looks ahead; up to a limit for each, in the order of the queries (MaskKind of attention/bsr.py).
+// What the queries of an item see of its KV list (MaskKind of attention/bsr.py).  ALL: every token.  OWN: tokens up to
+// the query's own position, or up to its reach where the variant looks ahead.  LIMIT: tokens up to a limit for each
+// query; limits ascend in the order of the queries.
 enum MaskKind { ALL, OWN, LIMIT };
-constexpr int NO_END = 1 << 30;  // differences to positions fit an int
+constexpr int NO_END = 1 << 30;  // its difference from any position fits an int
 
-// Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node, begin, end` repeat the first one.
+// Queries [q_begin, q_end) read segments [seg_begin, seg_end); `node`, `begin` and `end` repeat the first segment.
 struct Item {
     int q_begin, q_end, partial, seg_begin, seg_end, node, begin, end, kind, head;
 };
 
-// What the walk over the tile list takes as its entry `entry`: where the plan says so it goes head by head, so that the
-// KV of fewer heads competes for the L2.
+// The entry of the tile list that a walk takes as its entry number `entry`.  Where the plan says so, the walk goes head
+// by head, so that the KV of fewer heads competes for the L2.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];
     return a.counts[4] ? u32(entry) % u32(items) * a.kv_heads + u32(entry) / u32(items) : entry;
 }
 
-// Entry `entry` of a work list: each item for all KV heads.  Entries beyond `capacity` items are zero.
+// Loads entry `entry` of a work list, which holds each item once for every KV head.  Entries past `capacity` items are
+// zero.
 DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) {
     const int index = int(u32(entry) / u32(kv_heads));
     int4 a = {}, b = {};
@@ -123,7 +127,8 @@ DEVICE Item load_item(const int4* items, int entry, int kv_heads, int capacity) 
     return item;
 }
 
-// Worker `w` of `n` takes one entry per round, and rounds change direction: lists run from the longest to the shortest.
+// Each worker takes one entry per round.  The direction alternates from round to round, because lists run from the
+// longest item to the shortest.
 DEVICE int entry_of(int round, int worker, int workers) {
     return round * workers + ((round & 1) ? workers - 1 - worker : worker);
 }
@@ -135,8 +140,8 @@ struct Span {
     int position;  // position of slot 0
 };
 
-// The position behind the last one that query `query` of an item sees, counted from the item's first query; ascends
-// with the queries.
+// One past the last position that query `query` of an item sees.  `query` counts from the item's first query; the
+// result ascends with it.
 DEVICE int end_seen(const Attention& a, int kind, int q_begin, int partial, int query) {
     if (kind == LIMIT) return min(a.limits[partial + query], NO_END - 1) + 1;
     if (Variant::LOOKS_AHEAD) return kind == OWN && a.q_reach ? int(a.q_reach[q_begin + query]) + 1 : NO_END;
@@ -148,8 +153,8 @@ struct VisibleRange {
     int low, high;
 };
 
-// The smallest and the largest position among an item's queries, where the variant has a window or decides about
-// blocks.
+// The smallest and the largest position among an item's queries, computed only where the variant has a window or
+// decides about whole blocks.
 struct QueryRange {
     int low, high;
 };
@@ -161,7 +166,7 @@ DEVICE VisibleRange visible_range(const Attention& a, const Item& item, int firs
     return {a.window > 0 ? first - a.window + 1 : 0, end_seen(a, item.kind, item.q_begin, item.partial, last)};
 }
 
-// By a warp together.
+// Computed by all lanes of a warp together.
 DEVICE QueryRange query_range(const Attention& a, const Item& item) {
     QueryRange r = {0x7fffffff, 0};
     if (!ranges_matter(a)) return r;
@@ -198,18 +203,18 @@ DEVICE int sequence_of(const Attention& a, int query) {
     return Variant::READS_SEQUENCE ? int(a.q_sequences[query]) : 0;
 }
 
-// Advances from an empty span to the first of the segments [seg, seg_end) that is not.
+// Advances from an empty span to the first of segments [seg, seg_end) that is not empty.
 DEVICE void skip_empty(const Attention& a, Span& span, int& seg, const int& seg_end, const VisibleRange& range) {
     for (; span.slot >= span.end && seg < seg_end; ++seg) span = load_segment(a, seg, range);
 }
 
-// Where a slot's row begins, in 16-byte vectors: 32 bits address 64 GB.
+// The offset of a slot's row, in 16-byte vectors: 32 bits address 64 GB.
 DEVICE u32 row_of(const Attention& a, int page, int slot_in_page, int head) {
     return u32(page) * u32(a.page_stride >> 3) + u32(head) * u32(a.head_stride >> 3) +
            u32(slot_in_page) * u32(a.slot_stride >> 3);
 }
 
-// The largest, or the sum, of x over lanes whose numbers differ in the bits FROM, 2 FROM, ..., TO / 2.
+// The maximum, or the sum, of x over the lanes whose numbers differ in the bits FROM, 2 FROM, ..., TO / 2.
 template <int FROM, int TO> DEVICE float lanes_max(float x) {
 #pragma unroll
     for (int d = FROM; d < TO; d <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));

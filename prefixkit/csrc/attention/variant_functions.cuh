@@ -1,5 +1,5 @@
-// What the functions of variants are made of, besides C++'s own operators: reads of captured tensors, and arithmetic as
-// Python and torch define it.
+// What the functions of variants use besides C++'s own operators: reads of captured tensors, and arithmetic as Python
+// and torch define it.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -7,26 +7,27 @@ namespace prefixkit {
 
 DEVICE long long long_word(const int* words) { return (long long)(u32)words[0] | (long long)words[1] << 32; }
 
-// An index into a dimension of `size`: negative ones count from its end.  Others outside, which torch refuses, read the
-// nearest element: rows that pad a batch have any position, and so have slots of a KV tile that no token owns, which
-// are -15 to -1 before a root that begins inside a page.
+// An index into a dimension of `size`; negative indices count from its end.  Torch refuses other indices outside the
+// dimension; here they read the nearest element.  They occur because rows that pad a batch have arbitrary positions,
+// and because slots of a KV tile that no token owns have positions -15 to -1 before a root that begins inside a page.
 template <class T> DEVICE int index_of(T index, int size) {
     const T from_start = index < 0 ? index + size : index;
     return from_start < 0 ? 0 : from_start < size ? int(from_start) : size - 1;
 }
-DEVICE int index_from_start(int index, int size) { return max(min(index, size - 1), 0); }  // of a position
+DEVICE int index_from_start(int index, int size) { return max(min(index, size - 1), 0); }  // for a position
 template <class T> DEVICE T element(const T* tensor, long long at) { return tensor[at]; }
 DEVICE float element(const double* tensor, long long at) { return float(tensor[at]); }
 DEVICE float element(const BFloat* tensor, long long at) { return widen(tensor[at]); }
 DEVICE float element(const Half* tensor, long long at) { return widen(tensor[at]); }
 
-// Integer division rounds down in Python.  By a positive number of the variant's words: the number in two words, then
-// m, s and t by which (n m >> 32) + (n & t) >> s is the quotient of any n of 31 bits that is not negative.
+// Divides by a positive number among the variant's words, rounding down as Python does.  The words hold the number in
+// two words, then m, s and t, with which (n m >> 32) + (n & t) >> s is the quotient of any n of 31 bits that is not
+// negative.
 DEVICE int divide_by(int n, const int* words) {
     return int(__umulhi(u32(n), u32(words[2])) + u32(n & words[4]) >> words[3]);
 }
 DEVICE int modulo_by(int n, const int* words) { return n - divide_by(n, words) * words[0]; }
-// Of any n; ~n is the mirror of a negative one.
+// For any n; ~n mirrors a negative n.
 DEVICE int floor_divide_by(int n, const int* words) { return n < 0 ? ~divide_by(~n, words) : divide_by(n, words); }
 DEVICE int floor_modulo_by(int n, const int* words) { return n - floor_divide_by(n, words) * words[0]; }
 template <class T> DEVICE T floor_divide(T x, T y) {
@@ -50,7 +51,7 @@ DEVICE float float_floordiv(float x, float y) {
 
 DEVICE float round_to_bfloat16(float x) { return widen(BFloat{u16(pack<BFloat>(x, 0.f))}); }
 DEVICE float round_to_float16(float x) { return widen(Half{u16(pack<Half>(x, 0.f))}); }
-// A number of the variant's words, and its reciprocal.
+// Divides by a number among the variant's words, with its reciprocal, which follows it.
 DEVICE float divide_by_number(float x, const int* words) { return x * __int_as_float(words[1]); }
 
 // Within 5e-8 of its value where |x| < NEAR: an odd polynomial.
@@ -70,7 +71,7 @@ DEVICE float variant_tanh(float x) {
 }
 DEVICE float variant_log_sigmoid(float x) { return -LN2 * log2_fast(1.f + exp2_fast(-LOG2E * x)); }
 DEVICE float variant_sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2E * x)); }
-// By the hardware's own tanh, whose relative error is up to 2^-11.
+// The hardware's own tanh, whose relative error is up to 2^-11.
 DEVICE float hardware_tanh(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -78,8 +79,8 @@ DEVICE float hardware_tanh(float x) {
 }
 DEVICE float hardware_sigmoid(float x) { return 0.5f * hardware_tanh(0.5f * x) + 0.5f; }
 
-// What score functions take tanh by: of anything, of what is near, by the hardware; and to know whether all of it is
-// near.
+// The tanh with which score functions compute: for any argument, for arguments near 0, and the hardware's.  LargestTanh
+// also tells whether all arguments are near 0.
 struct AnyTanh {
     DEVICE float operator()(float x) const { return variant_tanh(x); }
 };
@@ -90,7 +91,7 @@ struct HardwareTanh {
     DEVICE float operator()(float x) const { return hardware_tanh(x); }
 };
 struct LargestTanh {
-    float largest = 0.f;  // magnitude of what tanh was taken of
+    float largest = 0.f;  // magnitude of the arguments
     DEVICE float operator()(float x) {
         largest = fmaxf(largest, fabsf(x));
         return variant_tanh(x);

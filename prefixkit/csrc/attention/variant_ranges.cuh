@@ -1,10 +1,11 @@
-// What a variant's mask says of many queries and keys at once: interval arithmetic, for the text of `Variant::decide`.
+// What a variant's mask returns over ranges of queries and keys: interval arithmetic for the text of `Variant::decide`.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace prefixkit {
 
-// The values from low to high, one of which an integer has; whether a bool may be true, and may be false.
+// Range: an integer lies from low to high, both included.  Maybe: whether a bool may be true, and whether it may be
+// false.
 struct Range { int low, high; };
 struct Maybe { bool yes, no; };
 
@@ -16,12 +17,12 @@ DEVICE Range range_max(Range x, Range y) { return {max(x.low, y.low), max(x.high
 DEVICE Range range_abs(Range x) {
     return {x.low > 0 ? x.low : x.high < 0 ? -x.high : 0, max(-x.low, x.high)};
 }
-// By a number.
+// Multiplication by a number.
 DEVICE Range operator*(Range x, int y) {
     return y < 0 ? Range{x.high * y, x.low * y} : Range{x.low * y, x.high * y};
 }
 DEVICE int floor_quotient(int x, int y) { return x < 0 ? ~(~x / y) : x / y; }
-// By a positive number.
+// Division by a positive number, rounded down.
 DEVICE Range floor_quotients(Range x, int y) { return {floor_quotient(x.low, y), floor_quotient(x.high, y)}; }
 DEVICE Range floor_remainders(Range x, int y) {
     const int turns = floor_quotient(x.low, y);

@@ -1,13 +1,16 @@
-// Numbers of e4m3 as operands of products, which have them all.
+// Numbers of e4m3 as operands of products, whose types hold every e4m3 number.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace prefixkit {
 
-// Two numbers, the lower 16 bits: in whole numbers but for the last step, for GPUs without a conversion.
+// Widens the two numbers in the lower 16 bits with integer operations, but for the last step; for GPUs without a
+// conversion instruction.
 DEVICE u32 widen_by_words(u32 two) {
-    const u32 apart = __byte_perm(two, 0, 0x1404), size = apart & 0x7f007f00;  // each the upper byte of a half
-    // Exponent and mantissa in their places are the number over 2^8, in bfloat16 over 2^120, below 2^-6 too.
+    // Each number in the upper byte of a half.
+    const u32 apart = __byte_perm(two, 0, 0x1404), size = apart & 0x7f007f00;
+    // Exponent and mantissa, shifted to their places, are the number divided by 2^8 (bfloat16: by 2^120), below 2^-6
+    // too.
     const u32 over = size >> (PREFIXKIT_HALF_OPERANDS ? 1 : 4) | (apart & 0x80008000);
     const u32 nan = size + 0x01000100 & 0x80008000;  // the upper bit of each half that is NaN
     return scaled_pair(over, PREFIXKIT_HALF_OPERANDS ? 0x5c005c00 : 0x7b807b80) | nan - (nan >> 15);
