@@ -12,7 +12,7 @@ DEVICE bool writes_partial(int number) {
     return !(key & 1) || at(SPLITS)[number] > 1 || at(UP)[key >> 1] >= 0;
 }
 
-// KV splits of all tiles that a query is in.
+// The number of KV splits over all tiles that hold a query.
 DEVICE int splits_of(int query, int node) {
     int sum = 0;
     ROLLED for (bool own = true; node >= 0; own = false) {
@@ -23,7 +23,7 @@ DEVICE int splits_of(int query, int node) {
     return sum;
 }
 
-// How many partial states each query has.
+// Counts the partial states of each query; returns whether they fit.
 DEVICE bool number_merges() {
     const auto partials = [](int q) {
         const int splits = splits_of(q, at(QUERY_NODE)[q] = find(at(FIRST_ROW), p.nodes, q));
@@ -35,7 +35,8 @@ DEVICE bool number_merges() {
     return total <= u64(p.a.partial_capacity);
 }
 
-// Items of a node's shared-prefix tiles go by split, then by tile; all its tiles but the last have the same splits.
+// The place of an item in the order.  Items of a node's shared-prefix tiles go by split, then by tile; all its tiles
+// but the last have the same number of splits.
 DEVICE int place_of(int number, int split) {
     const int key = at(TILE_OF)[number], node = key >> 1;
     if (key & 1 || is_limited(node)) return at(FIRST_ITEM)[number] + split;  // tiles of kind LIMIT differ in length
@@ -56,14 +57,14 @@ DEVICE void order_items() {
 struct Split {
     int low, high;           // tokens of the BSR row
     int row;                 // its first segment
-    int first, last, token;  // segments read, counted in the row; tokens before the first
-    bool open;               // to the row's end, as far as it grows
-    bool anew;               // by paths: they are segments of its own, not the row's
+    int first, last, token;  // first and last segment read, counted in the row; tokens before the first
+    bool open;               // reads up to the row's end, which may grow
+    bool anew;               // by paths: its segments are its own, not the row's
 };
 
-constexpr int FEW_SEGMENTS = 8;  // more are written by a warp
+constexpr int FEW_SEGMENTS = 8;  // a warp writes more than this
 
-// Which segments of its BSR row an item reads, by the tokens before each.
+// Finds which segments of its BSR row an item reads, by the tokens before each.
 DEVICE void find_segments(Split& c, const Tile& x, int split, int splits) {
     const int base = at(SEGMENT_BASE)[x.node], all = at(SEGMENT_BASE)[x.node + 1] - base;
     const int of_own = own_queries(x.node) ? at(INHERITED)[x.node] + 1 : 0, count = x.own ? of_own : all - of_own;
@@ -75,7 +76,7 @@ DEVICE void find_segments(Split& c, const Tile& x, int split, int splits) {
     if (c.anew) c.first = find(before, count, c.low);
     if (!c.open) c.last = max(c.first, find(before, count, c.high - 1));
     const int* last = p.a.segments + 3 * (c.row + c.last);
-    if (limited) c.anew |= before[c.last] + last[2] - last[1] > c.high;  // within a run
+    if (limited) c.anew |= before[c.last] + last[2] - last[1] > c.high;  // it ends within a run
 }
 
 DEVICE void write_segment(const Split& c, int s, int to) {
@@ -144,7 +145,7 @@ DEVICE Item item(int i) {
     return x;
 }
 
-// The segments of items that have many of their own, a warp for each item.
+// Writes the segments of items that have many segments of their own, a warp for each item.
 DEVICE void write_long_splits() {
     ROLLED for (int i = warp_of(); i < p.items; i += WARPS) {
         const int to = at(ITEM_SEGMENT)[i], count = at(ITEM_COUNT)[i];
@@ -154,7 +155,7 @@ DEVICE void write_long_splits() {
     }
 }
 
-// Partial rows, and the segments of KV splits.
+// Assigns partial rows and writes the segments of KV splits; returns whether they fit.
 DEVICE bool make_items() {
     int turn = 0;
     u64 total = 0;
@@ -192,7 +193,7 @@ DEVICE bool make_items() {
     return p.row_segments + low_of(total) <= p.a.segment_capacity;
 }
 
-// From the end: the own node's splits, then those of the shared ancestors.
+// Fills each query's list from its end: the own node's splits, then those of the shared ancestors.
 DEVICE void fill_merges() {
     ROLLED for (int q = threadIdx.x; q < p.queries; q += THREADS) {
         int to = p.a.merge_indptr[q + 1], node = at(QUERY_NODE)[q];
@@ -213,7 +214,7 @@ DEVICE void fill_merges() {
     }
 }
 
-// ---- order: by counting, each warp a range of items ----
+// ---- order: a counting sort, each warp a range of items ----
 
 DEVICE void write_item(int item, int place) {
     const Tile x = tile(at(ITEM_SPLIT)[item] >> SPLIT_BITS);

@@ -1,29 +1,31 @@
-// From parts of paths to BSR rows: whose list each is, and of which pieces it is made.
+// From parts of paths to BSR rows: whose KV list each row is, and of which pieces the list consists.
 //
 // shared_parts of attention/paths/heavy_paths.py, kv_lists.py, and decompose of attention/bsr.py.
 //
-// pieces   a node, or nodes of a run that follow each other: each begins with one node, so pieces are numbered by a
-//          prefix sum along the order of paths.  Those of parts are written by a thread each; what a row inherits, by
-//          the row's thread.
-// limits   a query sees of a part what ends with the lowest node of it above the query's own.  LIMIT[n] is where that
-//          ends for all queries that come to a part through node n, their own or the head of a part further down, and
-//          UP[n] is that part's head: so a query's limits are found along the chain that also numbers its partials.
+// pieces   a piece is a node, or nodes of a run that follow each other.  Each piece begins with one node, so a prefix
+//          sum along the order of paths numbers the pieces.  A thread writes each piece of a part; the row's thread
+//          writes what a row inherits.
+// limits   of a part, a query sees the tokens up to the end of the part's lowest node above the query's own.  LIMIT[n]
+//          is where these end for all queries that reach a part through node n, their own node or the head of a part
+//          further down; UP[n] is the head of the part that they reach.  So a query's limits are found along the chain
+//          that also numbers its partials.
 #pragma once
 #include "planner/plan_paths.cuh"
 
 namespace prefixkit {
 
-// Whether queries see a part of the text, so that tiles begin where they see.
+// Whether queries see only a part of the text; tiles then begin where their queries begin to see.
 DEVICE bool some_unseen() { return p.a.window | p.a.chunk | p.a.first; }
 
 // ---- parts ----
-// Whether a shared node is the first of a part: of a path's, or behind missing tokens.
+// Whether a shared node is the first of a part: the first of its path's, or the first after missing tokens.
 DEVICE bool is_head(int n) {
     const int leaf = leaf_of(n), place = at(PLACE)[n], above = at(PARENT)[n];
     if (!is_shared(leaf, place)) return false;
     return place == at(LOW)[leaf] || p.a.start[n] != p.a.start[above] + at(LENGTH)[above];
 }
-// The place of the head of the part with this one; that of the last node of the part with this head.
+// head_place: the place of the head of the part with this place.  last_place: that of the last node of the part with
+// this head.
 DEVICE int head_place(int place) { return at(HEAD_PLACE)[at(HEADS)[place + 1] - 1]; }
 DEVICE int last_place(int head) {
     return min(at(HIGH)[leaf_of(at(ORDER)[head])], at(HEAD_PLACE)[at(HEADS)[head] + 1] - 1);
@@ -46,7 +48,7 @@ DEVICE bool follows_in_run(int n) {
     return run >= 0 && above >= 0 && p.a.run[above] == run;
 }
 
-// Where pieces begin, and the tokens before each place, of nodes that some query is below.
+// Finds where pieces begin, and the tokens before each place, over nodes with queries below them.
 DEVICE void find_pieces() {
     bool begins;
     const auto look = [&](int place) {
@@ -77,8 +79,8 @@ CALLED void write_piece(int to, int n, int tokens, int before) {
 }
 
 // ---- rows ----
-// visit(first place, last place) for each stretch of a path that a node inherits, from below; the nearest shared
-// ancestor, or -1.
+// Calls visit(first place, last place) for each stretch of a path that a node inherits, from below.  Returns the
+// nearest shared ancestor, or -1.
 template <class V> DEVICE int walk_up(int n, V visit) {
     ROLLED for (int above = at(PARENT)[n]; above >= 0;) {
         const int leaf = leaf_of(above), place = at(PLACE)[above];
@@ -93,7 +95,7 @@ template <class V> DEVICE int walk_up(int n, V visit) {
     return -1;
 }
 
-// What a row inherits, the last piece first, and what its own node adds, if it is an own-node row.
+// Writes what a row inherits, the last piece first, and its own node, if it is an own-node row.
 CALLED void write_inherited(int end, int node, int tokens, bool own) {
     if (own && end < p.a.segment_capacity) {
         int* s = p.a.segments + 3 * end;
@@ -122,7 +124,7 @@ DEVICE void write_parts() {
         const int stop = min(at(BEGIN_PLACE)[piece + (at(BEGINS)[place + 1] > piece)], last + 1);
         const int before = inherited + begin - at(TOKENS_TO)[head];
         if (at(BEGINS)[place + 1] > piece) write_piece(base + piece - first, n, at(TOKENS_TO)[stop] - begin, before);
-        else if (place == head && at(BEGINS)[last + 1] == first) write_piece(base, n, 0, before);  // of no tokens
+        else if (place == head && at(BEGINS)[last + 1] == first) write_piece(base, n, 0, before);  // no tokens
     }
 }
 
@@ -170,14 +172,14 @@ DEVICE bool rows_by_paths() {
     return make_rows_by_paths();
 }
 
-// Tokens of a head's list up to where a query leaves the part.
+// The number of tokens of a head's list up to where a query leaves the part.
 CALLED int tokens_until(int head, int query) {
     int n = find(at(FIRST_ROW), p.nodes, query);
     while (at(UP)[n] != head) n = at(UP)[n];
     return at(TOKENS)[head] - at(LENGTH)[head] + at(LIMIT)[n] + 1 - p.a.start[head];
 }
 
-// The first position that some of these queries see: Visible.begin of attention/visible.py, of the lowest of them.
+// The first position that some of these queries see: Visible.begin of attention/visible.py for the lowest of them.
 DEVICE int first_seen(int begin, int end) {
     int lowest = NOWHERE;
     ROLLED for (int n = find(at(FIRST_ROW), p.nodes, begin); n < p.nodes && at(FIRST_ROW)[n] < end; ++n) {
@@ -190,8 +192,8 @@ DEVICE int first_seen(int begin, int end) {
     return first;
 }
 
-// What a tile reads: a shared-prefix tile up to where its last query leaves the part; but for the tokens before one is
-// seen, whose number it returns.  An own-node tile reads its own node whole.
+// Sets which tokens a tile reads.  A shared-prefix tile reads up to where its last query leaves the part; an own-node
+// tile reads its own node whole.  Tokens before the first one seen are skipped; returns their number.
 DEVICE int measure(Tile& x) {
     if (!x.own) x.tokens = tokens_until(x.node, x.end - 1);
     if (!some_unseen()) return 0;

@@ -1,16 +1,18 @@
-// Heavy paths: an order of the nodes path after path, and which part of each path is shared.
+// Heavy paths: an order of the nodes, path after path, and which part of each path is shared.
 //
 // heavy_paths.py and path_sharing.py of attention/paths.
 //
-// A path follows last children, so the nodes of one path are those whose subtrees end alike, and it is named by its
-// leaf, the last node of all these subtrees.
+// A path follows last children, so the subtrees of all its nodes end at the same place.  A path is named by its leaf,
+// the last node of these subtrees.
 //
-// order    a stable counting sort by subtree_end: ENDED[i] = nodes whose subtrees end before i, a histogram and one
-//          prefix sum.  A node's depth is n - ENDED[n + 1], for the subtrees that ended are those that are not open;
-//          its place in the order is its path's end less how much deeper the leaf is.  No pointer is followed.
-// sharing  of a path one part: sums from the path's end upwards of consumers and of tokens that they do not read again,
-//          then a maximum.  A path is decided once those that hang on it are (PENDING); the thread that decided the
-//          last of these goes on with it.  Paths of up to FEW nodes take a thread, others a warp, 32 nodes at a time.
+// order    a stable counting sort by subtree_end: ENDED[i] is the number of nodes whose subtrees end before i, a
+//          histogram and one prefix sum.  A node's depth is n - ENDED[n + 1], because every earlier node whose subtree
+//          has not ended is an ancestor.  A node's place in the order is the path's end minus the node's height above
+//          the leaf.  No pointer is followed.
+// sharing  of each path, one part: sums, from the path's end upwards, of consumers and of the tokens that they need not
+//          read again, then a maximum.  A path is decided once the paths that hang on it are decided (PENDING counts
+//          them); the thread that decided the last of these goes on with it.  Paths of up to FEW nodes take a thread,
+//          others a warp, 32 nodes at a time.
 // above    what a row inherits from a path is a difference of prefix sums along the order, so a walk to the root takes
 //          a step for each path, at most log2 of the rows, and not one for each node.
 #pragma once
@@ -60,14 +62,14 @@ DEVICE void order_paths() {
 
 // ---- sharing ----
 struct Part {
-    int spared;        // consumers of the path's first node, by what is decided below
+    int spared;        // consumers of the path's first node that the parts decided below spare
     u64 saved;
-    double net;        // what it gains
+    double net;        // the net gain of the part
     int begin, left;   // the place of its first node, or -1; the consumers that no longer read what is above it
     int last;          // the last place that two consumers read
 };
 
-// One node more of a path, from the end upwards, with the sums up to it.
+// Extends a part by one more node of the path, from the end upwards, with the sums up to that node.
 DEVICE void extend(Part& x, int place, int node, int most, u64 saved) {
     const double gain = __dmul_rn(double((long long)saved), p.a.gain_per_token);
     const double net = __dadd_rn(gain, -price_of(node));
@@ -89,7 +91,7 @@ DEVICE Part part_of_few(int leaf) {
     return x;
 }
 
-// The same by a warp.
+// The same part, found by a warp.
 DEVICE Part part_of_many(int leaf) {
     Part x = {0, 0, 0.0, -1, 0, -1};
     ROLLED for (int end = path_end(leaf); end > path_begin(leaf); end -= 32) {
@@ -110,7 +112,7 @@ DEVICE Part part_of_many(int leaf) {
     return x;
 }
 
-// Writes down a path's part; returns the path above if all that hang on it are decided, else -1.
+// Records a path's part; returns the path above if all paths that hang on that one are decided, else -1.
 CALLED int decide(int leaf, int spared, int begin, int left, int last) {
     if (begin >= 0) at(LOW)[leaf] = begin, at(HIGH)[leaf] = last, spared += left;
     const int above = at(PARENT)[at(ORDER)[path_begin(leaf)]];

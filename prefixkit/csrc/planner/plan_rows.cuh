@@ -1,4 +1,5 @@
-// From nodes to tiles: prefix sums over the tree, the decision what is shared, and the segments of each BSR row.
+// From nodes to tiles: prefix sums over the tree, the decision which nodes are shared, and the segments of each BSR
+// row.
 //
 // decide_sharing of attention/sharing.py, decompose of attention/bsr.py, and _tile of attention/gpu/gpu_plan.py.
 #pragma once
@@ -6,7 +7,7 @@
 
 namespace prefixkit {
 
-// Where the queries of each node begin.
+// Counts where the queries of each node begin; returns whether all queries fit.
 DEVICE bool count_rows() {
     const auto load = [](int n) {
         const int rows = p.a.own[n], parent = p.a.parent[n], end = p.a.subtree_end[n], length = p.a.length[n];
@@ -15,14 +16,14 @@ DEVICE bool count_rows() {
         return join(rows, p.a.read_by_tiles && !by_paths() ? tiles_of(rows) : rows > 0);
     };
     const u64 total = scan_each(p.nodes, load, [](int n, u64 before) {
-        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // reads by own queries before each, for now
+        at(FIRST_ROW)[n] = high_of(before), at(UP)[n] = low_of(before);  // UP, for now: reads by earlier own queries
     });
     if (threadIdx.x == 0) at(FIRST_ROW)[p.nodes] = p.queries = high_of(total), at(UP)[p.nodes] = low_of(total);
     __syncthreads();
     return p.queries <= p.a.row_capacity;
 }
 
-// How often a node is read that is shared.
+// How often a shared node is read.
 DEVICE int reads_once(int n) { return p.a.read_by_tiles ? tiles_of(queries_below(n)) : 1; }
 
 CALLED bool gains(int most, int spared, int n) {
@@ -30,7 +31,7 @@ CALLED bool gains(int most, int spared, int n) {
     return __dmul_rn(double(saved), p.a.gain_per_token) > price_of(n);
 }
 
-// From a candidate with no others below it up to where others still are.
+// Decides candidates upwards, from one without candidates below it to the first that still waits for others.
 DEVICE void climb(int node) {
     while (true) {
         const int most = at(MOST)[node], less = *(volatile int*)(at(SPARED) + node), above = at(NEAR)[node];
@@ -94,7 +95,7 @@ DEVICE void share() {
     share_node_by_node();
 }
 
-// A BSR row's segments: `inherited` ancestors, root first, then the node.
+// Writes a BSR row's segments: `inherited` ancestors, root first, then the node.
 CALLED void write_row(int base, int node, int inherited, bool own) {
     int n = node;
     ROLLED for (int to = base + inherited, next; to >= base; n = next) {
@@ -168,10 +169,10 @@ DEVICE bool make_tiles() {
     return p.of[0] <= p.a.tile_capacity && p.of[1] <= p.a.decode_capacity;
 }
 
-// Makes low tiles in place of few others: FEW_KV_TILES of attention/gpu/gpu_plan.py.
+// Replaces tiles by low tiles where there are few: FEW_KV_TILES of attention/gpu/gpu_plan.py.
 DEVICE bool lower_tiles() {
     if (!p.of[0] || p.a.few_tokens < 0 || p.tokens[0] * p.a.kv_heads > u64(p.a.few_tokens) * p.a.num_sms) return true;
-    __syncthreads();  // all have read that
+    __syncthreads();  // all threads have read these values
     if (threadIdx.x == 0) {
         p.low = 1, p.a.many = p.a.low_many, p.a.magic = p.a.low_magic;
         p.shared = p.before_tiles[0], p.global = p.before_tiles[1], p.shared_left = p.before_left;

@@ -1,10 +1,12 @@
-// How many KV splits each tile gets: choose_splits and busiest of attention/gpu/kv_split.py, a warp for each candidate.
+// How many KV splits each tile gets: choose_splits and busiest of attention/gpu/kv_split.py, one warp for each
+// candidate.
 #pragma once
 #include "planner/plan_state.cuh"
 
 namespace prefixkit {
 
-// How many tiles of each length a role has, if none is too long; else nothing, and tiles are looked at one by one.
+// How many tiles of each length a role has, if no tile is too long for the bins; else null, and tiles are visited one
+// by one.
 DEVICE int* bins_of(int role) { return p.longest[role] <= BINS ? counters + LEVEL_INTS + role * BINS : nullptr; }
 
 DEVICE void count_lengths() {
@@ -18,7 +20,7 @@ DEVICE void count_lengths() {
     }
 }
 
-// This warp's candidate: when the busiest worker would end, times workers.
+// Evaluates this warp's candidate: the time at which the busiest worker would end, times the number of workers.
 CALLED void try_splits(int role) {
     const RoleCost& cost = p.a.cost[role];
     const int* bins = bins_of(role);
@@ -41,7 +43,7 @@ CALLED void try_splits(int role) {
         extra += (splits - 1) * alike, partials += splits > 1 ? splits * alike : 0;
     }
     __syncwarp();
-    // Entries of each level and above: a lane has 8 levels, the highest lanes first.
+    // The entries at each level and above: a lane takes MINE levels, lane 0 the highest ones.
     constexpr int MINE = LEVELS / 32;
     const int* top = levels + LEVELS - MINE * lane_of();
     int at_least = 0;
@@ -62,12 +64,12 @@ CALLED void try_splits(int role) {
     }
 }
 
-// The fewest splits that end within 2% of the soonest.  One warp per role.
+// Chooses the fewest splits whose time is within 2% of the least.  One warp per role.
 DEVICE void choose_candidate() {
     const int role = warp_of();
     if (role > 1 || !p.of[role]) return;
     const RoleCost& cost = p.a.cost[role];
-    // What is not tried stays zero: no candidate is possible then, and the first one is as good as any.
+    // Candidates that were not tried stay zero: if none was, the first one is as good as any.
     const int extra = p.extra[role][lane_of()];
     const bool fits = !lane_of() || extra * p.a.kv_heads <= EXTRA * cost.workers * p.a.num_sms;
     const u64 time = fits ? p.time[role][lane_of()] : ~0ull >> 8;

@@ -7,10 +7,11 @@
 //          Each warp tries one candidate number of KV splits.  Items are sorted by counting.
 // paths    compiled with PREFIXKIT_PLAN_PATHS, it plans by heavy paths where sizes[1] says so: plan_paths.cuh puts the
 //          nodes in an order path after path and decides which part of each is shared; plan_path_rows.cuh makes BSR
-//          rows of parts.  From tiles on both ways are one, with limits of queries and segments that begin within runs.
+//          rows of parts.  From tiles on, both ways share the code; heavy paths add limits of queries, and segments
+//          that begin within runs.
 // cost     48 us for 1,024 leaves and 2,047 nodes on an H200: latency of shared memory, barriers and instructions on
-//          one multiprocessor.  Ancestors that share nothing are walked one at a time: 2,000 of them take 550 us; by
-//          paths, which a walk takes whole, each costs a step for each path.
+//          one multiprocessor.  Ancestors that share nothing are walked one at a time: 2,000 of them take 550 us.  A
+//          walk by heavy paths takes a whole path in one step.
 // limits   a plan that exceeds a capacity sets counts[7], with no items.  Tiles are below 2^21, queries below 2^25, KV
 //          tiles of a BSR row below 2^20, sums below 2^31.
 #include "planner/plan_items.cuh"
@@ -21,7 +22,8 @@ namespace prefixkit {
 
 DEVICE void finish(bool fits) {
     if (threadIdx.x) return;
-    // Where many tile items follow each other, or as many of one length, they go head by head.
+    // Tile items go head by head where there are many of them, or where those of all heads are many and about equally
+    // long.
     const int items = p.item_count[0];
     const bool alike = 4 * p.tokens[0] >= 3 * u64(p.of[0]) * u64(p.longest[0]) * u64(p.a.cost[0].kv_tile);
     const bool by_head = p.a.kv_heads > 1 && items * p.a.kv_heads > p.a.num_sms && (items >= p.a.num_sms || alike);
@@ -33,7 +35,8 @@ DEVICE void finish(bool fits) {
     counts[1] = make_int4(fits && by_head, fits && streams, 0, !fits);
 }
 
-// Attention reads items before it knows how many there are: those beyond are zero.  Nothing waits for these stores.
+// Attention reads items before it knows how many there are, so the entries past the last item are zero.  Nothing waits
+// for these stores.
 DEVICE void clear_items(const PlanTree& a) {
     for (int i = threadIdx.x; i < 2 * a.tile_capacity; i += THREADS) a.tile_items[i] = make_int4(0, 0, 0, 0);
     for (int i = threadIdx.x; i < 2 * a.decode_capacity; i += THREADS) a.decode_items[i] = make_int4(0, 0, 0, 0);
