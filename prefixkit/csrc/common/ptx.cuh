@@ -21,8 +21,8 @@ using Storage = Half;
 using Storage = BFloat;
 #define STORAGE "bf16"
 #endif
-// Operands of products.  On Hopper those of pages in e4m3 are float16, which has all its numbers: one instruction
-// widens two of them, where bfloat16 takes four.
+// Operands of products.  On Hopper, operands from pages in e4m3 are float16, which holds every e4m3 number: one
+// instruction widens two of them, where bfloat16 takes four.
 #if PREFIXKIT_HALF || (PREFIXKIT_KV_FP8 && PREFIXKIT_MAPS)
 #define PREFIXKIT_HALF_OPERANDS 1
 using Operand = Half;
@@ -46,7 +46,7 @@ using Operand = BFloat;
         return x;                                                                         \
     }
 
-// The lane, read anew: what is computed from it is not kept in registers across loops, where they are short.
+// The lane, read anew: what is computed from it is not kept in registers across loops in which registers are short.
 DEVICE int lane_anew() { int x; asm volatile("mov.u32 %0, %%laneid;" : "=r"(x)); return x; }
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -58,8 +58,9 @@ DEVICE void copy16(u32 to, const void* from, bool valid) {
 }
 DEVICE void copy_commit() { EFFECT("cp.async.commit_group;"); }
 template <int PENDING> DEVICE void copy_wait() { EFFECT("cp.async.wait_group %0;", "n"(PENDING)); }
-// A TMA box of a tensor, from global to shared memory; `map` describes tensor, box and swizzle, x... are the box's
-// first coordinates, innermost first.  Its bytes count towards `barrier`.  `policy`: what L2 should do with the lines.
+// Copies a TMA box of a tensor from global to shared memory.  `map` describes tensor, box and swizzle; x... are the
+// box's first coordinates, innermost first.  The bytes count towards `barrier`.  `policy` tells the L2 what to do with
+// the lines.
 DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, u32 barrier, u64 policy) {
     EFFECT("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;",
@@ -70,14 +71,14 @@ DEVICE void tma_copy(u32 to, const void* map, int x, int y, int z, int w, int v,
            "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;",
            "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(policy));
 }
-// `bytes` in one copy, a multiple of 16 as both addresses are.
+// Copies `bytes` at once, a multiple of 16, as both addresses are.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     EFFECT("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
            "r"(to), "l"(from), "r"(bytes), "r"(barrier));
 }
 DEVICE u64 policy_stream() { u64 x; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(x)); return x; }
 DEVICE u64 policy_keep() { u64 x; asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(x)); return x; }
-// Brings `bytes` (a multiple of 16, as the address is) to the L2 without waiting for them (sm_90).
+// Prefetches `bytes` (a multiple of 16, as the address is) to the L2 without waiting for them (sm_90).
 DEVICE void prefetch_l2(const void* p, u32 bytes) {
     EFFECT("cp.async.bulk.prefetch.L2.global [%0], %1;", "l"(p), "r"(bytes));
 }
@@ -92,13 +93,13 @@ LOAD(float, load_shared1, u32, "ld.shared.f32", "=f", "r")
 LOAD(int, load_shared_int, u32, "ld.shared.b32", "=r", "r")
 LOAD4(int4, load_shared_int4, u32, "ld.shared.v4.b32", "=r", "r")
 LOAD4(float4, load_shared, u32, "ld.shared.v4.f32", "=f", "r")
-// Writes `to` where a word of shared memory is `from`; returns what it was.
+// Replaces a word of shared memory by `to` if it is `from`; returns what it was.
 DEVICE u32 swap_shared(u32 address, u32 from, u32 to) {
     u32 x;
     asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "r"(address), "r"(from), "r"(to) : "memory");
     return x;
 }
-// A word of shared memory that some warps read while others write it: a reader sees what was written before it.
+// A word of shared memory that some warps read while others write it: a reader sees everything written before the word.
 DEVICE u32 read_shared_word(u32 from) {
     u32 x;
     asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(from) : "memory");
@@ -147,33 +148,33 @@ template <class T = Storage> DEVICE u32 pack(float low, float high);
     }
 PACK(Half, "f16")
 PACK(BFloat, "bf16")
-// Neighbours written to memory, as they are or rounded to the storage type.
+// Stores neighbours, unchanged or rounded to the storage type.
 DEVICE void store_two(float* to, float x, float y) { *(float2*)to = make_float2(x, y); }
 DEVICE void store_two(u16* to, float x, float y) { *(u32*)to = pack(x, y); }
 DEVICE void store_four(float* to, const float4& x) { *(float4*)to = x; }
 DEVICE void store_four(u16* to, const float4& x) { *(uint2*)to = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
-// Both floats become what operands make of them.
+// Rounds both floats to the operands' type.
 DEVICE void round_pair(float& low, float& high) {
     const u32 x = pack<Operand>(low, high);
     low = widen(Operand{u16(x)}), high = widen(Operand{u16(x >> 16)});
 }
-// Two floats that operands can hold.
+// Packs two floats that operands hold exactly.
 DEVICE u32 pack_rounded(float low, float high) {
     return PREFIXKIT_HALF_OPERANDS ? pack<Operand>(low, high)
                                    : __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 #if __CUDA_ARCH__ >= 890
-// Two numbers of e4m3 as float16, which has them all.
+// Two numbers of e4m3 as float16, which holds every e4m3 number.
 DEVICE u32 halves_of_e4m3(u32 two) { u32 y; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(u16(two))); return y; }
 #endif
-// Two operands times `factor`, two too.
+// Two operands times two factors.
 DEVICE u32 scaled_pair(u32 x, u32 factor) {
     u32 y;
     asm("fma.rn." OPERAND "x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000));
     return y;
 }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-// Within a unit in the last place, where the other errs by up to 2^-22: for log-sum-exps, once a row.
+// Within a unit in the last place, where log2_fast errs by up to 2^-22: for log-sum-exps, once a row.
 DEVICE float log2_rounded(float x) { return log2f(x); }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -186,12 +187,12 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 LOAD(float, load_global1, const float*, "ld.global.cg.f32", "=f", "l")
 LOAD4(float4, load_global, const float*, "ld.global.cg.v4.f32", "=f", "l")
 LOAD(u32, load_acquire, const u32*, "ld.acquire.gpu.global.u32", "=r", "l")
-// All blocks see what this thread has written, or knows that others of its block have, before what it does next.
+// Makes what this thread has written, or knows that its block has written, visible to all blocks before what follows.
 DEVICE void fence_device() { EFFECT("fence.acq_rel.gpu;"); }
 
 DEVICE u32 clock_low() { u32 x; asm volatile("mov.u32 %0, %%clock;" : "=r"(x)); return x; }
 
-// ---- what the compiler should know ----
+// ---- hints to the compiler ----
 // True in one lane of a warp.
 DEVICE bool elected() {
     u32 mine;
@@ -200,7 +201,7 @@ DEVICE bool elected() {
 }
 // The first lane's value, which the compiler then knows to be the same in all lanes.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
-// The same value, which the compiler will keep rather than compute again.
+// The same value, which the compiler keeps instead of computing it again.
 DEVICE u32 kept(u32 x) { u32 y; asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 
 // ---- barriers ----
@@ -208,26 +209,26 @@ DEVICE void barrier_init(u32 barrier, u32 count) {
     EFFECT("mbarrier.init.shared.b64 [%0], %1;", "r"(barrier), "r"(count));
 }
 DEVICE void barrier_arrive(u32 barrier) { EFFECT("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}", "r"(barrier)); }
-// How often a warp arrives: once, for all of its lanes, or every lane.  compute-sanitizer's racecheck sees no order
-// through an elected lane, so that it needs the latter build.
+// How often a warp arrives: once for all its lanes, or once for every lane.  compute-sanitizer's racecheck sees no
+// order through an elected lane, so it needs the build in which every lane arrives.
 #ifdef PREFIXKIT_EVERY_LANE
 constexpr u32 WARP_ARRIVALS = 32;
 #else
 constexpr u32 WARP_ARRIVALS = 1;
 #endif
-// One lane of a warp arrives.  Other lanes must have used what they read of the memory that the barrier guards, and met
-// since: elect.sync orders no accesses.
+// One lane of a warp arrives.  Before, the other lanes must have used what they read of the memory that the barrier
+// guards, and must have converged: elect.sync orders no accesses.
 DEVICE void barrier_arrive_elected(u32 barrier) {
     if (WARP_ARRIVALS == 32) return barrier_arrive(barrier);
     EFFECT("{.reg .pred p;\n .reg .b64 t;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.shared.b64 t, [%0];\n}",
            "r"(barrier));
 }
-// One lane of a warp arrives, once all have come.
+// One lane of a warp arrives, once all lanes have come.
 DEVICE void barrier_arrive_warp(u32 barrier) {
     __syncwarp();
     barrier_arrive_elected(barrier);
 }
-// Arrives, and makes the phase wait for so many bytes of boxes; they must not land before.
+// Arrives, and makes the phase wait for `bytes` bytes of boxes, which must not land before this.
 DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
     EFFECT("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}", "r"(barrier), "r"(bytes));
 }
