@@ -1,8 +1,8 @@
-// One token through a depthwise causal convolution: y = sum_w weight[w] window[w] + bias, and maybe y * sigmoid(y).
+// One token through a depthwise causal convolution: y = sum_w weight[w] window[w] + bias, optionally y * sigmoid(y).
 //
 // shapes   x [rows, channels], a row contiguous; weight [channels, W]; bias [channels] or null; states [slots,
 //          channels, W], the last W inputs, the oldest first; source, target [rows] int64 slots; out [rows, channels].
-// tiling   one thread takes a channel of a row: it shifts the window by one input, and writes it where it goes on.
+// tiling   one thread takes a channel of a row: it shifts the window by one input, and writes it to the target slot.
 // cost     reads and writes each state once: rows x channels x (2 W + 2) numbers; the weights come from the L2.
 // numbers  float32, rounded once.
 // limits   slots are the contract of conv_step in prefixkit/ops/state_ops.py; a row whose slots do not exist gets

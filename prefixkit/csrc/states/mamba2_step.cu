@@ -4,7 +4,7 @@
 // shapes   x, gate, out [rows, heads, P]; dt [rows, heads]; rate, skip, bias [heads]; inward, outward [rows, groups,
 //          N]; states [slots, heads, P, N] float32; source, target [rows] int64 slots.
 // tiling   a block of 8 warps takes a head of a row.  LANES lanes take a row of the state, four or eight numbers each,
-//          in vectors of 16 bytes; AHEAD rows are on their way at once, before anything else is waited for.  inward and
+//          in vectors of 16 bytes; AHEAD rows are loaded at once, before anything else is waited for.  inward and
 //          outward stay in registers.
 // cost     reads and writes each state once: rows x heads x P x N x 8 bytes; all else is a hundredth of that.
 // numbers  float32; what a row returns is rounded once.
@@ -25,7 +25,7 @@ template <int N> struct StepTiling {
     static constexpr int GROUPS = STEP_THREADS / LANES, AHEAD = 8 / VECTORS;
 };
 
-// A row of the state takes a token; returns this lane's part of its product with outward.
+// Advances a row of the state by a token; returns this lane's part of the row's product with outward.
 DEVICE float advance_row(float4& h, float decay, float added, const float4& inward, const float4& outward) {
     h.x = decay * h.x + added * inward.x, h.y = decay * h.y + added * inward.y;
     h.z = decay * h.z + added * inward.z, h.w = decay * h.w + added * inward.w;

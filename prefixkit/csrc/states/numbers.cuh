@@ -1,4 +1,4 @@
-// Numbers of a type that is known when the kernel is compiled, and of one that is known at a launch.
+// Numbers whose type is known when the kernel is compiled, and numbers whose type is known at a launch.
 #pragma once
 #include "common/ptx.cuh"
 
