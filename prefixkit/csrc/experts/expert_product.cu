@@ -3,8 +3,9 @@
 // shapes   x [pairs / per, k]; weight [experts, k, n], adjacent along n (ALONG_N) or along k; bias [experts, n] or
 //          null; index [pairs] int64; out [pairs, n].  All but the index in the storage type.
 // tiling   a block of 8 warps takes 128 columns of one expert: it lists the pairs of this expert in a window of 4,096,
-//          64 at a time.  A warp takes 16 columns of all rows; 16 rows without a pair cost nothing.  STAGES tiles of 64
-//          along k are on their way by cp.async; 16-byte chunks are permuted by row, so that ldmatrix meets all banks.
+//          and multiplies 64 of them at a time.  A warp takes 16 columns of all rows; 16 rows without a pair cost
+//          nothing.  STAGES tiles of 64 along k are in flight by cp.async; 16-byte chunks are permuted by row, so that
+//          ldmatrix meets all banks.
 // cost     reads each weight once for every 64 pairs of its expert, and nothing of an expert without pairs.
 // numbers  float32 sums, the bias added before they are rounded once.  A row does not depend on which others share its
 //          tile, so the order of a list, which differs from launch to launch, changes nothing.
@@ -19,10 +20,10 @@ constexpr int LOADS = 8;
 constexpr int ROWS_BYTES = EXPERT_ROWS * EXPERT_STEP * 2;
 constexpr int STAGE_BYTES = ROWS_BYTES + EXPERT_COLUMNS * EXPERT_STEP * 2;
 
-// A byte's place: chunk `chunk` of a row of `bytes` bytes.
+// The offset of chunk `chunk` in row `row`, for rows of `bytes` bytes.
 DEVICE u32 chunk_at(int row, int chunk, int bytes) { return u32(row * bytes + ((chunk ^ (row & 7)) << 4)); }
 
-// What a thread copies of each step along k: a chunk of two rows, and four of the expert's matrix.
+// What a thread copies in each step along k: one chunk of each of two rows, and four chunks of the expert's matrix.
 template <bool ALONG_N> struct Source {
     const ExpertProduct& a;
     const u16 *rows[2], *weights;
@@ -60,7 +61,7 @@ template <bool ALONG_N> struct Source {
 
 using Sums = float[EXPERT_ROWS / 16][2][4];
 
-// One step along k: a warp's 16 columns of `count` rows.
+// Multiplies in one step along k: a warp's 16 columns of `count` rows.
 template <bool ALONG_N> DEVICE void multiply(Sums& sums, u32 stage, int count) {
     const int lane = lane_of(), matrix = lane >> 3, in_matrix = lane & 7, warp = warp_of();
 #pragma unroll
@@ -84,7 +85,7 @@ template <bool ALONG_N> DEVICE void multiply(Sums& sums, u32 stage, int count) {
     }
 }
 
-// Bias added, rounded, each row to its pair's.
+// Adds the bias, rounds, and stores each row in the place of its pair.
 DEVICE void store_rows(const ExpertProduct& a, const Sums& sums, const u16* list, int begin, int count, int expert,
                        int column) {
     const int lane = lane_of();
@@ -109,14 +110,14 @@ DEVICE void store_rows(const ExpertProduct& a, const Sums& sums, const u16* list
     }
 }
 
-// Lists a window's pairs of the expert; those of no expert get zeros from the blocks of the first one.
+// Lists a window's pairs of the expert; the blocks of the first expert write zeros for pairs of no expert.
 DEVICE int list_pairs(const ExpertProduct& a, u16* list, int* found, int begin, int expert, int column) {
     __syncthreads();  // the last window's list is read
     if (threadIdx.x == 0) *found = 0;
     __syncthreads();
     const int end = min(begin + WINDOW, a.pairs);
     for (int from = begin + int(threadIdx.x); from < end; from += LOADS * EXPERT_THREADS) {
-        long long chosen[LOADS];  // on their way together
+        long long chosen[LOADS];  // loaded together
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) chosen[i] = a.index[min(from + i * EXPERT_THREADS, end - 1)];
 #pragma unroll
