@@ -3,7 +3,7 @@
 // shapes     leaf [rows], of each row its node, or -1 for a row that pads; nodes as tree_attention takes them, but
 //            length [nodes] counts the tokens that have KV, and grows; sampled, tokens, positions, slots [rows] int64.
 // tiling     a thread per row; no two rows have one leaf.
-// cost       some tens of bytes per row: a launch.
+// cost       some tens of bytes per row: the time of a launch.
 // limits     a row without a page for its token gets slot -1 and does not grow, so a graph may run on when a row has
 //            ended; a row that could not be sampled (-1) runs as token 0.
 #include "layouts/advance.h"

@@ -14,9 +14,9 @@
 
 namespace prefixkit {
 
-// Calls move with where this thread's vectors of K and of V lie in rows, and where in pages.
+// Calls move with the offsets of this thread's vectors of K and of V, in rows and in pages.
 template <class Of> DEVICE void move_vectors(const Move& m, Of move) {
-    pdl_launch();  // attention follows, and waits for our end before it reads
+    pdl_launch();  // attention follows, and waits for this kernel's end before it reads
     const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, rest = thread / m.vectors;
     const long long token = rest / m.kv_heads;
     const int vector = int(thread % m.vectors), head = int(rest % m.kv_heads);

@@ -4,8 +4,8 @@
 
 namespace prefixkit {
 
-// The nearest, the even one of two, and 448 for all above; NaN stays.  In whole numbers, the same on every GPU, and bit
-// by bit what torch makes of x.clamp(-448, 448).
+// Rounds to the nearest number, to the even one of two, and to 448 for all above; NaN stays.  The operations are on
+// integers, so that every GPU returns the same bits, those that torch returns for x.clamp(-448, 448).
 DEVICE u32 to_e4m3(float x) {
     constexpr u32 INFINITE = 0x7f800000, MOST = 0x43e00000, LEAST_NORMAL = 0x3c800000;  // 448 and 2^-6
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;

@@ -25,7 +25,7 @@ DEVICE void store_halves(void* to, long long at, int half, const Halves& x) {
     p[0] = x.first, p[half] = x.second;
 }
 
-// float32 as 16 bytes.
+// Packs float32 numbers into 16 bytes of T.
 template <class T> DEVICE uint4 pack_all(const float* x) {
     return make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
 }
@@ -54,7 +54,7 @@ template <class T, bool E4M3> DEVICE void store_pages(void* to, long long at, in
 }
 
 template <class T, bool E4M3> __global__ void __launch_bounds__(256) rotary_append(const __grid_constant__ Rotary r) {
-    pdl_await(), pdl_launch();  // attention follows, and waits for our end before it reads
+    pdl_await(), pdl_launch();  // attention follows, and waits for this kernel's end before it reads
     const u32 thread = blockIdx.x * 256 + threadIdx.x, rest = thread / r.half, all = r.heads + r.kv_heads;
     const u32 vector = thread % r.half, head = rest % all;
     const long long token = rest / all;
