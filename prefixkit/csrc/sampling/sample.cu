@@ -6,21 +6,22 @@
 // tiling   a cluster of 1 to 8 blocks of 256 threads takes a row and keeps it in shared memory as float32, so that
 //          logits are read once.  Where a row does not fit (CACHED false) every pass reads it again.  Warps own
 //          consecutive tokens, so that sums of warps are steps of the cumulative distribution.
-// passes   read; then, with top-k, list the few tokens that may be kept, and go on with these; else weigh, with top-p
-//          add up weights in bins, and list those at its border.  A list that overflows is tried again in a narrower
-//          range, and in the end replaced by counting digits, three passes.  One block finds the token in one warp's.
-// cost     reads each logit once;
-//          some 40 instructions a token, with top-k 10, top-p 6 to 30 more (docs/appendix/kernel_log.md).
-// effects  A row whose record is not active is unchanged.  Others: the token and its log-probability are written, the
-//          token's bit in `seen` is set, and the record's step goes up by 1.  A row that holds NaN or +inf, or nothing
-//          finite, or whose scores exceed float32, gets token -1 and NaN, no bit, and a step more; one of whose allowed
-//          tokens none is finite, likewise, but -inf.
+// passes   the first pass reads.  With top-k, list the few tokens that may be kept, and go on with these; else
+//          weigh; with top-p, add up weights in bins, and list the tokens at the nucleus's border.  A list that
+//          overflows is tried again in a narrower range, and in the end replaced by counting digits, three passes.  One
+//          block finds the token among those of one warp.
+// cost     reads each logit once; some 40 instructions a token, with top-k 10, top-p 6 to 30 more
+//          (docs/appendix/kernel_log.md).
+// effects  a row whose record is not active is unchanged.  For any other row the token and its log-probability are
+//          written, the token's bit in `seen` is set, and the record's step goes up by 1.  A row that holds NaN or
+//          +inf, or nothing finite, or whose scores exceed float32, gets token -1 and log-probability NaN; its step
+//          goes up, and no bit is set.  A row without a finite logit among its allowed tokens gets -inf instead of NaN.
 // limits   vocab <= 2^20; words >= vocab / 32; segment * blocks * 8 >= vocab.
 #include "sampling/sample_nucleus.cuh"
 
 namespace prefixkit {
 
-// Written by one thread.
+// One thread writes the results of a row.
 template <class T> DEVICE void finish(const Sample& a, int row, int step, int token, float top, double sum) {
     const float logit = widen(((const T*)a.logits)[row * a.stride + token]);
     a.tokens[row] = token;
@@ -32,7 +33,7 @@ template <class T> DEVICE void finish(const Sample& a, int row, int step, int to
 // The sum over the vocabulary of exp(logit - top), by a warp.
 DEVICE double exps_total() { return table_reduce(shared().exps, 0.0, add<double>); }
 
-// The first of the largest.
+// The first token with the largest score.
 template <class T, bool CACHED>
 DEVICE void sample_greedy(const Sample& a, int number, const Row<T, CACHED>& row, int step, float top, float raw) {
     Shared& s = shared();
@@ -64,7 +65,7 @@ DEVICE void sample_filtered(const Sample& a, int number, const Row<T, CACHED>& r
     bool sums = !alike && !row.changed();
     float exps = 0;
     if (row.changed()) exps = exps_of_raw(row, raw);
-    int all = -1;  // tokens of which lists hold all that top-k keeps
+    int all = -1;  // tokens in the lists, where these hold all that top-k keeps
     u32 count = 0;
     if (top_k) {
         float low = MINUS_INFINITY;

@@ -1,4 +1,4 @@
-// What the warps of a cluster exchange: sums, and where a cumulative sum first is a number or more.
+// What the warps of a cluster exchange: sums, and the place where a cumulative sum reaches a number.
 #pragma once
 #include "sampling/sample_row.cuh"
 
@@ -7,9 +7,9 @@ namespace prefixkit {
 constexpr int MOST_BLOCKS = 8, MOST_WARPS = MOST_BLOCKS * WARPS;
 constexpr int BINS = 2048;
 
-// Each block's, the first part of its shared memory; the row's cache follows.
+// The first part of each block's shared memory; the row's cache follows.
 struct Shared {
-    u64 sums[MOST_WARPS];   // of each warp of the cluster, as the following
+    u64 sums[MOST_WARPS];   // one for each warp of the cluster, as in the arrays below
     u64 parts[MOST_WARPS];
     u32 ties[MOST_WARPS];   // then those to drop
     float tops[MOST_WARPS], raws[MOST_WARPS], exps[MOST_WARPS];
@@ -33,7 +33,7 @@ template <class V> DEVICE void publish(V* table, V value) {
 template <class V> DEVICE V add(V a, V b) { return a + b; }
 template <class V> DEVICE V least_of(V a, V b) { return min(a, b); }
 template <class V> DEVICE V warp_sum(V x) { return warp_reduce(x, add<V>); }
-// f over a table of all warps, from `x` on, in every lane.
+// Reduces a table of all warps by f, starting with `x`; every lane gets the result.
 template <class T, class V, class F> DEVICE V table_reduce(const T* table, V x, F f) {
     for (int i = lane_of(); i < warps(); i += 32) x = f(x, V(table[i]));
     return warp_reduce(x, f);
@@ -45,7 +45,8 @@ struct Place {
     int index;
     u64 before;  // the sum up to it
 };
-// The first of `count` values up to which they sum to `need`, by a warp; need >= 1.  The last one if they do not.
+// By a warp, finds the first of `count` values up to which they sum to `need`, which is at least 1; the last value if
+// they do not.
 template <class F> DEVICE Place find_sum(int count, u64 need, F value) {
     const int each = (count + 31) >> 5, begin = lane_of() * each, end = min(begin + each, count);
     u64 sum = 0;

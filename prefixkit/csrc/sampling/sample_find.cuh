@@ -1,4 +1,4 @@
-// Where the token is found: one block, all of its threads, in the tokens of one of its warps.
+// Finds the token: one block, with all of its threads, among the tokens of one of its warps.
 #pragma once
 #include "sampling/sample_passes.cuh"
 
@@ -20,7 +20,8 @@ template <class V> DEVICE V block_sums(V x, V* table, V& all) {
     return before;
 }
 
-// The token at which the kept weights of warp `owner` exceed `target`, if this thread has it, else -1; by a block.
+// By a block: the token at which the cumulative kept weights of warp `owner` exceed `target`, if this thread has it,
+// else -1.
 template <class T, bool CACHED>
 DEVICE int find_token(const Row<T, CACHED>& row, const Filter& filter, int owner, u64 target, bool top_p, bool stored,
                       Nucleus n, u32 drop) {

@@ -1,15 +1,17 @@
-// A row's few tokens that matter: a list for each warp, then one of all in every block, ranked by comparing all pairs.
+// A row's few relevant tokens: a list for each warp, then one list of all in every block, ranked by comparing all
+// pairs.
 #pragma once
 #include "sampling/sample_find.cuh"
 
 namespace prefixkit {
 
-// Both lie where digits are counted at other times.
+// Both lists share memory with the bins in which digits are counted at other times.
 constexpr int CHOSEN = BINS / 2, LIST = CHOSEN / WARPS;
 DEVICE float* list_of(int warp) { return (float*)shared().bins + warp * LIST; }
 DEVICE u32* chosen() { return shared().bins + CHOSEN; }
 
-// Appends those of four that f takes to this warp's list of `count`; those beyond its end are only counted.
+// Appends those of four values that f accepts to this warp's list of `count`; values past the list's end are only
+// counted.
 template <class F> DEVICE void append(float4 x, u32& count, F f) {
     float* list = list_of(warp_of());
     each(x, [&](float y) {
@@ -19,16 +21,16 @@ template <class F> DEVICE void append(float4 x, u32& count, F f) {
         count += __popc(takers);
     });
 }
-// f(token's value) for this lane's part of its warp's list.
+// Calls f(token's value) for this lane's part of its warp's list.
 template <class F> DEVICE void each_listed(u32 count, F f) {
     for (u32 i = lane_of(); i < count; i += 32) f(list_of(warp_of())[i]);
 }
 
 struct Gathered {
     int all;           // -1: too many; then none are chosen
-    u32 begin, count;  // of the list, in order of warps, of which this thread is one of four
+    u32 begin, count;  // this thread's list among all, in order of warps; four threads share it
 };
-// All lists into every block, as `key` makes them; `count` is of this warp's.
+// Copies all lists into every block, converted by `key`; `count` is the length of this warp's list.
 template <class F> DEVICE Gathered gather_lists(u32 count, F key) {
     Shared& s = shared();
     publish(s.firsts, count);
@@ -50,7 +52,7 @@ template <class F> DEVICE Gathered gather_lists(u32 count, F key) {
     return {all, to, here};
 }
 
-// The least of the chosen that is needed, from the largest down, for `need`; what those above it hold.
+// The least of the chosen that is needed to reach `need`, from the largest down; `above` is what the larger ones hold.
 struct Least {
     u32 key;
     u64 above;
@@ -81,7 +83,8 @@ template <class V, class F> DEVICE Least least_chosen(int count, u64 need, F val
     return {s.least, s.above};
 }
 
-// A score below which the largest of at least `need` threads of the cluster, and of few more, do not lie; see `chosen`.
+// A lower bound of scores: the largest scores of at least `need` threads of the cluster, and of few more, do not lie
+// below it; see `chosen`.
 DEVICE float bound(u32 need) {
     Shared& s = shared();
     u32 keys[MOST_BLOCKS];
@@ -112,7 +115,7 @@ DEVICE float bound(u32 need) {
     return of_key(least);
 }
 
-// Lists the tokens of at least `low`, and adds up exponentials where asked for.
+// Lists the tokens whose score is at least `low`, and adds up exponentials if `sums`.
 template <class T, bool CACHED>
 DEVICE u32 list_scores(const Row<T, CACHED>& row, float low, float top, bool sums, float& exps) {
     u32 count = 0;

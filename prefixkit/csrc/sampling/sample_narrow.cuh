@@ -1,4 +1,5 @@
-// Between which weights the lightest one of a nucleus lies: by what tokens of about the same weight hold, about.
+// Narrows the range in which the lightest weight of a nucleus lies, by approximate sums over tokens of about the same
+// weight.
 #pragma once
 #include "sampling/sample_lists.cuh"
 
@@ -15,9 +16,9 @@ struct Range {
     DEVICE bool one() const { return low == high; }
 };
 
-// Tokens are counted in bins of equal width by their weight's bits.  A bin has one exponent, so one atomic a token adds
-// up mantissas, less the `cut` lowest bits with which a bin might overflow.  So sums fall short by up to 1 part in
-// 2^(23 - cut): the range takes all bins in which the border may be.
+// Tokens are counted in bins of equal width by the bits of their weights.  All weights of a bin have one exponent, so
+// one atomic a token adds up mantissas, without the `cut` lowest bits, with which a bin might overflow.  So sums fall
+// short by up to 1 part in 2^(23 - cut), and the range takes all bins in which the border may lie.
 template <class T, bool CACHED>
 DEVICE Range narrow(const Row<T, CACHED>& row, const Filter& filter, Range r, u64 need) {
     constexpr int EACH = 4;
@@ -27,7 +28,7 @@ DEVICE Range narrow(const Row<T, CACHED>& row, const Filter& filter, Range r, u6
     if ((r.high >> shift) - (r.low >> shift) >= CHOSEN) ++shift;
     const u32 first = r.high >> shift, last = first - (r.low >> shift);
     const int cut = max(24 - __clz(row.vocab - 1), 0);
-    u32* bins = chosen() + (CHOSEN - EACH - EACH * thread_of());  // this thread's: heavier ones lie higher
+    u32* bins = chosen() + (CHOSEN - EACH - EACH * thread_of());  // this thread's bins: heavier tokens lie higher
     u32* heaviest = chosen() + (CHOSEN - 1);
     *(uint4*)bins = uint4{0, 0, 0, 0};
     __syncthreads();
@@ -74,7 +75,7 @@ DEVICE Range narrow(const Row<T, CACHED>& row, const Filter& filter, Range r, u6
     return n;
 }
 
-// Weights with the exponent `base`, biased, or the next one: whole numbers of 24 and 25 bits.
+// Weights whose biased exponent is `base` or the next one, as whole numbers of 24 and 25 bits.
 struct Units {
     int base;
 
@@ -83,12 +84,12 @@ struct Units {
         return ((bits & 0x7fffffu) | 0x800000u) << (int(bits >> 23) - base);
     }
     DEVICE float weight(u32 units) const { return __fmul_rn(float(units), float_of(u32(base - 23) << 23)); }
-    // Of a sum, which is a whole number of ones.
+    // Converts a sum of units, which is a whole number of ones, to ones.
     DEVICE u64 total(u64 units) const { return base < 150 ? units >> (150 - base) : units << (base - 150); }
 };
 
-// Of the `count` units chosen, between `least` and `most`, the least that is needed, from the largest down, for `need`;
-// what those above it hold.  By one warp: bisection, from one of them to another.
+// Among the `count` units chosen, between `least` and `most`: the least that is needed to reach `need`, from the
+// largest down, and what the larger ones hold.  One warp bisects, from one chosen unit to another.
 DEVICE Least least_of_units(int count, u64 need, Units units, u32 least, u32 most) {
     const u32* all = chosen();
     const auto sum_from = [&](u32 border, u32& up, u32& down) {

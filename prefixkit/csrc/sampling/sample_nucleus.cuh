@@ -1,4 +1,4 @@
-// Top-p: the lightest weight of the nucleus, and what each warp's tokens of it weigh.
+// Top-p: the lightest weight of the nucleus, and how much each warp's tokens of the nucleus weigh.
 #pragma once
 #include "sampling/sample_narrow.cuh"
 
@@ -9,7 +9,7 @@ DEVICE Nucleus nucleus_of(float border, u64 need, float least) {
     return {border, u32((need + weight - 1) / weight), least};
 }
 
-// What a warp's tokens of the nucleus weigh: above the border, and how many are at it.
+// A warp's tokens of the nucleus: what those above the border weigh, and how many are at it.
 struct Kept {
     u64 above = 0;
     u32 ties = 0;
@@ -19,7 +19,8 @@ struct Kept {
     }
 };
 
-// The tables of sums above the border and of tokens as light: drops of these the surplus, the first by id, adds others.
+// Drops the surplus of the tokens at the border, the first ones by id, and adds the weights of the others to the sums
+// above it; the tables of all warps hold both.
 DEVICE void drop_surplus(Nucleus n) {
     Shared& s = shared();
     if (warp_of() == 0) {
@@ -46,7 +47,7 @@ DEVICE void publish_kept(Kept kept, Nucleus n) {
     drop_surplus(n);
 }
 
-// Of the whole row.
+// Weighs the nucleus over the whole row.
 template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& row, const Filter& filter, Nucleus n) {
     Kept kept;
     Sum sum;
@@ -63,7 +64,8 @@ template <class T, bool CACHED> DEVICE Kept weigh_nucleus(const Row<T, CACHED>& 
     return kept;
 }
 
-// Tokens of a range of weights into this warp's list of `count`; what heavier ones weigh, this lane's part.
+// Appends the tokens in a range of weights to this warp's list of `count`; returns this lane's part of what heavier
+// tokens weigh.
 template <class T, bool CACHED>
 DEVICE u64 list_range(const Row<T, CACHED>& row, const Filter& filter, float from, float to, u32& count) {
     u64 above = 0;
@@ -80,7 +82,7 @@ DEVICE u64 list_range(const Row<T, CACHED>& row, const Filter& filter, float fro
     return above + sum.take();
 }
 
-// By all digits of weights.
+// Finds the nucleus by all digits of the weights.
 template <class T, bool CACHED>
 DEVICE Nucleus nucleus_by_digits(const Row<T, CACHED>& row, const Filter& filter, u64 need, float floor, float least) {
     Border b = {0, need};
@@ -92,7 +94,7 @@ DEVICE Nucleus nucleus_by_digits(const Row<T, CACHED>& row, const Filter& filter
     return n;
 }
 
-// The nucleus that ends in a range, of whose tokens all are chosen, or all weigh the same.
+// The nucleus that ends in a range whose tokens are all chosen, or all weigh the same.
 DEVICE Nucleus nucleus_of_range(Gathered g, Range r, Units units, u64 need, float least) {
     Shared& s = shared();
     if (warp_of() == 0) {
@@ -106,7 +108,7 @@ DEVICE Nucleus nucleus_of_range(Gathered g, Range r, Units units, u64 need, floa
     return {float_of(s.least), s.first, least};
 }
 
-// What each warp's tokens of the nucleus weigh: from what is above the range and the lists, in every block.
+// Adds up, in every block, what each warp's tokens of the nucleus weigh, from the weight above the range and the lists.
 DEVICE void sum_warps(Gathered g, Range r, Units units, Nucleus n) {
     Shared& s = shared();
     const int list = thread_of() / 4;
@@ -126,11 +128,12 @@ DEVICE void sum_warps(Gathered g, Range r, Units units, Nucleus n) {
     drop_surplus(n);
 }
 
-// By a range that holds few tokens or one weight, and a list of these tokens; where there is none, by digits.
+// Finds the nucleus by a range that holds few tokens or one weight, and a list of these tokens; if there is none, by
+// digits.
 template <class T, bool CACHED>
 DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u64 need, u64 total, float least) {
     Shared& s = shared();
-    // Lighter tokens lie outside: all of them together hold less than is left over.
+    // Tokens lighter than `floor` lie outside: all of them together hold less than is left over.
     const float left = __fmul_rn(__ull2float_rd(total - need), 1 - 0x1p-20f);
     const float floor = fmaxf(__fdiv_rn(left, float(row.vocab)), 1.0f);
     Range r;
@@ -141,7 +144,7 @@ DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u
         r = narrow(row, filter, r, need);
         if (!r.few && !r.one()) continue;
         float from = float_of(r.low), to = float_of(r.high + 1);
-        const bool lighter = least >= to;  // all of the range than what min-p keeps
+        const bool lighter = least >= to;  // the whole range is lighter than what min-p keeps
         if (lighter) from = to = least;
         const Units units = {int(r.low >> 23)};
         u32 count = 0;
@@ -158,7 +161,7 @@ DEVICE Nucleus nucleus_of_row(const Row<T, CACHED>& row, const Filter& filter, u
     return nucleus_by_digits(row, filter, need, floor, least);
 }
 
-// Of the `all` tokens that top-k chose, `count` in this warp's list.
+// The nucleus among the `all` tokens that top-k chose; `count` of them are in this warp's list.
 DEVICE Nucleus nucleus_of_chosen(const Filter& filter, int all, u32 count, double top_p, float least) {
     u64 mine = 0, total;
     for (int i = thread_of(); i < all; i += THREADS) {

@@ -1,4 +1,4 @@
-// What is done to all tokens of a row, one pass each.
+// The passes over all tokens of a row.
 #pragma once
 #include "sampling/sample_select.cuh"
 
@@ -8,12 +8,12 @@ namespace prefixkit {
 struct Filter {
     float top, rate;
     float lowest = MINUS_INFINITY;  // score, by top-k
-    float least = 0;                // weight, by min-p where there is no top-p, which comes before
-    bool any, whole;                // one of both; top-p alone: whole numbers are compared
+    float least = 0;                // weight, by min-p where there is no top-p, which precedes min-p
+    bool any, whole;                // any: one of both is set; whole: top-p alone, whole numbers are compared
 
     DEVICE float keep(float score, float w) const { return score >= lowest && w >= least ? floorf(w) : 0; }
     DEVICE float weight(float x) const { return keep(x, weigh(x, top, rate)); }
-    // Of four tokens, from scores; from weights themselves where these are stored.
+    // The weights of four tokens, from their scores, or stored weights as they are.
     DEVICE float4 weight(float4 x, bool stored) const {
         if (stored) return x;
         const float4 w = {weigh(x.x, top, rate), weigh(x.y, top, rate), weigh(x.z, top, rate), weigh(x.w, top, rate)};
@@ -22,7 +22,7 @@ struct Filter {
     }
 };
 
-// Reads the logits once: into the cache, for this thread's largest, and its largest score.
+// One pass reads the logits into the cache and finds this thread's largest score and largest logit.
 struct Tops {
     float score, raw;
 };
@@ -62,7 +62,8 @@ template <class T, bool CACHED> DEVICE u32 find_top(const Row<T, CACHED>& row, f
     return first;
 }
 
-// The sum of all weights; where asked for, also that of exponentials, and weights into the cache in place of scores.
+// The sum of all weights.  If `sums`, exponentials are added up too; if `store`, weights replace the scores in the
+// cache.
 template <class T, bool CACHED>
 DEVICE u64 weigh_row(const Row<T, CACHED>& row, const Filter& filter, bool sums, bool store, float& exps) {
     u64 total = 0;
@@ -85,7 +86,7 @@ template <class T, bool CACHED> DEVICE float kth_largest(const Row<T, CACHED>& r
     return of_key(b.key);
 }
 
-// The least weight of those that hold `need`, how many of its size are needed, and what min-p keeps of them.
+// The least weight of the tokens that hold `need`, how many of that weight are needed, and the least that min-p keeps.
 struct Nucleus {
     float border;
     u32 count;

@@ -1,4 +1,4 @@
-// The instructions that sampling takes beyond common/ptx.cuh; a test puts a CPU's in their place.
+// The instructions that sampling takes beyond common/ptx.cuh; a test replaces them by functions for the CPU.
 #pragma once
 #include "common/warp.cuh"
 
@@ -11,7 +11,7 @@ extern __shared__ int4 dynamic_shared[];
 #if __CUDA_ARCH__ >= 900
 DEVICE int cluster_rank() { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 DEVICE int cluster_size() { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
-// With nothing written before that the others must see: no fence, which costs a warp 0.5 us.
+// For use where nothing was written before that the others must see: there is no fence, which costs a warp 0.5 us.
 DEVICE void cluster_arrive() { EFFECT("barrier.cluster.arrive.relaxed.aligned;"); }
 DEVICE void cluster_wait() { EFFECT("barrier.cluster.wait.acquire.aligned;"); }
 // A barrier of all threads of all blocks, which then see what the others wrote into shared memory.
@@ -19,7 +19,7 @@ DEVICE void cluster_sync() {
     EFFECT("barrier.cluster.arrive.release.aligned;");
     cluster_wait();
 }
-// The same place in the shared memory of another block of the cluster.
+// The same address in the shared memory of another block of the cluster.
 template <class V> DEVICE V* peer(V* p, int rank) {
     u64 there;
     asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
@@ -36,7 +36,7 @@ template <class V> DEVICE V* peer(V* p, int) { return p; }
 
 // The larger one; NaN if one of them is.
 DEVICE float max_nan(float a, float b) { float x; asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b)); return x; }
-// Starts to bring bytes into L2.
+// Prefetches a line to the L2.
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE float4 load4(const float* p) { return __ldg((const float4*)p); }
 template <class V> DEVICE float4 load4(const V* p) {

@@ -7,7 +7,8 @@
 namespace prefixkit {
 
 DEVICE float penalise(float x, float penalty) { return x < 0 ? __fmul_rn(x, penalty) : __fdiv_rn(x, penalty); }
-// Of four tokens those that the sequence holds, by the lowest bits of `marks`; -inf where the next four are set.
+// Penalises those of four tokens that the sequence holds, by the lowest bits of `marks`; -inf where the next four bits
+// are set.
 static __device__ __noinline__ float4 change_marked(float4 x, u32 marks, float penalty) {
     if (marks & 1) x.x = penalise(x.x, penalty);
     if (marks & 2) x.y = penalise(x.y, penalty);
@@ -42,13 +43,13 @@ template <class T, bool CACHED> struct Row {
     // Steps of 128 tokens.
     DEVICE int steps(int warp) const { return min(segment, max(vocab - begin(warp), 0) + 127) >> 7; }
 
-    // Starts to bring this warp's logits into L2.
+    // Prefetches this warp's logits to the L2.
     DEVICE void fetch() const {
         const int from = begin(warp_of()), count = min(segment, max(vocab - from, 0)), line = 128 / int(sizeof(T));
         for (int i = line * lane_of(); i < count; i += 32 * line) prefetch(logits + from + i);
     }
 
-    // f(i, logits) for this lane's tokens i to i + 3, of all steps; a batch of loads is under way at a time.
+    // Calls f(i, logits) for this lane's tokens i to i + 3 of all steps; a batch of loads is in flight at a time.
     template <class F> DEVICE void each_raw(F f) const {
         constexpr int BATCH = sizeof(T) < 4 ? 8 : 4;
         const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
@@ -83,7 +84,7 @@ template <class T, bool CACHED> struct Row {
     }
     DEVICE float raw1(int i) const { return i < vocab ? widen(logits[i]) : MINUS_INFINITY; }
 
-    // Whether scores are other than logits.
+    // Whether scores differ from logits.
     DEVICE bool changed() const { return changes; }
     DEVICE float4 change(int i, float4 x) const {
         if (i >= vocab) return x;
@@ -97,7 +98,7 @@ template <class T, bool CACHED> struct Row {
         const float4 x = raw(i);
         return changed() ? change(i, x) : x;
     }
-    // f(step, i, scores) for this lane's tokens i to i + 3, of all steps.
+    // Calls f(step, i, scores) for this lane's tokens i to i + 3 of all steps.
     template <int UNROLL, class F> DEVICE void each_score(F f) const {
         const int count = steps(warp_of()), at = begin(warp_of()) + 4 * lane_of();
 #pragma unroll UNROLL

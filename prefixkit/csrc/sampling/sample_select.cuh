@@ -1,5 +1,6 @@
 // The k-th largest score, and the least weight of a nucleus, without sorting: digits of the key from the highest down.
-// The blocks of a cluster count each value of a digit, add up, and go on with the tokens of the one at the wanted rank.
+// The blocks of a cluster count each value of a digit, add up, and go on with the tokens whose digit holds the wanted
+// rank.
 #pragma once
 #include "sampling/sample_block.cuh"
 
@@ -31,7 +32,8 @@ struct Masses {
     static DEVICE float float_of(u32 key) { return __int_as_float(int(key + (126u << 23))); }
     static DEVICE int shift(int turn) { return turn == 0 ? 19 : turn == 1 ? 9 : 0; }
     static DEVICE int bits(int turn) { return turn == 2 ? 9 : 10; }
-    // In two halves of 12 bits: neither sum of 2^20 of them overflows, and no thread waits for the sum before.
+    // A mantissa is added in two halves of 12 bits: neither sum of 2^20 halves overflows, and no thread waits for the
+    // sum before.
     static DEVICE void add(u32* bins, int bin, float x) {
         const u32 mantissa = (u32(__float_as_int(x)) & 0x7fffffu) | 0x800000u;
         atomicAdd(bins + bin, mantissa & 0xfffu);
@@ -39,7 +41,7 @@ struct Masses {
     }
     static DEVICE u64 get(const u32* bins, int bin) { return (u64(bins[SIZE + bin]) << 12) + bins[bin]; }
     static DEVICE void put(u32* bins, int bin, u64 x) { bins[bin] = u32(x) & 0xfffu, bins[SIZE + bin] = u32(x >> 12); }
-    // `key`, of any token of the bin, has the exponent.
+    // `key`, that of any token of the bin, holds the bin's exponent.
     static DEVICE u64 value(u64 x, u32 key) {
         const int exponent = int(key >> 23) - 1 - 23;
         return exponent >= 0 ? x << exponent : exponent > -64 ? x >> -exponent : 0;
@@ -51,11 +53,12 @@ template <class F> DEVICE void each(float4 x, F f) { f(x.x), f(x.y), f(x.z), f(x
 
 struct Border {
     u32 key;
-    u64 need;  // of what those with this key hold
+    u64 need;  // what is needed of the tokens whose key begins with `key`
 };
 
-// One digit: in which bin the sum from the largest digit down is `need` or more.  Counts tokens whose value(score) is
-// at least `floor` and whose key begins with b.key.  A cluster_sync must follow before a block ends or writes its bins.
+// One digit: finds the bin up to which the sum from the largest digit down is `need` or more.  Counts tokens whose
+// value(score) is at least `floor` and whose key begins with b.key.  A cluster_sync must follow before a block ends or
+// writes its bins.
 template <class K, class R, class F> DEVICE Border next_digit(const R& row, Border b, int turn, float floor, F value) {
     Shared& s = shared();
     const int bits = K::bits(turn), shift = K::shift(turn), blocks = cluster_size();
@@ -74,7 +77,7 @@ template <class K, class R, class F> DEVICE Border next_digit(const R& row, Bord
         });
     });
     cluster_sync();
-    // Each warp adds up its bins of all blocks, and keeps the sums in their place: no other warp reads these.
+    // Each warp adds up its bins over all blocks, and keeps the sums in their place: no other warp reads these.
     const int begin = cluster_rank() * mine + warp_of() * part, used = 1 << bits;
     u64 sum = 0;
     for (int bin = begin + lane_of(); bin < min(begin + part, used); bin += 32) {

@@ -35,7 +35,7 @@ struct Sum {
         high += u32(__float_as_int(moved)) - u32(__float_as_int(MANY));
         low += u32(__float_as_int(__fadd_rd(rest, FEW))) - u32(__float_as_int(FEW));
     }
-    // The sum, which is then 0 again.
+    // Returns the sum and resets it to 0.
     DEVICE u64 take() {
         const u64 sum = (u64(high) << 17) + low;
         high = low = 0;
@@ -43,13 +43,13 @@ struct Sum {
     }
 };
 
-// The weight that top-p keeps, of `total`.
+// The weight that top-p keeps, out of `total`.
 DEVICE u64 share(u64 total, double top_p) {
     const u64 wanted = __double2ull_rz(ceil(__dmul_rn(top_p, __ull2double_rn(total))));
     return max(1ull, min(wanted, total));
 }
 
-// The least weight that min-p keeps, or the next float, between which there are none.
+// The least weight that min-p keeps, or the next float if it is no float: no weight lies between the two.
 DEVICE float least_weight(double min_p) { return __double2float_ru(ceil(min_p * double(TOP))); }
 
 // 53 random bits: sampling/rng.py.
