@@ -1,7 +1,7 @@
 // Classes of KV tiles under a variant's mask.  KV tiles that it hides from all of an item's queries are not read; KV
 // tiles that it shows to all of them are not compared.
 //
-// A class takes 2 bits of a word. classify_blocks.cu writes a row of `class_words` words for each item of both lists,
+// A class takes 2 bits of a word.  classify_blocks.cu writes a row of `class_words` words for each item of both lists,
 // tile items first.  An item's KV tiles are numbered along its segments; those of every segment that is not empty start
 // at a multiple of 16 slots.  Where there are no words, classes follow from the position ranges of queries and keys, if
 // the masks can be decided from these.  All other KV tiles without a class are compared.
@@ -25,7 +25,7 @@ DEVICE u32* class_counts(const Attention& a) {
     return (u32*)a.block_classes + (long long)(a.tile_capacity + a.decode_capacity) * a.class_words;
 }
 // Whether the masks leave every query row the tokens of only one item.  Items then write outputs themselves, those
-// without visible tokens are left out, and nothing is merged. classify_blocks counts only where the plan has something
+// without visible tokens are left out, and nothing is merged.  classify_blocks counts only where the plan has something
 // to merge.
 DEVICE bool each_alone(const Attention& a) {
     if (!Variant::HAS_MASK || a.class_words == 0) return false;
@@ -108,7 +108,7 @@ template <int KV, bool = Variant::HAS_MASK> struct BlockClasses {
         return slot;
     }
     // Finds the word of the KV tile at `slot`.  If that KV tile is the first of its word, words in which all are hidden
-    // are passed over.  Returns the slot that is reached. 16 words are read at once.
+    // are passed over.  Returns the slot that is reached.  16 words are read at once.
     template <class Queries>
     DEVICE int look_up(const Attention& a, const Span& span, int slot, Queries queries, bool entered) {
         if (Variant::DECIDES && a.class_words == 0) {
