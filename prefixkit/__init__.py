@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where public names live.  They load on first use, so that `prefixkit.tree` alone needs no torch, and the command line
-# answers before transformers is imported.
+# The module of each public name.  Modules load on first use, so that `prefixkit.tree` alone needs no torch, and the
+# command line answers before transformers is imported.
 _NAMES = {
     "prefixkit.agreement": ("ProcessesDiffer",),
     "prefixkit.api": ("beam_search", "generate", "score"),
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
         return import_module("prefixkit.variants")
     if name not in _HOME:
         raise AttributeError(f"module 'prefixkit' has no attribute {name!r}")
-    import_module("prefixkit.backends")  # registers them
+    import_module("prefixkit.backends")  # registers the backends
     return getattr(import_module(_HOME[name]), name)
 
 

@@ -1,7 +1,7 @@
-"""What the processes that share one model decide alike: under tensor parallelism a step is a step of all of them.
+"""Decisions that the processes of one model must make alike: under tensor parallelism all of them run each step.
 
-A process that launched another batch than the others would wait for them for ever.  So what depends on the memory or
-the clock of a process is agreed on before anything is done by it, and what a step gives is what the first process has.
+A process that launched another batch than the others would wait for them for ever.  So the processes agree on every
+value that depends on one process's memory or clock before they act on it, and take a step's results from the first.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ class ProcessesDiffer(ValueError):
 
 
 class Agreement(Protocol):
-    """How the processes of one model agree; all of them call the same methods in the same order.
+    """How the processes of one model agree: all of them call the same methods in the same order.
 
     Attributes:
-        processes: How many there are.
-        rank: Which of them this one is, from 0.
+        processes: The number of processes.
+        rank: The number of this process, from 0.
     """
 
     processes: int
     rank: int
 
     def least(self, number: int) -> int:
-        """The least number that a process has.  The host waits for the others."""
+        """The least of the numbers that the processes pass.  The host waits for the other processes."""
 
     def first(self, value: T) -> T:
-        """What process 0 has, anything that can be pickled.  The host waits."""
+        """The value that process 0 passes, which may be anything that can be pickled.  The host waits."""
 
     def check(self, what: str, value: Callable[[], object], remedy: str = SAME_CALLS) -> None:
-        """Raise ProcessesDiffer, in all processes, unless all have an equal value.  The host waits.
+        """Raise ProcessesDiffer in all processes unless their values are equal.  The host waits.
 
-        Arrays, tensors and the fields of dataclasses are compared, functions by their names, and objects that do not
-        say what they hold by their classes.
+        Arrays, tensors and fields of dataclasses are compared by content, functions by name, and objects without a
+        ``repr`` of their own by class.
         """
 
     def broadcast(self, *tensors: Tensor) -> None:
-        """Overwrite tensors by those of process 0, on the current stream; a CUDA graph can capture it.
+        """Overwrite the tensors with those of process 0, on the current stream; a CUDA graph can capture it.
 
-        ``tensors``: dense ones of one device, of equal shapes and dtypes in all processes.
+        ``tensors``: dense tensors on one device, with the same shapes and dtypes in all processes.
         """
 
 
 class Alone:
-    """One process has the model for itself, and agrees with itself."""
+    """The agreement of a process that has the model for itself."""
 
     processes, rank = 1, 0
 
@@ -66,10 +66,10 @@ class Alone:
         return value
 
     def check(self, what: str, value: Callable[[], object], remedy: str = "") -> None:
-        """Nothing: ``value`` is not called."""
+        """Does nothing: ``value`` is not called."""
 
     def broadcast(self, *tensors: Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 ALONE = Alone()
@@ -79,7 +79,7 @@ class Together:
     """The processes of a group of ``torch.distributed``.
 
     Args:
-        group: Of the device that the model is on: NCCL's, or gloo's on CPUs.
+        group: A group for tensors on the model's device: of NCCL, or of gloo on CPUs.
         host: A group of the same processes that sends tensors in host memory.
     """
 
@@ -100,7 +100,7 @@ class Together:
     def check(self, what: str, value: Callable[[], object], remedy: str = SAME_CALLS) -> None:
         digest = hashlib.sha256()
         _say(value(), digest.update)
-        number = int.from_bytes(digest.digest()[:8], "little", signed=True) >> 1  # so that its negative is one too
+        number = int.from_bytes(digest.digest()[:8], "little", signed=True) >> 1  # 63 bits: -number is an int64 too
         found = torch.tensor([number, -number])
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, self._host)
         if found[0] != -found[1]:
@@ -109,12 +109,12 @@ class Together:
             )
 
     def broadcast(self, *tensors: Tensor) -> None:
-        # One message, larger elements first: each part then begins at a multiple of its element's size.
+        # One message, larger elements first: the offset of each part is then a multiple of its element size.
         ordered = sorted((one for one in tensors if one.numel()), key=lambda one: -one.itemsize)
         if not ordered:
             return
         group = self._host if ordered[0].device.type == "cpu" else self._group
-        with torch.inference_mode():  # which writes to tensors of both kinds
+        with torch.inference_mode():  # allows writes to inference tensors and to others
             whole = torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in ordered])
             torch.distributed.broadcast(whole, group=group, group_src=0)
             for one, part in zip(ordered, torch.split(whole, [one.nbytes for one in ordered]), strict=True):
@@ -122,12 +122,12 @@ class Together:
 
 
 def everywhere(agreement: Agreement, true: bool) -> bool:
-    """Whether it is true in all processes."""
+    """Whether ``true`` holds in all processes."""
     return bool(agreement.least(int(true)))
 
 
 def all_or_none(agreement: Agreement, failure: type[Exception], make: Callable[[], T]) -> T:
-    """What ``make`` returns, once it has returned in all processes; where it fails in one, all raise ``failure``."""
+    """The result of ``make`` once it has returned in all processes; if it fails in one, all raise ``failure``."""
     made: T | None = None
     failed: Exception | None = None
     try:
@@ -139,11 +139,11 @@ def all_or_none(agreement: Agreement, failure: type[Exception], make: Callable[[
     try:
         raise failed or failure("another process of the model has no memory for what this one has made")
     finally:
-        failed = None  # or this frame, the error and its traceback would keep each other
+        failed = None  # otherwise frame, error and traceback would be a reference cycle
 
 
 def _say(value: object, update: Callable[[bytes], None]) -> None:
-    """Give the content of a value to a digest."""
+    """Add the content of a value to a digest."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):
@@ -158,7 +158,7 @@ def _say(value: object, update: Callable[[bytes], None]) -> None:
         _say([*value.items()], update)
     elif callable(value):
         update(getattr(value, "__qualname__", type(value).__qualname__).encode())
-    elif type(value).__repr__ is object.__repr__:  # which has an address
+    elif type(value).__repr__ is object.__repr__:  # its text contains an address
         update(type(value).__qualname__.encode())
     else:
         update(f"{value!r};".encode())

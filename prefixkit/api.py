@@ -37,7 +37,7 @@ def generate(
 
     What the prompts share is found token by token, computed once, stored once and read once per step.
 
-    A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts stand before
+    A sample's random numbers depend on four things only: the tokens of its prompt, how many equal prompts precede
     that one in ``prompts`` (its occurrence, so that equal prompts get different samples), its seed, and its index.
     They do not depend on the other prompts, ``kv_budget``, ``page_size`` or ``prefill_chunk``.  The sample's logits do
     depend on these through rounding: matrix products of different shapes add in different orders.  In float32 a token
@@ -56,11 +56,11 @@ def generate(
             are refused.
         prompts: Strings, lists of token ids without padding, or lists of chat messages.  Token ids of one length, in
             several lists or a 2-D array, are refused as padded if one of them begins or ends with the tokenizer's
-            padding token; with two of it, where that token has another role too (such as end of text).
+            padding token, or with two of them if that token has another role too (such as end of text).
         params: Parameters of sampling: one for all prompts, or one per prompt.
         kv_budget: Most memory for KV, in bytes or as a size such as ``"2GiB"``; samples that do not fit at once wait,
-            or are preempted and resume later.  None takes what the call needs, up to half of the free memory, on a GPU
-            up to the memory that the largest step leaves.
+            or are preempted and resume later.  None: what the call needs, at most half of the free memory, or on a GPU
+            what the largest step leaves free.
         page_size: Tokens per KV page, 1 to 128.
         prefill_chunk: Prompt tokens computed per step at most; None: 1,024 on the CPU, 8,192 on a GPU.
         compiled: On a GPU, run layers through torch.compile: decode steps take a fifth to a third less time, and
@@ -129,7 +129,7 @@ def beam_search(
 
 
 def _run(facts: ModelFacts, tokenizer: Any, requests: list[Request], pool: dict[str, Any], *listeners: Any) -> Result:
-    """Run requests over a pool of their own; sizing it visits each of them, so the heap is frozen before."""
+    """Run requests over a pool of their own; sizing the pool visits each request, so the heap is frozen before."""
     with frozen_heap(requests):
         engine, call = make_engine(facts, requests, **pool), call_of(facts, tokenizer, requests, *listeners)
         return Result(tuple(engine.run(requests, call)), call.report)

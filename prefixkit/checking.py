@@ -1,4 +1,4 @@
-"""Checked mode: with ``PREFIXKIT_CHECK=1`` what runs on a GPU reads its integers and refuses what points outside."""
+"""Checked mode: with ``PREFIXKIT_CHECK=1`` GPU ops read their page and slot numbers and refuse those out of range."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _on = ContextVar("PREFIXKIT_CHECK", default=os.environ.get("PREFIXKIT_CHECK", "0
 
 
 def checked() -> bool:
-    """Whether page and slot numbers are to be checked, and errors to be raised at the launch that made them."""
+    """Whether page and slot numbers are checked, and errors of kernels are raised at the launch that caused them."""
     return _on.get()
 
 
 @contextmanager
 def checked_mode(on: bool = True) -> Iterator[None]:
-    """Checked mode on or off, whatever the environment says; for tests, in this thread."""
+    """Turn checked mode on or off in this thread, whatever the environment says; for tests."""
     before = _on.set(on)
     try:
         yield

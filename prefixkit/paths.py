@@ -1,4 +1,4 @@
-"""Where prefixkit keeps what it can make or fetch again, and how it writes there."""
+"""The folder for files that prefixkit can make or fetch again, and how files are written there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 
 class SharedCache(OSError):
-    """Others may write to the cache folder, from which code and models are loaded."""
+    """Other users may write to the cache folder, from which code and models are loaded."""
 
 
 def cache_dir(platform: str = sys.platform) -> Path:
@@ -22,13 +22,13 @@ def cache_dir(platform: str = sys.platform) -> Path:
         platform: As in ``sys.platform``.
 
     Raises:
-        SharedCache: Other users may write there: compiled kernels and models are loaded from it.
+        SharedCache: Other users may write to the folder, from which compiled kernels and models are loaded.
         OSError: The system knows no home folder for the user, or for the one that ``$PREFIXKIT_CACHE`` names.
     """
     try:
         chosen = os.environ.get("PREFIXKIT_CACHE")
         folder = Path(chosen).expanduser() if chosen else _platform_cache(platform) / "prefixkit"
-    except RuntimeError as error:  # pathlib's, where it looks for a home folder
+    except RuntimeError as error:  # from pathlib, if it finds no home folder
         raise OSError(
             f"no place for the cache ({error}); set PREFIXKIT_CACHE to a folder that can be written"
         ) from error
@@ -37,23 +37,23 @@ def cache_dir(platform: str = sys.platform) -> Path:
 
 
 def as_path(path: object) -> Path:
-    """A path that a user gave; TypeError if it is none."""
+    """A path that a user gave; TypeError if it is no path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__} {path!r}")
     return Path(path)
 
 
 def _check_private(folder: Path) -> None:
-    """Raise SharedCache where others may put files that this user's processes would load.
+    """Raise SharedCache if other users may write files that this user's processes would load.
 
-    A folder of root's, or of the user's own, that others may only read is fine: a cache that is filled once for all.
+    A folder that belongs to root or to the user, and that others may only read, is fine: one cache may serve all users.
     """
     if sys.platform == "win32":
         return
     try:
         found = folder.stat()
     except OSError:
-        return  # the first process that writes there makes it
+        return  # the first process that writes there makes the folder
     me = os.geteuid()
     if found.st_uid not in (me, 0) and me != 0:
         who = f"it belongs to another user (id {found.st_uid})"
@@ -70,7 +70,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _own_group(user: int) -> int | None:
-    """The group that has a user's own name, whose only member that user is by custom."""
+    """The id of the group with the user's own name, of which by custom only that user is a member; else None."""
     import grp
     import pwd
 
@@ -90,7 +90,7 @@ def _platform_cache(platform: str) -> Path:
 
 
 def put(place: Path, content: bytes) -> None:
-    """Write a file so that a concurrent reader meets the whole of it, or what was there before.
+    """Write a file so that a concurrent reader finds either the whole new file or the old one.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -102,13 +102,13 @@ def put(place: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(place: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of another, or of none, at the end of the block; if it raises, nothing changes.
+    """A file that replaces ``place``, if there is one, at the end of the block; if the block raises, nothing changes.
 
     Raises:
         OSError: the file cannot be made in the folder of ``place``, which must exist, or cannot be written.
     """
     name = place.parent / f".making-{secrets.token_hex(8)}"
-    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # who may read it, the umask says
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the umask decides who may read it
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

@@ -1,4 +1,4 @@
-"""State that threads share: what is made once, and counts that lose nothing."""
+"""State that threads share: results that are made once, and counts that lose no event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):
-    """``functools.cache`` whose function runs once for the same arguments, also where threads ask for them together."""
+    """``functools.cache`` whose function runs once per arguments, even if several threads call it at the same time."""
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make, self._made, self._lock = make, dict[tuple[Hashable, ...], T](), threading.RLock()
@@ -26,12 +26,12 @@ class once(Generic[T]):
             return self._made[key]
 
     def clear(self) -> None:
-        """Make everything anew when it is asked for next; no other thread may ask meanwhile."""
+        """Drop all results, so that the next call makes each anew; no other thread may call meanwhile."""
         self._made.clear()
 
 
 class EventCount:
-    """How many events all threads have counted."""
+    """The number of events that all threads have counted."""
 
     def __init__(self) -> None:
         self.count, self._lock = 0, threading.Lock()

@@ -1,7 +1,6 @@
-"""What prefixkit takes of torch beyond its public names: looked up here alone, each with what stands in where it is
-gone.
+"""The private names of torch that prefixkit uses: looked up in this file only, each with a fallback.
 
-``missing`` names what this torch lacks; a test looks at it, so that a new torch that lacks something shows.
+``missing`` lists the names that this version of torch lacks; a test fails if a new version lacks one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ missing: list[str] = []
 
 
 def private(module: str, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The function at a dotted ``name`` in a module of torch, or ``otherwise``, which is then noted in ``missing``."""
+    """The function at a dotted ``name`` in a module of torch, or ``otherwise``; then ``missing`` notes the name."""
     try:
         return reduce(getattr, name.split("."), import_module(module))  # type: ignore[return-value]
     except (ImportError, AttributeError):
@@ -29,7 +28,7 @@ def private(module: str, name: str, otherwise: Callable[..., Any]) -> Callable[.
         return otherwise
 
 
-# -- what each launch of a kernel asks; the public names check what is known here, which takes microseconds ------------
+# -- asked at each kernel launch: the public functions take microseconds to check what is already known here -----------
 
 
 def public_stream(device: int) -> int:
@@ -51,7 +50,7 @@ stream_captures: Callable[[], bool] = private("torch", "_C._cuda_isCurrentStream
 
 
 def public_storage(begin: int, device: torch.device, size: int) -> UntypedStorage:
-    """Memory that others hold as a storage, by numpy's and CUDA's array interfaces."""
+    """A storage over memory that another object holds, by the array interfaces of numpy and CUDA."""
     interface = {"data": (begin, False), "shape": (size,), "typestr": "|u1", "version": 3}
     if device.type == "cpu":
         return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface))).untyped_storage()
@@ -68,21 +67,21 @@ def _uses(tensor: Tensor) -> int:
     return use_count(tensor.untyped_storage()._cdata)
 
 
-_NO_TENSORS = _uses(torch.empty(1, device="cpu")) - 1  # what the question itself adds to the count
+_NO_TENSORS = _uses(torch.empty(1, device="cpu")) - 1  # what asking adds to the count
 
 
 def tensors_over(tensor: Tensor) -> int | None:
-    """How many tensors there are over the memory of this one, itself included; None where torch does not tell."""
+    """The number of tensors over this tensor's memory, itself included; None if torch does not tell."""
     count = _uses(tensor)
     return count - _NO_TENSORS if count else None
 
 
 class SharedMemory(NamedTuple):
-    """Memory of GPUs that processes see.
+    """GPU memory that several processes read and write.
 
     Attributes:
-        parts: ``[size]`` uint8 of each process, in the order of their ranks; zero at first.
-        handle: What holds it.
+        parts: For each process ``[size]`` uint8, in the order of ranks; zero at first.
+        handle: The object that keeps the memory alive.
     """
 
     parts: list[Tensor]
@@ -90,9 +89,9 @@ class SharedMemory(NamedTuple):
 
 
 def shared_memory(size: int, device: torch.device, group: Any) -> SharedMemory | None:
-    """``size`` bytes of each process of a group, each on its GPU, which all read and write; None where torch has none.
+    """``size`` bytes on the GPU of each process of a group, shared by all of them; None if torch cannot share memory.
 
-    All processes call it; RuntimeError where their GPUs are not linked.
+    All processes call this; RuntimeError if their GPUs are not linked.
     """
     module = "torch.distributed._symmetric_memory"
     empty = private(module, "empty", lambda size, dtype, device: None)
@@ -103,21 +102,21 @@ def shared_memory(size: int, device: torch.device, group: Any) -> SharedMemory |
     return SharedMemory([met.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())], (own, met))
 
 
-# -- the compiler, which takes a second to import: looked up when it is used -------------------------------------------
+# -- the compiler: importing it takes a second, so its names are looked up at their use --------------------------------
 
 
 def mark_dynamic(tensor: Tensor, dims: int | Sequence[int]) -> None:
-    """Sizes in these dimensions may change between calls of a traced function; without it torch finds out by itself."""
+    """Declare that sizes in these dimensions may change between calls of a traced function; else torch finds out."""
     private("torch._dynamo", "maybe_mark_dynamic", lambda tensor, dims: None)(tensor, dims)
 
 
 def forget_compiled(code: CodeType) -> None:
-    """Drop what was compiled for a function's code; where there is no name for that, all that was compiled."""
+    """Drop what was compiled for a function's code; without torch's private name for that, drop all compiled code."""
     private("torch", "_C._dynamo.eval_frame.reset_code", lambda code: torch.compiler.reset())(code)
 
 
 def fake_mode_of(inputs: Sequence[Any]) -> Any:
-    """The mode that fake tensors among these belong to; None where there are none."""
+    """The mode of the fake tensors among the inputs; None if there are none."""
 
     def of_tensors(inputs: Sequence[Any]) -> Any:
         return next((mode for one in inputs if (mode := getattr(one, "fake_mode", None)) is not None), None)
@@ -126,7 +125,7 @@ def fake_mode_of(inputs: Sequence[Any]) -> Any:
 
 
 def without_memory() -> AbstractContextManager[Any]:
-    """A context in which new tensors have shape, type and device, but no memory; else the meta device."""
+    """A context in which new tensors have shape, dtype and device, but no memory; the fallback is the meta device."""
     made: AbstractContextManager[Any] = private(
         "torch._subclasses.fake_tensor", "FakeTensorMode", lambda: torch.device("meta")
     )()
@@ -135,8 +134,9 @@ def without_memory() -> AbstractContextManager[Any]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context that no mode of the caller reaches (fake tensors, default devices): the collector of garbage runs
-    finalizers within whatever the program happens to do.
+    """A context in which no mode of the caller is active, such as fake tensors or a default device.
+
+    Finalizers need it: the garbage collector may run them under any mode of the program.
     """
     modes = private("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
     functions = private("torch", "_C.DisableTorchFunction", nullcontext)
@@ -145,13 +145,13 @@ def outside_modes() -> Iterator[None]:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
-    """A graph compiled by Inductor; where that has another name, the graph as it is."""
+    """A graph compiled by Inductor; the fallback is the graph itself, not compiled."""
     return private("torch._inductor.compile_fx", "compile_fx", lambda graph, inputs, config_patches: graph)(
         graph, inputs, config_patches=patches
     )
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What the compiler raises where it does not compile a function."""
+    """The exceptions that the compiler raises if it cannot compile a function."""
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(private("torch._dynamo.exc", name, RuntimeError) for name in names)  # type: ignore[misc]

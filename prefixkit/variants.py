@@ -1,4 +1,4 @@
-"""The gallery: variants by the names that they are known by, and masks that compose with torch's."""
+"""The gallery: variants under their usual names, and masks that compose with torch's."""
 
 from torch.nn.attention.flex_attention import and_masks as and_masks
 from torch.nn.attention.flex_attention import or_masks as or_masks

@@ -10,7 +10,7 @@ from torch import Tensor
 from prefixkit.attention.variants import Variant
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# What pages of K and V may hold of numbers in FLOATS: these, or each rounded to e4m3.
+# Pages of K and V hold numbers of a dtype in FLOATS, or such numbers rounded to e4m3.
 FP8 = torch.float8_e4m3fn
 STORED = (*FLOATS, FP8)
 # A plan packed for the GPU's kernels, as csrc/attention/plan.cuh describes it.
@@ -40,7 +40,7 @@ def expect(
     device: torch.device | None = None,
     like: str = "",
 ) -> None:
-    """Raise BadShape unless a tensor ``fits`` a shape, BadDtype or BadDevice unless it has such a dtype, device."""
+    """Raise BadShape unless a tensor ``fits``, BadDtype or BadDevice unless it has one of ``dtypes`` on ``device``."""
     if not fits:
         raise BadShape(f"{op}: {name} must have shape {shape}, got {list(tensor.shape)}")
     if dtypes is not None and tensor.dtype not in dtypes:
@@ -51,14 +51,14 @@ def expect(
 
 
 def check_tensors(op: str, **given: object) -> None:
-    """Raise TypeError where an argument, by its name, is no tensor."""
+    """Raise TypeError, with the argument's name, if an argument is no tensor."""
     for name, one in given.items():
         if not isinstance(one, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(one).__name__}; torch.as_tensor() makes one")
 
 
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
-    """K and V of one layer: alike except for ``head_dim``, with a head's elements adjacent."""
+    """Pages of K and V of one layer: alike except for ``head_dim``, with the elements of a head adjacent."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, STORED)
         if pages.stride(3) != 1:
@@ -70,7 +70,7 @@ def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
 
 
 def check_slots(op: str, name: str, slots: Tensor, device: torch.device) -> None:
-    """``[N]`` int64."""
+    """Slots (or positions): ``[N]`` int64."""
     expect(op, name, slots, "[N]", slots.ndim == 1, (torch.int64,), device)
 
 
@@ -102,7 +102,7 @@ def check_index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
 def _expect_like(
     pages: Tensor, op: str, name: str, tensor: Tensor, shape: str, fits: bool, computed: Tensor | None = None
 ) -> None:
-    """``computed``: the tensor whose dtype all that is not cached has, where pages may hold it in fewer bits."""
+    """``computed``: the tensor whose dtype all uncached tensors share, if pages may hold it in fewer bits."""
     if pages.dtype != FP8 or computed is None:
         expect(op, name, tensor, shape, fits, (pages.dtype,), pages.device, " like the pages")
     else:
@@ -238,20 +238,20 @@ def check_absorbed(q: Tensor, cached: Sequence[Tensor], q_positions: Tensor) -> 
 
 
 def check_selected(op: str, selected: Tensor, q: Tensor) -> None:
-    """``selected``: which positions each row of q sees."""
+    """``selected``: the positions that each row of q sees."""
     fits = selected.ndim == 2 and selected.shape[0] == q.shape[0]
     expect(op, "selected", selected, f"[{q.shape[0]}, positions] (rows of q)", fits, (torch.bool,), q.device)
 
 
 def check_bias(op: str, bias: Tensor, q: Tensor) -> None:
-    """``bias``: what is added to the scores of each row of q."""
+    """``bias``: the numbers that are added to the scores of each row of q."""
     fits = bias.ndim == 3 and bias.shape[:2] == q.shape[:2]
     rows, heads = q.shape[:2]
     expect(op, "bias", bias, f"[{rows}, {heads}, positions] (rows and heads of q)", fits, FLOATS, q.device)
 
 
 def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks: Tensor | None) -> None:
-    """Positions, and sinks where the variant has them."""
+    """Positions of the rows of q, and sinks if the variant has them."""
     check_positions(q, q_positions, op)
     if (sinks is not None) != variant.has_sinks:
         has, given = ("has sinks", "none are given") if variant.has_sinks else ("has no sinks", "some are given")
@@ -267,13 +267,13 @@ def _check_rows(op: str, q: Tensor, q_positions: Tensor, variant: Variant, sinks
 
 
 def check_positions(q: Tensor, q_positions: Tensor, op: str = "tree_attention") -> None:
-    """``q_positions``: one for each row of q."""
+    """``q_positions``: one position for each row of q."""
     check_slots(op, "q_positions", q_positions, q.device)
     expect(op, "q_positions", q_positions, f"[{q.shape[0]}] (rows of q)", q_positions.shape[0] == q.shape[0])
 
 
 def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
-    """A plan as the GPU's kernels take it, and the tree."""
+    """A plan and a tree, as the GPU's kernels take them."""
     op = "tree_attention"
     check_work(op, work)
     expect(op, "work.merge_indptr", work[4], f"[{rows} + 1] or more (rows of q)", work[4].shape[0] > rows)
@@ -281,7 +281,7 @@ def check_packed(rows: int, work: Sequence[Tensor], nodes: Sequence[Tensor]) -> 
 
 
 def check_work(op: str, work: Sequence[Tensor], device: torch.device | None = None) -> None:
-    """A plan: the int32 tensors :data:`PACKED`; they may be larger than what they hold."""
+    """A plan: the int32 tensors :data:`PACKED`; they may be larger than their contents."""
     check_ints(op, "work", PACKED, work, device)
     counts, *tables, merge_indptr, merge_indices, limits = work
     expect(op, "work.counts", counts, "[8]", counts.shape == (8,))
@@ -295,7 +295,7 @@ def check_work(op: str, work: Sequence[Tensor], device: torch.device | None = No
 def check_ints(
     op: str, argument: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device | None = None
 ) -> None:
-    """As many int32 tensors as names, on one device."""
+    """int32 tensors on one device, one for each name."""
     if len(tensors) != len(names):
         raise BadShape(f"{op}: {argument} must be the {len(names)} tensors {', '.join(names)}, got {len(tensors)}")
     device = device or tensors[0].device
@@ -314,7 +314,7 @@ def check_nodes(op: str, nodes: Sequence[Tensor], device: torch.device) -> None:
 
 
 def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
-    """IndexError: a slot neither exists nor is -1, which writes nothing.  ValueError: one is written twice."""
+    """IndexError: a slot does not exist and is not -1 (write nothing).  ValueError: a slot is written twice."""
     if capturing(slots) or not len(slots := slots[slots != -1]):
         return
     low, high, num_slots = int(slots.min()), int(slots.max()), pages.shape[0] * pages.shape[1]
@@ -325,7 +325,7 @@ def check_append_slots(op: str, slots: Tensor, pages: Tensor) -> None:
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph captures what is done with this tensor."""
+    """Whether a CUDA graph is capturing ops on this tensor."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -25,24 +25,25 @@ def tree_attention(
     """Attention of ``T`` queries over a tree, as planned.
 
     Args:
-        q: ``[T, heads, head_dim]`` in the pages' dtype; in any where these hold e4m3.
-        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device; heads
-            of v_pages may have another size, ``v_dim``; our kernels serve 192 with 128, on Hopper.
+        q: ``[T, heads, head_dim]`` in the pages' dtype, or in any dtype if the pages hold e4m3.
+        k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, as ``KVPool`` lays them out on the device.  Heads
+            of v_pages may have another size, ``v_dim``; our kernels support 192 with 128, on Hopper.
         q_positions: ``[T]`` int64.
-        plan: ``Step.plan``, made by the device's planner: on our kernels the work and the tree in static buffers
-            that a captured graph reads, on plain torch a handle.  Up to three more tensors may follow on our kernels,
-            of which the first two may have no elements: ``[T]`` int64 numbers of the queries' sequences, where the
-            variant reads ``b``; what ``classify_blocks`` returned; ``[T]`` int64 the last position that each query may
-            see of its own node, where the variant looks ahead.
+        plan: ``Step.plan``, made by the device's planner: for our kernels the tensors of the work and of the tree,
+            static buffers if a captured graph reads them; for plain torch a handle.  For our kernels up to three more
+            tensors may follow, the first two perhaps without elements: ``[T]`` int64 the number of each query's
+            sequence, if the variant reads ``b``; the result of ``classify_blocks``; ``[T]`` int64 the last position of
+            its own node that each query may see, if the variant looks ahead.
         scale: Factor on ``q . k``.
         variant: Key from ``register``.
         sinks: ``[heads]`` contiguous, in q's dtype, if the variant has sinks: logits that join the denominator.
-        rotary_pages: ``[pages, page_size, 1, rotary]`` the last elements of every key, where all heads share them;
-            ``head_dim`` of k_pages is then that of q less ``rotary``.
+        rotary_pages: ``[pages, page_size, 1, rotary]`` the last elements of every key, if all heads share them; the
+            ``head_dim`` of k_pages is then that of q minus ``rotary``.
 
     Returns:
-        ``out [T, heads, v_dim]`` in q's dtype, float32 where the variant is a part of one (``Variant.is_part``), and
-        ``lse [T, heads]`` float32, natural logarithm.  Rows that see nothing are 0, and -inf or their sink.
+        ``out [T, heads, v_dim]`` in q's dtype, or in float32 if the variant is a part of one (``Variant.is_part``),
+        and ``lse [T, heads]`` float32, natural logarithm.  For a row that sees no key ``out`` is 0, and ``lse`` is -inf
+        or the head's sink.
 
     Raises:
         UnknownVariant: no variant is registered under this key.
@@ -53,17 +54,20 @@ def tree_attention(
     return q.new_empty((*q.shape[:2], v_pages.shape[3]), dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-# A plan's tensors where kernels run it: the work, whose second and third are items, then start, length, page_indptr,
-# pages and first_slot of the tree's nodes.
+# The number of tensors in a plan for our kernels: the work, whose second and third tensors are items, then start,
+# length, page_indptr, pages and first_slot of the tree's nodes.
 _KERNEL_PLAN = 12
-# Classes take 2 bits, 16 a word; blocks are of 16 tokens at least.  The words of all items take 16 MiB at most, and
-# blocks that get none are compared; so do the bits of blocks, 64 for each query of a tile.
+# A class takes 2 bits, so a word holds 16; a block has at least 16 tokens.  The words of all items take at most 16 MiB:
+# in blocks without a class the mask is evaluated.  The bits of blocks, 64 for each query of a tile, take at most 16 MiB
+# too.
 _BLOCK, _CLASSES, _MOST_WORDS, _TILE_ROWS = 16, 16, 1 << 22, 128
 
 
 def class_shape(plan: Sequence[Tensor], page_size: int, gqa_group: int, rows: int, bits: bool) -> tuple[int, int]:
-    """A row for each item of a plan for kernels, with words of classes for as many blocks as the tree's pages can hold
-    and one more word; behind these rows counts, some for each of ``rows`` queries, and ``bits``.
+    """The shape ``(rows, words)`` of the result of ``classify_blocks``.
+
+    Each item of the plan has a row: words of classes for as many blocks as the tree's pages can hold, and one more
+    word.  The rows that follow hold counts, some of them for each of ``rows`` queries, and the blocks' ``bits``.
     """
     tiles, pages, nodes = plan[1].shape[0], plan[10].shape[0], plan[7].shape[0]
     items, blocks = tiles + plan[2].shape[0], pages * -(-page_size // _BLOCK) + nodes
@@ -74,18 +78,18 @@ def class_shape(plan: Sequence[Tensor], page_size: int, gqa_group: int, rows: in
 
 
 def class_counts(rows: int) -> int:
-    """Words of counts behind the rows of a plan's items, of which there are some for each of ``rows`` queries."""
+    """The number of words of counts after the rows of a plan's items, some of them for each of ``rows`` queries."""
     return 4 + -(-rows // 2) * 2
 
 
 def classify_blocks(
     q_positions: Tensor, plan: Sequence[Tensor], heads: Sequence[int], page_size: int, variant: str
 ) -> Tensor:
-    """Which blocks of a plan's KV a variant's mask hides from all their queries, or shows to all.
+    """Classify blocks of a plan's KV: the variant's mask hides one from all its queries, shows it to all, or cuts it.
 
-    ``tree_attention`` with the result behind its plan reads no hidden blocks, and evaluates the mask in the others
-    alone (FlexAttention, Dong et al. 2024, section 4.2: block sparsity).  It holds for these queries at these
-    positions, in every layer of the variant.
+    With the result appended to its plan, ``tree_attention`` does not read hidden blocks, and evaluates the mask only in
+    blocks that it cuts (FlexAttention, Dong et al. 2024, section 4.2: block sparsity).  The result is valid for these
+    queries at these positions, in every layer with the variant.
 
     Args:
         q_positions, plan: As ``tree_attention`` takes them.
@@ -94,8 +98,8 @@ def classify_blocks(
         variant: Key from ``register``.
 
     Returns:
-        ``[rows, words]`` int32 for ``tree_attention`` alone to read; without elements where nothing is to be known:
-        plain torch, or a variant without a mask that was traced.
+        ``[rows, words]`` int32 that only ``tree_attention`` reads; without elements where nothing is classified: for a
+        plan for plain torch, or a variant without a mask that was traced.
 
     Raises:
         UnknownVariant: no variant is registered under this key.
@@ -117,7 +121,7 @@ def classify_blocks(
 def plan_under_mask(
     plan: Sequence[Tensor], q_positions: Tensor, heads: Sequence[int], page_size: int, variant: str
 ) -> list[Tensor]:
-    """A plan with what ``classify_blocks`` finds behind it; the plan itself where nothing is to be known."""
+    """A plan followed by the result of ``classify_blocks``; the plan itself if nothing is classified."""
     classes = torch.ops.prefixkit.classify_blocks(q_positions, plan, heads, page_size, variant)
     if not classes.numel():
         return list(plan)

@@ -1,10 +1,10 @@
-"""Which code runs the ops on a device: chosen once per device, and said in one line of the log.
+"""The backend that runs the ops on a device: chosen once per device, and named in one line of the log.
 
     cuda    our kernels
     torch   plain torch: on a CPU, and on a GPU where our kernels cannot run
 
-``PREFIXKIT_BACKEND`` chooses for GPUs instead: ``cuda`` makes whatever is missing an error, ``torch`` does without the
-kernels, ``cpu`` makes tensors on a GPU an error.  Tensors on the CPU always run on the CPU.
+``PREFIXKIT_BACKEND`` overrides the choice for GPUs: with ``cuda`` it is an error if our kernels cannot run, ``torch``
+runs plain torch, and with ``cpu`` tensors on a GPU are an error.  Tensors on the CPU always run on the CPU.
 
 Backends register themselves here (``prefixkit.backends``), so nothing below them imports one.
 """
@@ -37,16 +37,16 @@ VARIABLE = "PREFIXKIT_BACKEND"
 
 
 class BackendError(ValueError):
-    """The backend that ``PREFIXKIT_BACKEND`` asks for cannot run here, or there is none of that name."""
+    """The backend that ``PREFIXKIT_BACKEND`` names cannot run here, or does not exist."""
 
 
 class NotCapturable(RuntimeError):
-    """A CUDA graph was to capture an op whose calls the host lists anew for each step."""
+    """A CUDA graph tried to capture an op whose kernel calls the host lists anew for each step."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, why, and what to do to get the kernels ("" if they run, or cannot)."""
+    """The backend that runs, why, and how to get our kernels ("" if they run, or cannot run here)."""
 
     name: str
     reason: str
@@ -57,13 +57,13 @@ class Choice:
 
 
 class GraphPlanner(Protocol):
-    """Makes plans on a device into static buffers: what a captured decode step reads.
+    """Makes plans on a device into static buffers, which captured decode steps read.
 
     Attributes:
-        capacity: What a plan may hold.
-        nodes: How many nodes a tree may have.
-        length: ``[nodes]`` int32 tokens visible in the step, on the device.
-        work: The plan's tensors, without the tree's.
+        capacity: The most that a plan may hold.
+        nodes: The most nodes that a tree may have.
+        length: ``[nodes]`` int32 tokens of each node that are visible in the step, on the device.
+        work: The plan's tensors, without those of the tree.
     """
 
     capacity: PlanCapacity
@@ -72,7 +72,7 @@ class GraphPlanner(Protocol):
     work: list[Tensor]
 
     def holds(self, tree: StepTree) -> bool:
-        """Whether any plan of a tree fits."""
+        """Whether every plan that this tree can need fits."""
 
     def by_paths(self, tree: StepTree) -> bool:
         """Whether plans of a tree are by heavy paths."""
@@ -97,7 +97,7 @@ class StaticPlans(Protocol):
         """Whether a tree's plans fit."""
 
     def plan_of(self, tree: StepTree) -> StepPlan:
-        """The plan of a tree that is uploaded, or will be."""
+        """The plan of a tree that was uploaded, or will be."""
 
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`, for :meth:`enqueue_copy`."""
@@ -109,21 +109,21 @@ class StaticPlans(Protocol):
         """Copy what :meth:`stage` wrote last to the device, and plan it.  Can be captured."""
 
     def replan(self, tree: StepTree) -> None:
-        """Plan again for a tree whose leaves have grown to these lengths."""
+        """Plan again, for the present lengths of the tree's leaves."""
 
     def advance(self) -> None:
-        """Follow a step of the tree, whose leaves have grown by a token.  Can be captured."""
+        """Update the plans after a step in which each leaf grew by a token.  Can be captured."""
 
     def clear(self) -> None:
-        """No work."""
+        """Make the plans empty."""
 
 
 class GraphPlanning(Protocol):
     """How decode steps in graphs are planned, for the heads of one planner.
 
     Attributes:
-        visible: What queries see.
-        trims: Whether plans are over nodes without their first tokens, see :meth:`unseen`.
+        visible: The range of keys that queries see.
+        trims: Whether plans leave out the first tokens of nodes, see :meth:`unseen`.
     """
 
     visible: Visible
@@ -135,23 +135,23 @@ class GraphPlanning(Protocol):
         """``[nodes]`` tokens at the beginning of each node that these layers do not read."""
 
     def variant(self, tree: StepTree) -> Hashable:
-        """What a graph of this tree's steps has that those of others have not."""
+        """A key of the kind of graph that this tree's steps need: trees with equal keys can share a graph."""
 
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticPlans | None:
-        """Plans of up to ``rows`` rows over ``nodes`` nodes, kept by what plans; None: :meth:`planner` makes them."""
+        """Plans of up to ``rows`` rows over ``nodes`` nodes in their own buffers; None: :meth:`planner` makes plans."""
 
     def capacity_for(self, tree: StepTree) -> PlanCapacity:
         """Capacity for any plan of this tree, however long its nodes become."""
 
     def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
-        """A planner for trees of ``nodes`` nodes, and plans of a capacity."""
+        """A planner for trees of up to ``nodes`` nodes and plans of up to ``capacity``."""
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
-        """The plan that ``work`` holds, or will hold, over a tree in ``nodes``; ``paths``: by heavy paths."""
+        """The plan that ``work`` holds, or will hold, over the tree in ``nodes``; ``paths``: by heavy paths."""
 
 
 class PlannerFor(Protocol):
-    """Makes the planner for some heads on a device in a dtype, whose queries see a range of keys."""
+    """Makes the planner for heads of a shape, a device, a dtype, and the range of keys that queries see."""
 
     def __call__(
         self, shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL
@@ -163,13 +163,13 @@ class PartBackend:
     """How a backend computes one part of attention over latents.
 
     Attributes:
-        planner_for: The planner of such a part on a device, of what is cached in a dtype by a number of layers.  Its
-            plans name the query rows that they are for (``StepPlan.rows``).
-        attend: Of the part's query rows, their positions ``[rows]`` int64 and ``StepPlan.tensors``, the
-            :class:`State` over the BSR rows of the plan; the output may be in the dtype of what is cached.
+        planner_for: Makes the part's planner, from the device, the dtype of the cache and the number of layers.  Each
+            plan names its query rows (``StepPlan.rows``).
+        attend: Computes the :class:`State` of the part's query rows over the BSR rows of the plan, from their positions
+            ``[rows]`` int64 and ``StepPlan.tensors``; the output may be in the dtype of the cache.
 
             absorbed: ``(q [rows, heads, latent + rotary], (latent pages, rotary pages), positions, plan, scale,
-            variant)``, q in float32 or as the pages are, to an output ``[rows, heads, latent]``; the pages are
+            variant)``, q in float32 or the pages' dtype, to an output ``[rows, heads, latent]``; the pages are
             ``[pages, page_size, 1, latent]`` and ``[pages, page_size, 1, rotary]``.
 
             expanded: ``(q [rows, heads, k_dim], pages, expand, positions, plan, scale, variant)``, where ``expand``
@@ -186,20 +186,20 @@ class Backend:
 
     Attributes:
         name: ``torch`` or ``cuda``.
-        planner_for: The planner for some heads on a device in a dtype, and what queries see; makes what
-            ``tree_attention`` takes as ``plan``.
+        planner_for: Makes the planner for heads of a shape, a device, a dtype and what queries see; that planner makes
+            the ``plan`` of ``tree_attention``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, classify_blocks, latent_attention,
             merge_states, advance, sample, plan_tree, expert_product, conv_step, mamba2_step, sum_parts,
             gather_parts: The ops.
-        expanded_attention: Attention over K and V that a function makes of what is cached, of tokens that are selected
-            for each query, or with a bias of each; None where there is none.
-        latent_parts: How it computes the parts of attention over latents; plain torch computes what it has not.
-        attend_latents: Both parts in one, where its planners have planned for its own kernels: ``(q, pages, maps,
+        expanded_attention: Attention over K and V that a function computes from the cached tensors, over tokens that
+            are selected for each query, or with a bias for each; None: the backend has no such op.
+        latent_parts: How the backend computes the parts of attention over latents; plain torch computes the others.
+        attend_latents: Both parts in one call, for plans that are for the backend's own kernels: ``(q, pages, maps,
             positions, (expanded plan, absorbed plan), scale)`` to ``[T, heads, v_dim]``.
-        graph_planning: How decode steps in CUDA graphs are planned for the heads of a planner; returns None for
-            planners whose plans cannot be made anew in a graph.  None: there are no graphs.
-        expert_pairs: Up to how many pairs of an expert, on average, ``expert_product`` is faster on a device in a
-            dtype than what transformers does, or keeps the host from waiting; 0: never.  None: on none.
+        graph_planning: How decode steps in CUDA graphs are planned, for the heads of a planner; returns None for
+            planners whose plans cannot be made anew in a graph.  None: the backend has no graphs.
+        expert_pairs: The mean number of pairs per expert up to which ``expert_product``, on a device in a dtype, is
+            faster than transformers' code or saves a wait of the host; 0: never.  None: never on any device.
     """
 
     name: str
@@ -233,15 +233,15 @@ _registered: dict[str, tuple[_Load, _Probe | None]] = {}
 
 
 def register(name: str, load: _Load, probe: _Probe | None = None) -> None:
-    """Make a backend known: ``load`` imports it when it is first used.
+    """Register a backend; ``load`` imports it at its first use.
 
-    ``probe`` says whether it runs on a GPU: a choice of this name, or of another and why.  None: it always does.
+    ``probe`` says whether it runs on a GPU: a choice of this name, or of another name and why.  None: it always runs.
     """
     _registered[name] = load, probe
 
 
 def wanted() -> str | None:
-    """What ``PREFIXKIT_BACKEND`` says, or None; BackendError for no backend's name."""
+    """The value of ``PREFIXKIT_BACKEND``, or None if it is unset; BackendError if it names no backend."""
     name = os.environ.get(VARIABLE, "").strip().lower()
     if name and name not in NAMES:
         raise BackendError(
@@ -251,11 +251,11 @@ def wanted() -> str | None:
 
 
 def choose(device: torch.device) -> Choice:
-    """What runs the ops for tensors on a device.
+    """Choose the backend for tensors on a device.
 
     Raises:
-        BackendError: the device is no CPU or CUDA device, or cannot run what ``PREFIXKIT_BACKEND`` says, or no
-            backend is registered for it.
+        BackendError: the device is no CPU or CUDA device, or cannot run the backend that ``PREFIXKIT_BACKEND``
+            names, or no backend is registered for it.
     """
     name = wanted()
     if device.type == "cpu":
@@ -277,7 +277,7 @@ def choose(device: torch.device) -> Choice:
 
 
 def best() -> Choice:
-    """What would run on the best device here, for ``prefixkit env``; BackendError as :func:`choose`."""
+    """The choice for the best device here, for ``prefixkit env``; raises BackendError as :func:`choose` does."""
     name = wanted()
     if torch.cuda.is_available():
         return Choice("cpu", f"{VARIABLE}=cpu") if name == "cpu" else choose(torch.device("cuda", 0))
@@ -288,25 +288,25 @@ def best() -> Choice:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend for tensors on a device; the first call for a GPU says in the log which, and why.
+    """The backend for tensors on a device; the first call for a GPU logs the choice and its reason.
 
     Raises:
         BackendError: see :func:`choose`.
     """
     if device.type == "cpu":
         return _registration("torch")[0]()
-    # A CPU tensor among tensors on a GPU: the op's own check names it.
+    # If a CPU tensor is among tensors on a GPU, the op's own check names it.
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _on_gpu(torch.device(device.type, index))
 
 
 def plain_torch() -> Backend:
-    """Plain torch, on any device: for what no kernel computes."""
+    """The backend of plain torch, on any device: for ops that no kernel of ours computes."""
     return _registration("torch")[0]()
 
 
 def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
-    """How decode steps of these planners are planned in CUDA graphs; None where they cannot all be."""
+    """How decode steps of these planners are planned in CUDA graphs; None unless all of them can be."""
     make = backend_for(device).graph_planning
     found = [None if make is None else make(planner) for planner in planners]
     plannings = [planning for planning in found if planning is not None]
@@ -314,7 +314,7 @@ def graph_plannings(device: torch.device, planners: Sequence[Planner]) -> list[G
 
 
 def part_backend(device: torch.device, part: Part) -> PartBackend:
-    """What computes a part of attention over latents on a device; raises as :func:`backend_for`."""
+    """The code that computes a part of attention over latents on a device; raises as :func:`backend_for` does."""
     return backend_for(device).latent_parts.get(part) or plain_torch().latent_parts[part]
 
 

@@ -15,10 +15,11 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of ``T`` queries over a tree of latents: multi-head latent attention, absorbed.
 
-    All heads read one key for each token, its latent and then its rotary key, and its latent as its value.
+    All heads read the same key of each token, its latent followed by its rotary key, and the same value, its latent.
 
     Args:
-        q: ``[T, heads, latent + rotary]`` in the pages' dtype, absorbed: a head's product with what makes its keys.
+        q: ``[T, heads, latent + rotary]`` in the pages' dtype, absorbed: multiplied by the matrix
+            that makes the head's keys from latents.
         latent_pages: ``[pages, page_size, 1, latent]``.
         rotary_pages: ``[pages, page_size, 1, rotary]``.
         q_positions: ``[T]`` int64.
@@ -26,8 +27,8 @@ def latent_attention(
         scale: Factor on ``q . k``.
 
     Returns:
-        ``out [T, heads, latent]`` in q's dtype, of which a head's product with what makes its values is its output;
-        ``lse [T, heads]`` float32, natural logarithm.
+        ``out [T, heads, latent]`` in q's dtype, which multiplied by the matrix that makes a head's values from latents
+        gives the head's output; ``lse [T, heads]`` float32, natural logarithm.
     """
     arguments.check_latents(q, latent_pages, rotary_pages, q_positions)
     return q.new_empty((*q.shape[:2], latent_pages.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -42,16 +43,16 @@ def merge_states(
     second_place: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Merge two partial states of attention, of some rows of a step each, by their log-sum-exps.
+    """Merge two partial states of attention by their log-sum-exps; each has some rows of a step.
 
     Args:
-        first, second: ``[their rows, heads, v_dim]`` in one dtype, float32 or the result's.
-        first_lse, second_lse: ``[their rows, heads]`` float32, natural logarithm.
-        first_place, second_place: ``[T]`` int32 of each row of the step its row in the state, -1 for none.
-        dtype: Of the result; None: theirs.
+        first, second: ``[rows of the state, heads, v_dim]`` in one dtype, float32 or the result's.
+        first_lse, second_lse: ``[rows of the state, heads]`` float32, natural logarithm.
+        first_place, second_place: ``[T]`` int32 the row of the state for each row of the step, -1 for none.
+        dtype: The result's dtype; None: that of the states.
 
     Returns:
-        ``[T, heads, v_dim]``; 0 for a row that neither has, or that sees nothing.
+        ``[T, heads, v_dim]``; 0 for a row that is in neither state, or that sees no key.
     """
     arguments.check_states(first, first_lse, first_place, second, second_lse, second_place, dtype)
     return first.new_empty((first_place.shape[0], *first.shape[1:]), dtype=dtype or first.dtype)

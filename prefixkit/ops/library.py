@@ -1,11 +1,11 @@
-"""Every op of prefixkit: its contract, and its way to the backend that runs it (see ``backend``).
+"""Every op of prefixkit: its contract, and its dispatch to a backend (see ``backend``).
 
-A contract is a function by the op's name: its signature gives the schema, and it checks the arguments and returns empty
-results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevice where arguments do not fit.
+A contract is a function with the op's name: its signature gives the schema, and it checks the arguments and returns
+empty results, so it is the op's fake too.  Each raises BadShape, BadDtype or BadDevice if the arguments do not fit.
 
-``Library.define`` and ``Library.impl`` instead of the ``custom_op`` decorator: half the overhead per call.  Keys of
-variants stand for Python functions, which schemas cannot carry.  The ops are for inference: ``tree_attention`` runs
-under autograd, but its backward raises :class:`NoBackward`; those with ``_refuse_gradients`` below raise it at once.
+``Library.define`` and ``Library.impl`` have half the overhead per call of the ``custom_op`` decorator.  An op takes a
+variant's key, because a schema cannot hold Python functions.  The ops are for inference: ``tree_attention`` runs under
+autograd, but its backward raises :class:`NoBackward`; ops with ``_refuse_gradients`` below raise it at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class NoBackward(NotImplementedError):
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys and values to pages.
 
-    One contract for every op that appends, on every backend: a row whose slot is -1 writes nothing, as rows do that pad
-    a captured graph's batch, and tokens that have KV; any other slot outside ``0 .. pages * page_size - 1`` is an
-    error.  The CPU raises before it writes anything.  On a GPU the host does not wait to read slots: such a row writes
-    nothing either, and with ``PREFIXKIT_CHECK=1`` the host does wait, and raises as the CPU does.
+    Every op that appends has this contract, on every backend.  A row with slot -1 writes nothing: it pads a captured
+    graph's batch, or its token has KV.  Any other slot outside ``0 .. pages * page_size - 1`` is an error.  The CPU
+    raises before it writes anything.  On a GPU the host does not wait to read slots, and a row with such a slot writes
+    nothing; with ``PREFIXKIT_CHECK=1`` the host waits, and raises as the CPU does.
 
     Args:
-        key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype, each with the ``head_dim`` of its pages; for pages
-            in e4m3 in any other, rounded to the nearest number that e4m3 has, of which 448 is the largest.
+        key, value: ``[T, kv_heads, head_dim]`` in the pages' dtype, each with the ``head_dim`` of its pages.  For pages
+            in e4m3 they have another float dtype, and are rounded to the nearest number of e4m3, at most 448.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]``, written in place; heads may differ in size.
         slots: ``[T]`` int64, distinct except for -1.
 
@@ -54,12 +54,12 @@ def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slot
 def rotary_append(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> Tensor:
-    """Rotary embedding of queries and keys, and ``kv_append`` of these keys: a decode step's way to attention.
+    """Rotate queries and keys (rotary embedding), and append keys and values as ``kv_append``: for decode steps.
 
     Args:
         q: ``[T, heads, head_dim]``.
         key, value: ``[T, kv_heads, head_dim]``; heads of ``value`` have the size of v_pages'.
-        cos, sin: ``[T, head_dim]`` of each row's position, in the dtype of all else.
+        cos, sin: ``[T, head_dim]`` for each row's position, in the dtype of q, key and value.
         k_pages, v_pages, slots: As ``kv_append`` takes them.
 
     Returns:
@@ -73,7 +73,7 @@ def rotary_append(
 
 
 def index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Write what a layer caches beside K and V: the index keys by which it selects tokens.
+    """Write what a layer caches in addition to K and V: the index keys by which it selects tokens.
 
     Args:
         keys: ``[T, heads, dim]`` in the pages' dtype.
@@ -87,14 +87,14 @@ def index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
 
 
 def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
-    """Products with two weights of one shape that lie one after the other: as one product where rows are few.
+    """Multiply by two weights of one shape that are adjacent in memory: in one product if rows are few.
 
-    Few rows are bound by reading weights, which a longer product does at a higher rate; of many rows two products are
-    faster.
+    With few rows the time is that of reading weights, which one longer product does at a higher rate; with many rows
+    two products are faster.
 
     Args:
         x: ``[..., width]``.
-        weight: ``[columns, width]``, contiguous, of which half are one weight's.
+        weight: ``[columns, width]``, contiguous; each half of the columns is one of the weights.
 
     Returns:
         ``[..., columns]`` contiguous, ``x @ weight.T``.
@@ -121,7 +121,7 @@ def advance(
     rows: int,
     page_size: int,
 ) -> None:
-    """Start a decode step: every row one position further, its leaf one token longer.
+    """Start a decode step: every row moves one position on, and its leaf becomes one token longer.
 
     Args:
         leaf: ``[R]`` int32 the node that each row appends to, -1 for rows that pad a batch.
@@ -129,7 +129,7 @@ def advance(
         sampled: ``[R]`` int64 the token that each row runs next.
         tokens, positions, slots: ``[R]`` int64, written: the step.  Padding gets token 0, position 0 and slot -1; a
             leaf whose pages are full gets slot -1 and its last position.
-        rows: How many rows take part, the first ones.
+        rows: The number of rows that take part, from the first on.
         page_size: Tokens per page.
     """
     op, step = "advance", {"sampled": sampled, "tokens": tokens, "positions": positions, "slots": slots}
@@ -152,23 +152,23 @@ def sample(
 ) -> None:
     """Sample a token for every active row, by the specification of ``sampling.specification``, bit by bit.
 
-    A row that is not active is unchanged.  Of each other row the token and its log-probability are written, the token's
-    bit in ``seen`` is set, and the record's step grows by 1.  A row that holds NaN or +inf, or no finite logit, or with
-    scores beyond float32, gets token -1, log-probability NaN and no bit, and its step grows too.  So does a row whose
-    logits are whole, but of whose allowed tokens none has a finite score; its log-probability is -inf.
+    A row that is not active is unchanged.  For an active row the token and its log-probability are written, the token's
+    bit in ``seen`` is set, and the record's step grows by 1.  A row with a logit of NaN or +inf, with no finite logit,
+    or with scores beyond float32 gets token -1, log-probability NaN and no bit, and its step grows too.  A row whose
+    logits are valid, but whose allowed tokens have no finite score, gets the same, but log-probability -inf.
 
     Args:
         logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary of at most 2**20 tokens.
         records: ``[rows, 12]`` int32, contiguous: a record of each row's parameters, see ``ops.sampling_records``.
-            This and the following have at least ``n`` rows.
+            This tensor and the following ones have at least ``n`` rows.
         seen: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bit ``t % 32`` of word ``t // 32`` says that the sequence
-            holds token ``t``.  Read where there is a repetition penalty.
+            holds token ``t``.  Read for rows with a repetition penalty.
         tokens: ``[rows]`` int64, written.
         logprobs: ``[rows]`` float32, written: the log-softmax of the untouched logits at the token.
         drawn: ``[rows, 2]`` float32, contiguous, written: the logarithm of the probability with which the token was
-            sampled, and the mass that the filters left, NaN where there is no token; None: not wanted.
-        allowed: ``[rows, ceil(vocab / 32)]`` int32, contiguous: bits, likewise, of the tokens that may be sampled; read
-            in rows whose record is ``masked``.  None: all may.
+            sampled, and the probability mass that the filters left; NaN without a token.  None: not written.
+        allowed: ``[rows, ceil(vocab / 32)]`` int32, contiguous: likewise the bits of the tokens that may be sampled;
+            read for rows whose record is ``masked``.  None: all may be sampled.
     """
     op, device = "sample", logits.device
     fits = logits.ndim == 2 and 1 <= logits.shape[1] <= MOST_VOCAB
@@ -220,24 +220,24 @@ def plan_tree(
     All tensors are int32 and contiguous.
 
     Args:
-        sizes: ``[2]`` nodes of the tree, and 1 where the plan is by heavy paths.
-        parent, subtree_end: ``[nodes]`` as in the snapshot; these and the following may have more elements than nodes.
+        sizes: ``[2]`` the number of nodes, and 1 if the plan is by heavy paths.
+        parent, subtree_end: ``[nodes]`` as in the snapshot; this tensor and the next ones may be longer than the tree.
         length: ``[nodes]`` tokens of each node that are visible in the step.
         own: ``[nodes]`` query rows in each node.
         start, run: ``[nodes]`` position of each node's first token, and the run (``attention.paths.runs``) that it is a
-            part of, or -1.  Without elements no plan is by heavy paths, whatever ``sizes`` say.
+            part of, or -1.  If they have no elements, no plan is by heavy paths, whatever ``sizes`` say.
         counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits: The arrays of a ``Plan``,
             written; their sizes are the plan's capacity.  A plan that does not fit is empty, and ``counts[OVERFLOW]``
             is 1.
-        scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), with segments where ``start`` has elements; its
-            content after the call means nothing.
+        scratch: ``[scratch_ints(...)]`` (``attention.gpu.capacity``), segments included if ``start`` has elements; its
+            content is undefined after the call.
         heads: Query heads, KV heads, head size of Q and K, bytes of an element, head size of V.
         num_sms: Blocks to plan for.
-        cost: ``GpuCost.numbers``; its tiles hold a whole GQA group at least.
-        seen: ``Visible.numbers``: tiles of kind LIMIT begin where one of their queries sees, all else is read whole.
+        cost: ``GpuCost.numbers``; its tiles hold at least a whole GQA group.
+        seen: ``Visible.numbers``: tiles of kind LIMIT begin at the first key that a query sees; others are read whole.
 
     Raises:
-        ValueError: heads, cost or what is seen are none, or no tile holds a GQA group.
+        ValueError: ``heads``, ``cost`` or ``seen`` is not valid, or no tile holds a GQA group.
     """
     op, device, nodes = "plan_tree", parent.device, parent.shape[0]
     names = "sizes", "parent", "subtree_end", "length", "own", "start", "run"
@@ -274,19 +274,19 @@ def plan_tree(
 
 
 def expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, per: int) -> Tensor:
-    """Products of rows with the matrices of their experts: row ``p // per`` for pair ``p``.
+    """Multiply rows by the matrices of their experts: row ``p // per`` for pair ``p``.
 
-    On our kernels the host waits for nothing, and how many pairs an expert has is read on the GPU alone.
+    With our kernels the host does not wait: only the GPU reads how many pairs each expert has.
 
     Args:
-        x: ``[pairs / per, k]``; where it is read by our kernels bfloat16 or float16, with sizes of multiples of 8.
+        x: ``[pairs / per, k]``; for our kernels bfloat16 or float16, with sizes that are multiples of 8.
         weight: ``[experts, k, n]`` in x's dtype, with stride 1 over k or n.
         bias: ``[experts, n]`` contiguous in x's dtype, or None.
         index: ``[tokens, per token]`` int64, contiguous: the expert of each pair.
         per: Consecutive pairs that share a row.
 
     Returns:
-        ``[pairs, n]``: pair p has ``x[p // per] @ weight[index[p]] + bias[index[p]]``, or 0 where that expert does not
+        ``[pairs, n]``: pair p has ``x[p // per] @ weight[index[p]] + bias[index[p]]``, or 0 if that expert does not
         exist.
 
     Raises:
@@ -304,7 +304,7 @@ def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
 
 
 def _refuse_gradients(*given: Any) -> None:
-    # torch.library takes no backward of an op that writes to its arguments.
+    # torch.library cannot register a backward for an op that writes to its arguments.
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given):
         _no_backward(None)
 
@@ -319,8 +319,8 @@ def _runs(name: str, checks: tuple[Callable[..., object], ...]) -> Callable[...,
 
 
 _library = torch.library.Library("prefixkit", "DEF")  # type: ignore[no-untyped-call]
-# Contract, the arguments that the op writes to, and what is checked before the backend is called; nothing where the
-# backend checks: ours on GPUs cache which signatures they have checked.
+# An op's contract, the arguments that it writes to, and the checks that run before the backend is called; none if the
+# backend checks by itself: ours for GPUs remembers the signatures that it has checked.
 _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., object], ...]], ...] = (
     (kv_append, ("k_pages", "v_pages"), ()),
     (rotary_append, ("k_pages", "v_pages"), (_refuse_gradients,)),

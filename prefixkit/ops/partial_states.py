@@ -1,4 +1,4 @@
-"""Partial states: attention of some queries over a part of their keys, and how parts merge."""
+"""Partial states: attention of queries over some of their keys, and how partial states merge."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class State(NamedTuple):
 
 
 def merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None) -> State:
-    """Merge parts, of which each concerns the first rows only.
+    """Merge partial states; each holds the first rows only, as many as it has.
 
-    A row's weights are divided by their own sum, not by the exponential of its rounded log-sum-exp, so they add up to
-    1.  Sinks join the same sum, for a log-sum-exp that is rounded once more is off by once more half a unit in its last
-    place.
+    A row's weights are divided by their own sum, not by the exponential of the rounded log-sum-exp, so they add up to
+    1.  Sinks are added to the same sum: merging them later would round the log-sum-exp once more, an error of up to
+    half a unit in its last place.
     """
     top = parts[0].lse.clone() if sinks is None else torch.maximum(parts[0].lse, sinks)
     for part in parts[1:]:
@@ -53,15 +53,16 @@ def merge_parts(parts: Sequence[State], may_be_empty: bool, sinks: Tensor | None
 
 
 def merge_rows(parts: Sequence[tuple[State, Tensor | None]], num_rows: int) -> State:
-    """Merge the states of some of ``num_rows`` queries each: row ``i`` of a state is that of query ``rows[i]``, int64;
-    None: it has all of them, in their order.
+    """Merge states that each have some of ``num_rows`` queries.
+
+    Row ``i`` of a state belongs to query ``rows[i]``, int64; None: the state has all queries, in order.
     """
     whole = [state if rows is None else _spread(state, rows, num_rows) for state, rows in parts]
     return whole[0] if len(whole) == 1 else merge_parts(whole, may_be_empty=True, sinks=None)
 
 
 def _spread(state: State, rows: Tensor, num_rows: int) -> State:
-    """A state of all queries, empty for those that it has nothing of."""
+    """The state extended to all queries: empty for those that it does not have."""
     out = state.out.new_zeros(num_rows, *state.out.shape[1:]).index_copy_(0, rows, state.out)
     lse = state.lse.new_full((num_rows, state.lse.shape[1]), -math.inf).index_copy_(0, rows, state.lse)
     return State(out, lse)

@@ -1,4 +1,4 @@
-"""What the op ``sample`` knows of a row: a record of sampling parameters, and a bit for each token of its sequence."""
+"""What the op ``sample`` reads for a row: a record of sampling parameters, and a bit for each token of its sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from prefixkit.sampling.params import SamplingParams
 
-# The kernel's struct of the same fields is made from this (``backends.cuda.layouts``).
+# ``backends.cuda.layouts`` makes the kernel's struct from this dtype.
 RECORD = np.dtype(
     [
         ("top_p", "<f8"),
@@ -23,22 +23,22 @@ RECORD = np.dtype(
         ("top_k", "<i4"),
         ("step", "<i4"),
         ("active", "<i4"),
-        ("masked", "<i4"),  # 1: a grammar says which tokens may be sampled
+        ("masked", "<i4"),  # 1: a grammar limits which tokens may be sampled
     ]
 )
 RECORD_INTS = RECORD.itemsize // 4
 STEP, ACTIVE = 9, 10  # as int32 columns
 
-MOST_VOCAB = 2**20  # tokens of a row
+MOST_VOCAB = 2**20  # logits of a row
 
 
 def records(
     params: Sequence[SamplingParams], keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]
 ) -> NDArray[np.int32]:
-    """``[rows, RECORD_INTS]`` records: parameters, keys, and how many tokens each row has sampled."""
-    different = {id(each): each for each in params}  # few: rows of one request share theirs
+    """``[rows, RECORD_INTS]`` records of parameters, keys, and the number of tokens that each row has sampled."""
+    different = {id(each): each for each in params}  # few, because rows of one request share their parameters
     table = np.zeros(len(different), dtype=RECORD)
-    with np.errstate(over="ignore"):  # what float32 does not hold is infinite
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite
         for name in ("temperature", "top_p", "min_p"):
             table[name] = [getattr(each, name) for each in different.values()]
         table["penalty"] = [each.repetition_penalty for each in different.values()]
@@ -52,10 +52,10 @@ def records(
 
 @dataclass(frozen=True)
 class RecordedParams(SamplingParams):
-    """Sampling parameters that come from a record: checked before they were recorded, then rounded to what it holds."""
+    """Sampling parameters from a record: they were checked first, then rounded to the types of the record."""
 
     def __post_init__(self) -> None:
-        """Rounded to float32, the least temperature is a little below what a user may ask for."""
+        """No checks: the least temperature, rounded to float32, is a little below the least that users may set."""
 
 
 def params_of(table: NDArray[np.void]) -> list[SamplingParams]:
@@ -78,7 +78,7 @@ def _recorded(temperature: float, top_k: int, top_p: float, min_p: float, penalt
 
 
 def words(vocab: int) -> int:
-    """32-bit words that hold a bit for each token."""
+    """The number of 32-bit words that hold a bit for each token."""
     return -(-vocab // 32)
 
 

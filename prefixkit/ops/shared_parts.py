@@ -1,8 +1,8 @@
-"""The contracts of ``sum_parts`` and ``gather_parts``, and the memory of two processes, each with a GPU, for both.
+"""The contracts of ``sum_parts`` and ``gather_parts`` over two processes with a GPU each, and their shared memory.
 
-Memory of a process that both see (``torch_private.shared_memory``): chunks of parts that the other one writes, and a
-flag for each block of a launch; ``csrc/parallel/shared_parts.cu`` says how they are used.  Both ops use the same, in
-any order.
+Each process has memory that both see (``torch_private.shared_memory``): chunks of parts that the other process writes,
+and a flag for each block of a launch; ``csrc/parallel/shared_parts.cu`` describes their use.  Both ops use the same
+memory, in any order.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 
 from prefixkit.ops.arguments import FLOATS, expect
 
-BLOCKS = 128  # of a launch, at most; GPUs that are linked have as many multiprocessors
+BLOCKS = 128  # of a launch, at most; linked GPUs have at least as many multiprocessors
 VECTOR_BYTES = 16
-PLACE_BYTES = 256 * 4 * VECTOR_BYTES  # of a block: THREADS x PLACE of the kernels
-SHARED_BYTES = BLOCKS * (8 * PLACE_BYTES + 4)  # 2 AHEAD places, and a flag
+PLACE_BYTES = 256 * 4 * VECTOR_BYTES  # of a block: THREADS x PLACE vectors in the kernels
+SHARED_BYTES = BLOCKS * (8 * PLACE_BYTES + 4)  # 2 * AHEAD places, and a flag
 ADDRESSES = 5
 
 
 def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The sum of what both processes pass, which both get, bit for bit the same; and this plus a residual.
+    """Sum the parts of both processes, with the same bits in both, and add a residual if there is one.
 
-    Both call it as often, in the same order, with parts of one shape and dtype, as they do a collective of
-    ``torch.distributed``; a CUDA graph can capture it.  The host does not wait; the GPU waits for the other one.
+    Like a collective of ``torch.distributed``: both processes make the same calls in the same order, with parts of one
+    shape and dtype.  A CUDA graph can capture it.  The host does not wait; each GPU waits for the other one.
 
     Args:
         part: ``[..., width]`` on a GPU, contiguous, each row a multiple of 16 bytes.
         addresses: ``[5]`` int64 on the CPU, from :func:`addresses_of`.
-        residual: Like ``part``, contiguous; what this process adds to the sum.
+        residual: Like ``part``, contiguous; this process adds it to the sum.
 
     Returns:
-        Like ``part``, contiguous; the sum is float32 and rounded once.  With a residual it has the bits of
-        ``sum + residual``: another sum in float32, of the rounded one, which is rounded too.
+        Like ``part``, contiguous; the sum is computed in float32 and rounded once.  With a residual the result has the
+        bits of ``sum + residual``: the rounded sum and the residual are added in float32, and rounded again.
 
     Raises:
         BadShape, BadDtype, BadDevice: the arguments are not these.
@@ -49,9 +49,9 @@ def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -
 
 
 def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
-    """Columns of both processes side by side, which both get.
+    """Concatenate the columns of both processes; both get the result.
 
-    Both call it, and ``sum_parts``, in one order, as said there.
+    Both processes call it and ``sum_parts`` in the same order, as described there.
 
     Args:
         part: ``[..., width]`` on a GPU, contiguous, each row a multiple of 16 bytes.
@@ -74,11 +74,11 @@ def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
 
 
 def addresses_of(own: Tensor, theirs: Tensor, epochs: Tensor) -> Tensor:
-    """What both ops take, of the memory of both processes and ``epochs``; all must outlive their calls.
+    """The ``addresses`` that both ops take: of ``own``, ``theirs`` and ``epochs``, which must outlive the calls.
 
     Args:
-        own, theirs: ``[SHARED_BYTES]`` uint8, zero in its flags before either process calls an op.
-        epochs: ``[BLOCKS]`` int32 of this process, zero.
+        own, theirs: ``[SHARED_BYTES]`` uint8 of each process; the flags are zero before either calls an op.
+        epochs: ``[BLOCKS]`` int32 of this process, zero at first.
     """
     flags = SHARED_BYTES - 4 * BLOCKS
     found: Sequence[int] = (theirs.data_ptr(), own.data_ptr(), theirs.data_ptr() + flags, own.data_ptr() + flags)

@@ -1,10 +1,10 @@
-"""The contracts of ops that take layers' states one token further, in the slots of a pool (see ``library``).
+"""The contracts of ops that advance layers' states by one token, in the slots of a pool (see ``library``).
 
 Slots are those of ``kv.state_pool``: row ``r`` reads slot ``source[r]`` and writes slot ``target[r]``, which may be the
-same.  A target of -1 writes nothing that is read again.  Slot 0 is for rows that are none, as pad a captured graph's
-batch: what it holds, and what a row with target 0 returns, means nothing.  No row writes a slot that another row reads
-or writes, but for slot 0.  The CPU raises IndexError or ValueError where slots do not exist or meet; a GPU does so with
-``PREFIXKIT_CHECK=1``, and else takes rows whose slots do not exist for none.
+same.  With target -1 a row writes nothing that is read again.  Slot 0 is for rows that pad a captured graph's batch:
+its content, and the result of a row with target 0, mean nothing.  Except for slot 0, no row writes a slot that another
+row reads or writes.  The CPU raises IndexError if a slot does not exist, and ValueError if rows break this rule;
+a GPU does so with ``PREFIXKIT_CHECK=1``, and otherwise treats rows whose slots do not exist as padding.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ def conv_step(
 
     Args:
         x: ``[B, channels]``.
-        weight: ``[channels, width]``, contiguous, in x's dtype as all that follows.
+        weight: ``[channels, width]``, contiguous, in x's dtype, as are bias and states.
         bias: ``[channels]``, contiguous, or None.
         states: ``[slots, channels, width]``, contiguous, the oldest input first; written.
         source, target: ``[B]`` int64, contiguous; see above.
-        silu: Whether ``y * sigmoid(y)`` is what is returned.
+        silu: Whether ``y * sigmoid(y)`` is returned instead of ``y``.
 
     Returns:
         ``[B, channels]``, contiguous.
 
     Raises:
         BadShape, BadDtype, BadDevice: an argument does not fit the others.
-        IndexError, ValueError, NoBackward: slots do not exist or meet, see above; a gradient is recorded.
+        IndexError, ValueError, NoBackward: slots do not exist, or a row writes another row's slot, see above;
+            a gradient is recorded.
     """
     op = "conv_step"
     expect(op, "x", x, "[B, channels]", x.ndim == 2, FLOATS)
@@ -72,17 +73,17 @@ def mamba2_step(
     """One token through the recurrence of Mamba 2 (arXiv:2405.21060, section 7).
 
     With ``s = softplus(dt + bias)`` of each head: ``h = exp(s * rate) * h + (s * x) (outer) inward``, and ``y = h .
-    outward + skip * x``, times ``silu(gate)`` where there is one.  Computed in float32, and rounded once.
+    outward + skip * x``, times ``silu(gate)`` if there is a gate.  Computed in float32, and rounded once.
 
     Args:
         x: ``[B, heads, head_dim]``.
-        dt: ``[B, heads]``, float32, bfloat16 or float16, as ``skip`` and ``bias``.
+        dt: ``[B, heads]``, float32, bfloat16 or float16; ``skip`` and ``bias`` likewise.
         rate: ``[heads]`` float32: A.
-        inward: ``[B, groups, state_size]`` in x's dtype: B; each is that of ``heads / groups`` consecutive heads.
-        outward: Of the same shape and dtype: C.
+        inward: ``[B, groups, state_size]`` in x's dtype: B; each group serves ``heads / groups`` consecutive heads.
+        outward: C, of the same shape and dtype.
         skip: ``[heads]``: D; None for 0.
         bias: ``[heads]``; None for 0.
-        gate: As ``x``, or None.
+        gate: Like ``x``, or None.
         states: ``[slots, heads, head_dim, state_size]`` float32, contiguous, written.
         source, target: ``[B]`` int64, contiguous; see above.
 
@@ -119,19 +120,19 @@ def _check_slots(op: str, x: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def check_conv_step(*given: Any) -> None:
-    """What is checked of ``conv_step`` before any backend runs it: that its arguments fit each other, and its slots."""
+    """The checks of ``conv_step`` before any backend runs it: that its arguments fit each other, and of its slots."""
     conv_step(*given)
     _check_moves("conv_step", *given[3:6])
 
 
 def check_mamba2_step(*given: Any) -> None:
-    """The same of ``mamba2_step``."""
+    """The same checks for ``mamba2_step``."""
     mamba2_step(*given)
     _check_moves("mamba2_step", *given[-3:])
 
 
 def _check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> None:
-    """IndexError: a slot does not exist.  ValueError: a row writes what another one reads or writes."""
+    """IndexError: a slot does not exist.  ValueError: a row writes a slot that another row reads or writes."""
     if (states.device.type != "cpu" and not checked()) or capturing(states) or not len(source):
         return
     read, written, slots = source.cpu().numpy(), target.cpu().numpy(), states.shape[0]
@@ -146,7 +147,7 @@ def _check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> Non
     if len(np.unique(kept)) < len(kept):
         raise ValueError(f"{op}: two rows write one slot: {written.tolist()}; each needs a slot of its own")
     others = read.copy()
-    others[rows] = np.where(read[rows] == kept, 0, read[rows])  # a row may write what it has read
+    others[rows] = np.where(read[rows] == kept, 0, read[rows])  # a row may write the slot that it has read
     if np.isin(others[others > 0], kept).any():
         raise ValueError(
             f"{op}: a row writes a slot that another one reads: sources {read.tolist()}, targets {written.tolist()}"

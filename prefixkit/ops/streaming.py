@@ -1,4 +1,4 @@
-"""Attention at positions in the cache (StreamingLLM): to sinks and to a window, by two queries of each row."""
+"""Attention at positions in the cache (StreamingLLM): to sinks and to a window, with a query of each row for both."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 
 
 class Rotated(NamedTuple):
-    """The queries of a step, rotated for a part of their keys.
+    """The queries of a step, rotated for one part of their keys.
 
     Attributes:
         q: ``[T, heads, head_dim]``.
-        positions: ``[T]`` int64 where they stand in relation to these keys.
-        plan: Of the part.
-        variant: Key of the part (``Variant.parts``).
+        positions: ``[T]`` int64 the queries' positions relative to these keys.
+        plan: The part's plan.
+        variant: The part's key (``Variant.parts``).
     """
 
     q: Tensor
@@ -33,10 +33,10 @@ def streaming_attention(
     """Attention to the window and to the sinks, merged by log-sum-exp.
 
     Args:
-        window, sinks: The two parts.
-        pages: Of K and of V.
+        window, sinks: The queries for the two parts.
+        pages: The pages of K and of V.
         scale: Factor on ``q . k``.
-        logits: ``[heads]`` that join the softmax's denominator, if the variant has some.
+        logits: ``[heads]`` logits that join the softmax's denominator, if the variant has any.
 
     Returns:
         ``out [T, heads, v_dim]`` and ``lse [T, heads]``, as ``tree_attention``.
