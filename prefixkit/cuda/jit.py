@@ -1,4 +1,4 @@
-"""From a translation unit to kernels ready to launch: memory first, then the cache on disk, then NVRTC."""
+"""Load the kernels of a translation unit: from memory, else from the cache on disk, else compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger("prefixkit")
 
 
 class LoadError(RuntimeError):
-    """The driver refused machine code."""
+    """The driver did not load machine code."""
 
 
 @dataclass(eq=False)
 class Function:
     """A kernel on one device; launches change :attr:`allowed_shared` alone."""
 
-    name: str  # its name expression
+    name: str  # the C++ name expression
     handle: int  # CUfunction
     device: int
-    parameter_bytes: int  # of its parameter, a struct
+    parameter_bytes: int  # size of its parameter, a struct
     max_shared: int  # bytes of dynamic shared memory that a block can have
     owners: Any  # objects that must live as long as the handle
     allowed_shared: int = 48 * 1024  # bytes of dynamic shared memory that a launch may ask for so far
@@ -38,7 +38,7 @@ class Function:
 
 @cache
 def binary(unit: Unit, arch: str) -> Binary:
-    """Machine code of a unit for a target such as ``"sm_90a"``: from memory, the disk, or the compiler, which says so.
+    """Machine code of a unit for a target such as ``"sm_90a"``: from memory, the disk, or NVRTC (logged).
 
     Raises:
         NvrtcMissing, CompileError: see ``compile_unit``.
@@ -67,8 +67,8 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
 
     Raises:
         NvrtcMissing, CompileError: there is no machine code.
-        UnsupportedArch: not for this GPU.
-        LoadError: the driver does not take it.
+        UnsupportedArch: no kernels are compiled for this GPU.
+        LoadError: the driver does not load the machine code.
     """
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     with torch.cuda.device(device):
@@ -83,7 +83,7 @@ def _load(made: Binary, arch: str, device: int) -> dict[str, Function]:
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
     try:
-        # Bytes are what cuda-core itself makes, and wants back, though it says str.
+        # cuda-core makes and expects bytes here, although its type annotations say str.
         symbols: Any = {name: symbol.encode() for name, symbol in made.symbols.items()}
         code = ObjectCode.from_cubin(made.cubin, symbol_mapping=symbols)
         return {name: _function(code, name, device) for name in made.symbols}
@@ -119,7 +119,7 @@ def _function(code: Any, name: str, device: int) -> Function:
 
 @cache
 def driver_cuda() -> tuple[int, int]:
-    """The newest CUDA that the driver serves; asked without cuda-core, which may be missing."""
+    """The newest CUDA version that the driver supports; asked without cuda-core, which may be missing."""
     version = ctypes.c_int(0)
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     status = library.cuDriverGetVersion(ctypes.byref(version))

@@ -1,8 +1,8 @@
 """Compiled kernels cached on disk.
 
-An entry's name is a digest of all that the machine code depends on, so entries never go stale.  They are written beside
-their path and renamed to it, and carry a checksum: a reader meets a whole entry or none.  An advisory lock, dropped
-when its holder dies, keeps many processes that start together from compiling the same thing.
+An entry's name is a digest of all that the machine code depends on, so entries never go stale.  An entry is written to
+a temporary file, renamed to its path, and carries a checksum: a reader finds a whole entry or none.  An advisory lock,
+released when its holder dies, keeps processes that start together from compiling the same unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefixkit.threads import once
 log = logging.getLogger("prefixkit")
 
 FORMAT = b"prefixkit kernel 2\n"
-# Nothing takes longer to compile; a process that has waited this long compiles by itself.
+# No unit takes longer to compile; a process that has waited this long compiles by itself.
 LOCK_SECONDS = 120.0
 
 
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def entry(unit: Unit, arch: str, nvrtc: tuple[int, int], flags: str = FLAGS) -> Path:
-    """The path of a unit's machine code, by this version of the compiler with these flags for all units."""
+    """The path of a unit's machine code, as made by this version of NVRTC with these flags."""
     digest = sha256()
     for part in (FORMAT.decode(), arch, repr(nvrtc), flags, unit.file, *unit.names, repr(unit.defines)):
         digest.update(part.encode() + b"\0")
@@ -75,7 +75,7 @@ def write(path: Path, binary: Binary) -> bool:
 
 @contextmanager
 def making(path: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold an entry's lock, or go without where there are no locks or the wait is longer than ``most_seconds``."""
+    """Hold an entry's lock; go on without it if the folder has no locks, or after a wait of ``most_seconds``."""
     lock = FileLock(path.with_suffix(".lock"), most_seconds)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,13 +83,13 @@ def making(path: Path, most_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     except Timeout:
         log.warning("%s has been locked for %.0f s; going on without it", lock.lock_file, most_seconds)
     except (OSError, NotImplementedError):
-        pass  # no locks there; of a folder that cannot be written, `write` says so
+        pass  # no locks there; if the folder cannot be written, `write` logs that
     try:
         yield
     finally:
         if lock.is_locked:
             with suppress(OSError):
-                os.unlink(lock.lock_file)  # before others get it: they open a new one, or find the entry
+                os.unlink(lock.lock_file)  # before the release: other processes open a new one, or find the entry
             lock.release()
 
 

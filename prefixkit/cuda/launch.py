@@ -27,16 +27,16 @@ STRUCT_BYTES = 4096
 
 
 class CudaError(RuntimeError):
-    """A launch failed, or in checked mode the kernel did.  Names the op, the shapes and the plan."""
+    """A launch failed, or in checked mode its kernel; the message names the op, the shapes and the plan."""
 
 
 def signature_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """All of a tensor but its data: what a cached launch depends on."""
+    """Everything about a tensor except its data: what a cached launch depends on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class LaunchCache(dict[Hashable, _T]):
-    """Prepared launches by the signature of their arguments; emptied when full, for prefills have many lengths."""
+    """Prepared launches by the signature of their arguments; emptied when full, because prefills have many lengths."""
 
     SIZE = 4096
 
@@ -79,17 +79,17 @@ def launch(
 
     Args:
         function: The kernel.
-        layout, values: Its parameter.
-        grid, block: Blocks, and threads of one.
+        layout, values: The struct of its parameter, and the values of the fields.
+        grid, block: The grid of blocks, and the threads of a block.
         shared: Bytes of dynamic shared memory per block.
-        describe: What to say of the call in an error.
+        describe: Describes the call in an error message.
         cooperative: A cooperative launch: all blocks are on the GPU at once, because they wait for each other.
-        pdl: Programmatic dependent launch: the kernel itself waits for the one ahead of it in the stream
+        pdl: Programmatic dependent launch: the kernel itself waits for the previous one in the stream
             (``griddepcontrol.wait``), so it may start before that one has ended.  Compute capability 9.0 and later.
-        cluster: Consecutive blocks of a thread block cluster, up to 8.  Compute capability 9.0 and later.
+        cluster: The number of consecutive blocks in a thread block cluster, up to 8.  Compute capability 9.0 and later.
 
     Raises:
-        CudaError: the driver refuses, or in checked mode the kernel fails.
+        CudaError: the launch fails, or in checked mode the kernel.
     """
     if not (grid[0] and grid[1] and grid[2]):
         return
@@ -116,7 +116,7 @@ def launch(
     if checked() and not torch.cuda.is_current_stream_capturing():
         try:
             torch.cuda.synchronize(device)
-        except Exception as error:  # torch's own types; whichever it is, the kernel is to blame
+        except Exception as error:  # of torch's own types; the kernel caused it in any case
             raise CudaError(f"{function.name} failed: {error}; {describe()}") from error
 
 
@@ -132,7 +132,7 @@ def _config(
         return attributes[-1].value
 
     if cooperative:
-        # Of two kernels whose blocks wait, each could hold half of the GPU for ever; the driver starts these whole.
+        # Two kernels whose blocks wait could each hold half of the GPU for ever; the driver starts all blocks or none.
         value(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1
     if pdl:
         value(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1
@@ -149,7 +149,7 @@ def _config(
 
 def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) -> None:
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    with _allowing:  # another thread may allow more
+    with _allowing:  # another thread may set a larger limit
         if shared <= function.allowed_shared:
             return
         (status,) = driver.cuFuncSetAttribute(driver.CUfunction(function.handle), attribute, shared)
@@ -159,7 +159,7 @@ def _allow_shared(function: Function, shared: int, describe: Callable[[], str]) 
 
 
 def fail(status: int, what: str, describe: Callable[[], str] = str) -> None:
-    """Raise a driver's error with its name and what was being done."""
+    """Raise CudaError with the name of a driver error and the call that failed."""
     error = driver.CUresult(status)
     text = driver.cuGetErrorString(error)[1]
     reason = text.decode() if isinstance(text, bytes) else str(text)

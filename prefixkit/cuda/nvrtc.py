@@ -1,6 +1,6 @@
-"""CUDA sources to machine code by NVRTC, through cuda-core.  Needs no GPU, no compiler and no CUDA toolkit.
+"""Compile CUDA sources by NVRTC, through cuda-core.  This needs no GPU, no host compiler and no CUDA toolkit.
 
-cuda-core is imported in functions only: it is an optional part of the installation, and takes 0.2 s to import.
+cuda-core is imported inside functions only, because it is optional, and takes 0.2 s to import.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ CSRC = Path(__file__).parents[1] / "csrc"
 REMEDY = "pip install 'prefixkit[cuda]'"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
-# ptxas reports each kernel's registers and spills, which cost nothing to ask for.
+# ptxas reports each kernel's registers and spills, at no cost.
 _FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 FLAGS = repr(_FLAGS)  # for the cache's key
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source."""
+    """NVRTC could not compile a source."""
 
 
 class NvrtcMissing(ImportError):
@@ -30,7 +30,7 @@ class NvrtcMissing(ImportError):
 
 
 class UnsupportedArch(ValueError):
-    """A GPU that the kernels, or this NVRTC, know nothing of."""
+    """The kernels, or this version of NVRTC, do not support a GPU."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Unit:
         file: Name of the source in ``root``.
         names: C++ name expressions of its kernels, such as ``"prefixkit::kv_append<uint4>"``.
         defines: ``(macro, value)`` pairs.
-        headers: ``(name, text)`` of headers that are made and not in ``root``.
+        headers: ``(name, text)`` of generated headers, which are not in ``root``.
         root: The folder of the source and of all it includes.
     """
 
@@ -62,8 +62,8 @@ class Binary:
     """Machine code of a unit."""
 
     cubin: bytes  # the file that the driver loads
-    symbols: dict[str, str]  # each name expression's symbol in it
-    log: str = ""  # of NVRTC and ptxas: each kernel's registers and spills
+    symbols: dict[str, str]  # by name expression, the symbol in the cubin
+    log: str = ""  # output of NVRTC and ptxas: each kernel's registers and spills
 
 
 def sources(unit: Unit) -> dict[str, str]:
@@ -84,7 +84,7 @@ def sources(unit: Unit) -> dict[str, str]:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of NVRTC; NvrtcMissing where there is none, or no cuda-core."""
+    """Major and minor version of NVRTC; NvrtcMissing if NVRTC or cuda-core is not installed."""
     try:
         import cuda.core
         from cuda.bindings import nvrtc
@@ -110,10 +110,10 @@ def supported_archs() -> tuple[int, ...]:
 
 
 def arch_for(capability: tuple[int, int], supported: tuple[int, ...]) -> str:
-    """The target to compile for: machine code runs on later minor versions of the same major version.
+    """The target to compile for; its machine code also runs on later minor versions of the same major version.
 
     Raises:
-        UnsupportedArch: older than 8.0, or newer than NVRTC.
+        UnsupportedArch: the capability is below 8.0, or newer than NVRTC supports.
     """
     major, minor = capability
     if major < 8:
@@ -132,7 +132,7 @@ def compile_unit(unit: Unit, arch: str) -> Binary:
 
     Raises:
         NvrtcMissing: cuda-core or NVRTC is not installed.
-        CompileError: the source, with the compiler's own words.
+        CompileError: the source does not compile; with the compiler's output.
     """
     version, text, log = ".".join(map(str, nvrtc_version())), sources(unit)[unit.file], StringIO()
     from cuda.core import Program, ProgramOptions

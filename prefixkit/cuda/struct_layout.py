@@ -1,7 +1,6 @@
 """Structs that Python and kernels share: one definition gives the packer and the C++ header.
 
-The header asserts where the compiler places every field: a kernel whose struct differs from the packer's does not
-compile.
+The header asserts the offset of every field, so a kernel whose struct differs from the packer's does not compile.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 # C types and their codes in the module ``struct``.  Each has one size on every host of CUDA.
 _CODES = {"int": "i", "unsigned int": "I", "long long": "q", "unsigned long long": "Q", "float": "f", "double": "d"}
 
-# NVRTC has no offsetof; its front end computes one by an operator of its own.
+# NVRTC has no offsetof; its front end has an operator that computes offsets.
 _OFFSET = """#ifdef __CUDACC_RTC__
 #define LAYOUT_OFFSET(type, path) __INTADDR__(&((type*)0)->path)
 #else
@@ -32,7 +31,7 @@ _NO_OFFSET = "#undef LAYOUT_OFFSET\n"
 class Leaf:
     """A number, pointer or opaque value."""
 
-    path: str  # in the struct, such as ``cost[1].kv_tile``; empty for a type of its own
+    path: str  # in the struct, such as ``cost[1].kv_tile``; empty for a leaf that is in no struct
     code: str  # its type, for the module ``struct``
     offset: int  # in bytes
 
@@ -65,8 +64,8 @@ class Field:
 
     type: str | Opaque | Struct
     name: str
-    count: int = 0  # elements of an array; 0 for what is no array
-    note: str = ""  # a comment for the header
+    count: int = 0  # elements of an array; 0 if it is no array
+    note: str = ""  # a comment in the header
 
     @property
     def layout(self) -> tuple[int, int, tuple[Leaf, ...]]:
@@ -86,7 +85,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct of the namespace ``prefixkit``, laid out as C++ does it."""
+    """A struct of the namespace ``prefixkit``, with the layout of C++."""
 
     name: str
     fields: tuple[Field, ...]
@@ -104,7 +103,7 @@ class Struct:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """What a packer writes, in order."""
+        """The values that the packer writes, in order."""
         leaves, end = [], 0
         for field in self.fields:
             size, alignment, inner = field.layout
@@ -135,7 +134,7 @@ class Struct:
 
     @property
     def definitions(self) -> dict[str, None]:
-        """Its definition in C++ behind those of its fields, each once, and assertions of its layout."""
+        """The C++ definitions of its fields' types, each once, then its own, and assertions of its layout."""
         inner = {
             text: None for field in self.fields if not isinstance(field.type, str) for text in field.type.definitions
         }
@@ -159,7 +158,7 @@ def define(name: str, *rows: tuple[str | Opaque | Struct, str] | tuple[str | Opa
     """A struct from rows of a type, names of that type, and a comment: ``("int", "heads size[2]", "of a layer")``.
 
     Raises:
-        ValueError: A type that has no code, or a name that is used twice.
+        ValueError: a type has no code, or a name is used twice.
     """
     fields = []
     for kind, names, *note in rows:

@@ -11,7 +11,7 @@ from torch import Tensor
 from prefixkit.cuda.launch import LaunchCache, fail
 from prefixkit.cuda.struct_layout import TENSOR_MAP
 
-# Columns of a TMA tile: the 128-byte swizzle takes 64 elements of 16 bits.  Rows: the kernels take slots by groups.
+# A TMA tile has 64 columns, because the 128-byte swizzle spans 64 elements of 16 bits; its rows are a group of slots.
 COLUMNS = 64
 GROUP, FEW = 16, 4
 
@@ -31,9 +31,9 @@ def cached_tensor_maps(
     rotary_pages: Tensor | None = None,
     make: Callable[..., TensorMaps] | None = None,
 ) -> TensorMaps:
-    """What ``make``, by default :func:`tensor_maps`, makes of a layer's pages, once for their addresses and signature.
+    """The maps of a layer's pages by ``make``, else by :func:`tensor_maps`: made once per addresses and signature.
 
-    ``signature`` is what maps depend on besides the addresses: shapes, strides and dtype.
+    ``signature``: shapes, strides and dtype, on which maps depend too.
     """
     rotary = None if rotary_pages is None else rotary_pages.data_ptr()
     key = k_pages.data_ptr(), v_pages.data_ptr(), rotary, signature
@@ -41,11 +41,11 @@ def cached_tensor_maps(
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = None) -> TensorMaps:
-    """The seven maps of a layer's pages, with which the kernel's parameter begins: of K and of V, with TMA tiles of a
-    group of slots, of one slot, and of a group over the whole head size; of V, with TMA tiles of a few slots.  Of
-    rotary pages the first two follow.
+    """The seven tensor maps of a layer's pages, which come first in the kernel's parameter.
 
-    Strides of pages are multiples of 16 bytes.
+    For K and for V: TMA tiles of a group of slots, of one slot, and of a group over the whole head size; for V also TMA
+    tiles of a few slots.  If there are rotary pages, the first two kinds follow for them.  Strides of pages must be
+    multiples of 16 bytes.
     """
     maps, k_pages, v_pages = [], in_words(k_pages), in_words(v_pages)
     for rows, whole in ((GROUP, False), (1, False), (GROUP, True)):
@@ -62,7 +62,7 @@ def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = 
 
 
 def in_words(pages: Tensor) -> Tensor:
-    """Pages in e4m3 as half as many numbers of 16 bits, which kernels load; other pages as they are."""
+    """Pages in e4m3 viewed as half as many 16-bit numbers, which kernels load; other pages unchanged."""
     return pages.view(torch.bfloat16) if pages.dtype == torch.float8_e4m3fn else pages
 
 
