@@ -99,7 +99,7 @@ class TreeAttention:
 
     @property
     def planner(self) -> Planner:
-        """The first one; ``planner.plans_made`` counts plans."""
+        """The first of ``planners``; ``planner.plans_made`` counts plans."""
         return self.planners[0]
 
 
@@ -131,7 +131,7 @@ class TreeStep:
 
     @property
     def tokens(self) -> Tensor:
-        """``[T]`` int64 token ids; zeros where the tree is one of page tables, which has none."""
+        """``[T]`` int64 token ids; zeros if the tree is one of page tables, which has no ids."""
         return self.step.tokens
 
     @property
@@ -146,14 +146,15 @@ class TreeStep:
 
     @property
     def last_rows(self) -> Tensor:
-        """``[sequences]`` int64 the row of each sequence's last token, in the order in which sequences were given; of
-        page tables, of each request's.
+        """``[sequences]`` int64 the row of each sequence's last token, in the order of the sequences that were passed.
+
+        For page tables: the row of each request's last token.
         """
         return self.step.logit_rows
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens whose K and V one layer reads, and would read if no sequence shared."""
+        """The number of tokens whose K and V one layer reads, and the number that it would read without sharing."""
         return self.step.kv_tokens
 
 
@@ -169,7 +170,7 @@ def append(step: TreeStep, layer: int, key: Tensor, value: Tensor) -> None:
     Raises:
         BadShape, BadDtype, BadDevice: they do not fit the step or the pool.
         TypeError: one is no tensor.
-        BadTransform: a transform makes something else.
+        BadTransform: a transform returns something else.
         IndexError: the pool has no such layer.
     """
     check_tensors("append", key=key, value=value)
@@ -198,7 +199,7 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
     Raises:
         BadShape, BadDtype, BadDevice: q does not fit the step or the pool.
         TypeError: it is no tensor.
-        BadTransform: a transform of the variant makes something else.
+        BadTransform: a transform of the variant returns something else.
         IndexError: the pool has no such layer.
     """
     attention = step.attention
@@ -224,7 +225,7 @@ def attend(step: TreeStep, layer: int, q: Tensor, sinks: Tensor | None = None) -
 
 
 def commit(step: TreeStep) -> None:
-    """Declare that the tokens of a step have KV in all layers: later steps read it and do not run them.
+    """Declare that the tokens of a step have KV in all layers: later steps read it, and do not run these tokens.
 
     Raises:
         ValueError: the tree was changed since the step was planned, except for tokens that were appended to leaves; or
@@ -258,7 +259,7 @@ def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequen
         tree, sequences: A tree of tokens, and those of its sequences that will run.
 
     Returns:
-        How many pages are free again.
+        The number of pages that were freed.
 
     Raises:
         ValueError: the variant has no window and is not one at positions in the cache; or a sequence has ended.

@@ -16,7 +16,7 @@ from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
 
-# The tree that was made over a pool last.
+# For each pool, the tree that was made over it last.
 _trees: WeakKeyDictionary[KVPool | GivenPages, ref[PrefixTree]] = WeakKeyDictionary()
 
 
@@ -42,7 +42,7 @@ def kv_pool(
 
     Raises:
         ValueError, TypeError: an argument is out of range or of another type, or this machine has no such device.
-        KVPoolTooLarge: the device has not that much memory.
+        KVPoolTooLarge: the device does not have that much memory.
     """
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_pages": num_pages}
     for name, value in (sizes | {"v_dim": head_dim if v_dim is None else v_dim}).items():
@@ -71,7 +71,7 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
     The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
 
     Args:
-        pool: Which holds no KV of another tree.
+        pool: A pool that holds no KV of another tree.
         tokens: For each sequence ``[length]`` token ids of any integer type, at least one.
 
     Raises:
@@ -88,14 +88,13 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
 def tree_from_parents(
     pool: KVPool | GivenPages, parents: Sequence[int], lengths: Sequence[int]
 ) -> tuple[PrefixTree, list[TreeSequence]]:
-    """Make a tree of given nodes over a pool, and for each node the sequence that ends there: for models without token
-    ids.
+    """Make a tree of given nodes over a pool, and a sequence for each node, which ends there.
 
-    All tokens of a node have the node's number as their id.  The tree grows like one of tokens; a node whose sequence
-    is released, and which has one child, may be merged with that child.
+    This is for models without token ids.  All tokens of a node have the node's number as their id.  The tree grows
+    like one of tokens; a node whose sequence is released, and which has one child, may be merged with that child.
 
     Args:
-        pool: Which holds no KV of another tree.
+        pool: A pool that holds no KV of another tree.
         parents: ``[nodes]`` the index of each node's parent, which must come before the node; -1 for a root.
         lengths: ``[nodes]`` the number of tokens in each node, at least 1.
 
@@ -124,7 +123,7 @@ def tree_from_parents(
         if above < 0:
             sequences.append(tree.insert(tokens))
             continue
-        # Two sequences end at the parent by now, so that this one goes on in a node of its own.
+        # Two sequences now end at the parent, so extending this one makes a node of its own.
         sequences += tree.fork(sequences[above])
         tree.extend(sequences[-1], tokens)
     _trees[pool] = ref(tree)
@@ -132,10 +131,10 @@ def tree_from_parents(
 
 
 def _check_unused(verb: str, pool: KVPool | GivenPages) -> None:
-    """Raise ValueError where a tree has pages of a pool: another one would write to the same."""
+    """Raise ValueError if a tree has pages of the pool: a second tree would write to the same pages."""
     before = _trees.get(pool)
     if before is not None and _holds_pages(before):
-        gc.collect()  # a tree and its nodes refer to each other
+        gc.collect()  # a tree and its nodes are a reference cycle
         if _holds_pages(before):
             raise ValueError(
                 f"{verb}: another tree has sequences in this pool, whose KV would be overwritten; insert into that "

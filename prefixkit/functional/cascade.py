@@ -94,11 +94,11 @@ class _Level:
     """The page tables of one level.
 
     Attributes:
-        name: What errors call it.
-        q_begin, q_end: ``[tables]`` the query rows below each.
-        length: ``[tables]`` tokens in each.
+        name: The level's name in errors.
+        q_begin, q_end: ``[tables]`` the query rows below each table.
+        length: ``[tables]`` tokens in each table.
         pages: Page numbers.
-        pages_begin, pages_count: ``[tables]`` which of them are each table's.
+        pages_begin, pages_count: ``[tables]`` the range of ``pages`` of each table.
     """
 
     name: str
@@ -113,7 +113,7 @@ class _Level:
 def _level_of(
     number: int, qo_indptr: Given, kv_indptr: Given, kv_indices: Given, last_page_len: Given, page_size: int
 ) -> _Level:
-    """A level, checked by itself."""
+    """A level from its arrays, which are checked against each other."""
     name = f"tree_from_cascade: level {number}"
     rows, bounds = _bounds(f"{name}: qo_indptr", qo_indptr), _bounds(f"{name}: paged_kv_indptr", kv_indptr)
     pages, last = _ints(f"{name}: paged_kv_indices", kv_indices), _ints(f"{name}: last_page_len", last_page_len)
@@ -163,7 +163,7 @@ def _ints(name: str, values: Given) -> Longs:
 
 
 def _check_queries(level: _Level) -> None:
-    """Raise ValueError unless each request has tokens for its query rows, of which there is at least one."""
+    """Raise ValueError unless there is a query row, and each request has at least as many tokens as query rows."""
     queries = level.q_end - level.q_begin
     if not queries.any():
         raise ValueError("tree_from_cascade: there must be at least one query row, got none")

@@ -1,4 +1,4 @@
-"""K and V in tensors that the caller has already, in the layouts of FlashInfer's paged caches."""
+"""K and V in the caller's own tensors, in the layouts of FlashInfer's paged caches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GivenPages:
     """Pages that are read and written where they are, in place of a ``KVPool``.
 
     Attributes:
-        layers: Of each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each, in one dtype.
-        spec: What is cached of one token.
+        layers: For each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each, in one dtype.
+        spec: The tensors that are cached for one token.
     """
 
     layers: Sequence[tuple[Tensor, Tensor]]
@@ -29,7 +29,7 @@ class GivenPages:
 
     @property
     def num_pages(self) -> int:
-        """Pages, of which each layer has as many."""
+        """The number of pages, the same in each layer."""
         return self.layers[0][0].shape[0]
 
     @property
@@ -38,7 +38,7 @@ class GivenPages:
         return self.layers[0][0].shape[1]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """``[pages, page_size, kv_heads, head_dim]`` K and V of a layer; IndexError for one that there is not."""
+        """``[pages, page_size, kv_heads, head_dim]`` K and V of a layer; IndexError if there is no such layer."""
         if not 0 <= layer < len(self.layers):
             raise IndexError(f"GivenPages: layer {layer} of pages for layers 0..{len(self.layers) - 1}")
         return self.layers[layer]
@@ -47,7 +47,7 @@ class GivenPages:
 def kv_pool_from_tensors(
     paged_kv_cache: Sequence[Tensor | tuple[Tensor, Tensor]], kv_layout: str = "NHD"
 ) -> GivenPages:
-    """Make a pool of the caller's own caches; nothing is copied.
+    """Make a pool over the caller's own caches; nothing is copied.
 
     Args:
         paged_kv_cache: For each layer one tensor ``[pages, 2, page_size, kv_heads, head_dim]``, K before V; or a pair

@@ -130,8 +130,9 @@ def _check_held(sequences: Sequence[TreeSequence], begin: NDArray[np.int64]) -> 
 
 
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
-    """The step's plan with classes of blocks, which all layers share; None for decode steps where ranges of positions
-    tell what is hidden (see ``models/variants/masked_plans.py``).
+    """The step's plan with the classes of its blocks, which all layers share.
+
+    None for decode steps in which ranges of positions show what is hidden (see ``models/variants/masked_plans.py``).
     """
     decodes, variant = step.num_rows == len(step.logit_rows), attention.variant
     if not variant.mask_mods or (variant.hides_by_position and decodes):
@@ -143,7 +144,7 @@ def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:
 
 
 def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Queries:
-    """The queries with the number of the sequence of each run, its index among those given."""
+    """The queries, with the number of each run's sequence: its index among the sequences that were passed."""
     order, node = np.argsort(ends, kind="stable"), batch.queries.node
     first, last = np.searchsorted(ends[order], (node, batch.snapshot.subtree_end[node]))
     if not np.any(last - first > 1):

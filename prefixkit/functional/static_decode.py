@@ -29,7 +29,7 @@ class StaticDecode:
 
     Attributes:
         step: The step, for ``append`` and ``attend``; its tensors stay the same.  Rows after those of the batch write
-            nothing, and their outputs are 0.  ``step.last_rows`` has all rows: those of the sequences in their order,
+            nothing, and their outputs are 0.  ``step.last_rows`` has all rows: first those of the sequences in order,
             then the others.
         next_tokens: ``[rows]`` int64, which the caller's sampler writes: the token that each row of the next step runs.
     """
@@ -46,9 +46,9 @@ class StaticDecode:
         batch, ends = _batch(tree, sequences, steps)
         device = attention.pool.spec.device
         self._attention, self._rows = attention, rows
-        # Whatever the pool holds: nodes may share pages, each at most with the one before it and the one behind it.
+        # Enough for any tree in the pool: each node shares pages at most with the node before it and the node after it.
         pages = attention.pool.num_pages + 2 * batch.snapshot.num_nodes
-        pages *= 1 + batch.is_deep  # and each page of a deep tree once more, for its runs
+        pages *= 1 + batch.is_deep  # a deep tree lists each page a second time, for its runs
         self._arrays = GraphArrays(batch, rows, plannings, tree.page_size, device, pages=pages)
         self._counts = (1,) * len(plannings)
         self.next_tokens: Tensor = self._arrays.tree.sampled
@@ -90,7 +90,7 @@ class StaticDecode:
         self.step = self._upload(batch, ends, sequences)
 
     def advance(self) -> None:
-        """Start the next step, on the current stream: the first that a CUDA graph of a step captures."""
+        """Start the next step, on the current stream; a CUDA graph of a step captures this call first."""
         self._arrays.advance(self._rows)
 
     def _upload(self, batch: StepTree, ends: list[int], sequences: Sequence[TreeSequence]) -> TreeStep:
@@ -144,7 +144,7 @@ def static_decode(
 
 
 def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> tuple[StepTree, list[int]]:
-    """The decode step of some sequences, with pages reserved, and the node where each ends."""
+    """The decode step of the sequences, with pages reserved, and the node where each sequence ends."""
     if not sequences or steps < 1:
         raise ValueError(f"StaticDecode: at least one sequence and one step, got {len(sequences)} and {steps}")
     for sequence in sequences:
