@@ -1,1 +1,1 @@
-"""The ops in plain torch: what runs on a CPU, and on a GPU that our kernels do not serve."""
+"""The ops in plain torch: for CPUs, and for GPUs on which our kernels do not run."""

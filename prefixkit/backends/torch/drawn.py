@@ -1,7 +1,7 @@
-"""With which probability tokens were sampled, by torch on any device: what the sampling kernel does not give.
+"""The probability with which tokens were sampled, by torch on any device; the sampling kernel does not compute it.
 
-The arithmetic is that of ``sampling.specification``, bit by bit.  Nothing waits for the device, so a CUDA graph can
-capture it.  It sorts the vocabulary, which takes longer than the sampling itself.
+The arithmetic is that of ``sampling.specification``, bit by bit.  The host does not wait for the device, so a CUDA
+graph can capture this.  Sorting the vocabulary takes longer than the sampling itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from prefixkit.ops.sampling_records import RECORD
 from prefixkit.sampling.weights import EXP2, FLOOR, LOG2E, TOP
 
-ELEMENTS_AT_ONCE = 2**22  # of the sorted scores, which take 32 bytes each with all that is made of them
+ELEMENTS_AT_ONCE = 2**22  # scores that are sorted at once; each takes 32 bytes, intermediate tensors included
 
 
 def write_drawn(
@@ -24,15 +24,15 @@ def write_drawn(
     allowed: Tensor | None = None,
     elements: int = ELEMENTS_AT_ONCE,
 ) -> None:
-    """Write how tokens were drawn; see the op ``sample`` for its tensors.
+    """Write the probabilities with which tokens were sampled; see the op ``sample`` for the tensors.
 
     Args:
         logits, records: As for the op.
-        seen: As it was before.
-        tokens: What it has sampled.
+        seen: As for the op, before the tokens were sampled.
+        tokens: The sampled tokens.
         drawn: Written in active rows.
         allowed: As for the op.
-        elements: Of the scores that are sorted at once, in whole rows.
+        elements: The most scores that are sorted at once, in whole rows.
     """
     at_once = max(1, elements // logits.shape[1])
     for begin in range(0, len(logits), at_once):
@@ -44,7 +44,7 @@ def write_drawn(
 
 
 def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, allowed: Tensor | None) -> Tensor:
-    """``[n, 2]`` logarithms of probabilities, and masses, of ``n`` rows."""
+    """``[n, 2]`` the logarithm of the token's probability, and the mass that the filters left, for ``n`` rows."""
     temperature = _field(records, "temperature")[:, None]
     scores = _penalised(logits, seen, _field(records, "penalty")[:, None])
     if allowed is not None:
@@ -52,7 +52,7 @@ def _drawn(logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, allowe
         scores = torch.where(free | _bits(allowed, logits.shape[1]), scores, -torch.inf)
     ordered = scores.sort(1, descending=True).values
     rate = (torch.full_like(temperature, float(LOG2E)) / temperature).clamp(min=torch.finfo(torch.float32).tiny)
-    weights = _weigh(ordered, ordered[:, :1], rate)  # descending too, for they rise with the scores
+    weights = _weigh(ordered, ordered[:, :1], rate)  # descending too, because they rise with the scores
     total = weights.sum(1, dtype=torch.int64)
     left = _left(ordered, weights, records)
     own = _weigh(scores.gather(1, tokens.clamp(min=0)[:, None]), ordered[:, :1], rate)[:, 0]
@@ -68,13 +68,13 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 
 
 def _bits(words: Tensor, vocab: int) -> Tensor:
-    """``[n, vocab]`` bool of ``[n, words]`` int32."""
+    """``[n, vocab]`` bool, from the bits of ``[n, words]`` int32."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> bits) & 1).flatten(1)[:, :vocab] != 0
 
 
 def _weigh(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
-    """``weights.weigh``: whole numbers in float32."""
+    """``weights.weigh``: integers in float32."""
     power = ((scores - top) * rate).clamp(min=FLOOR)
     whole = power.floor()
     power = power - whole
@@ -87,7 +87,7 @@ def _weigh(scores: Tensor, top: Tensor, rate: Tensor) -> Tensor:
 
 
 def _left(scores: Tensor, weights: Tensor, records: Tensor) -> Tensor:
-    """``[n]`` int64: what all tokens that the filters leave weigh together; scores and weights descend."""
+    """``[n]`` int64: the sum of the weights of the tokens that the filters leave; scores and weights descend."""
     vocab = scores.shape[1]
     top_k, top_p, min_p = (_field(records, name) for name in ("top_k", "top_p", "min_p"))
     off = (top_k <= 0) | (top_k >= vocab)
@@ -101,7 +101,7 @@ def _left(scores: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     floor = exact.float()
     floor = torch.where(floor.double() < exact, floor.nextafter(torch.full_like(floor, torch.inf)), floor)
     likely = (weights >= floor[:, None]).sum(1)
-    last = torch.minimum(nucleus, likely).clamp(min=1) - 1  # none is likely where weights are NaN, as in greedy rows
+    last = torch.minimum(nucleus, likely).clamp(min=1) - 1  # 0 if weights are NaN, as in greedy rows
     return sums.gather(1, last[:, None])[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Plans for the torch backend: made on the host, and handed to the op as a handle."""
+"""Plans for the torch backend: made on the host, and passed to the op as a handle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BoundPlan:
     """A plan bound to the lengths and positions of one step, with the programs that layers have used.
 
     Attributes:
-        shape: The heads that it was planned for, if known.
+        shape: The heads for which it was planned, if known.
     """
 
     def __init__(self, plan: Plan, tree: StepTree, shape: HeadShape | None = None) -> None:
@@ -51,7 +51,7 @@ class BoundPlan:
     ) -> Program:
         """The program for K in pages of a shape, ``heads`` query heads and a variant's key, compiled at its first use.
 
-        ``v_dim``: the size of V's heads, where it is another; ``expanded``, ``scored``: as
+        ``v_dim``: the size of V's heads, if it differs; ``expanded``, ``scored``: as
         :func:`compile_program` takes them.
 
         Raises:
@@ -61,8 +61,8 @@ class BoundPlan:
         costs = tuning.CPU if on_cpu else tuning.GPU
         v_dim = pool_shape[3] if v_dim is None else v_dim
         variant = lookup(key)
-        changes = key, variant.versions  # masks are made of what the variant captures
-        signature = (*pool_shape, heads, dtype, device, changes, v_dim, expanded, scored, id(costs))  # which it holds
+        changes = key, variant.versions  # masks depend on the tensors that the variant captures
+        signature = (*pool_shape, heads, dtype, device, changes, v_dim, expanded, scored, id(costs))  # held by it
         if signature not in self._programs:
             num_pages, _, kv_heads, head_dim = pool_shape
             layer = Heads(heads, kv_heads, head_dim, dtype.itemsize, v_dim, tuning=costs)
@@ -87,7 +87,7 @@ _alive: weakref.WeakValueDictionary[int, BoundPlan] = weakref.WeakValueDictionar
 
 
 def find_plan(handle: Tensor) -> BoundPlan:
-    """The plan that a handle names; NoSuchPlan if the tensor is no handle, or its step is gone before the run."""
+    """The plan that a handle names; NoSuchPlan if the tensor is no handle, or its step was freed before the run."""
     if handle.dtype != torch.int64 or handle.shape != (1,):
         raise NoSuchPlan(
             f"tree_attention: plan must end with a handle, an int64 tensor of one number, got {handle.dtype} of shape "
@@ -101,7 +101,7 @@ def find_plan(handle: Tensor) -> BoundPlan:
 
 
 class TorchPlanner(Planner):
-    """Plans for plain torch, on a CPU or a GPU: every row of the formats is one item."""
+    """Plans for plain torch, on a CPU or a GPU: each row of the formats is one item."""
 
     def specify(self, tree: StepTree) -> Plan:
         return make_plan(self.formats(tree), tree.length, tree.queries.num_rows)
@@ -117,12 +117,12 @@ class TorchPlanner(Planner):
 
 def bind(plan: Plan, tree: StepTree, shape: HeadShape | None = None) -> StepPlan:
     """A plan on the host, ready for the torch backend's op; ``shape``: the heads that it was made for."""
-    # An op takes no Python object, but a handle: a tensor that names this plan for as long as the step is referenced.
+    # An op cannot take a Python object, so it gets a handle: a tensor that names the plan while the step is referenced.
     bound, number = BoundPlan(plan, tree, shape), next(_numbers)
     _alive[number] = bound
     return StepPlan([torch.tensor([number], device="cpu")], tree, lambda: plan, owners=bound)
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> TorchPlanner:
-    """The planner for a CPU, or for plain torch on a GPU."""
+    """The planner for plain torch, on a CPU or a GPU."""
     return TorchPlanner(shape, CPU_COST if device.type == "cpu" else H200.sharing, visible)

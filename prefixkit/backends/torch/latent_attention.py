@@ -1,4 +1,4 @@
-"""Attention over latents in plain torch: the planner of its parts, and the part that reads latents as they are."""
+"""Attention over latents in plain torch: the planner of both parts, and the absorbed part, which reads latents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefixkit.ops.partial_states import State, merge_rows
 
 
 class LatentPlanner(Planner):
-    """Plans one part: every BSR row that is the part's is one item, over the part's query rows."""
+    """Plans one part: each BSR row of the part is one item, over the part's query rows."""
 
     def __init__(self, part: LatentPart, cost: CostModel) -> None:
         super().__init__(part.shape, cost)
@@ -58,7 +58,7 @@ class LatentPlanner(Planner):
 
 
 def planner_for(part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int) -> LatentPlanner:
-    """The planner of a part, for a CPU, or for plain torch on a GPU."""
+    """The planner of a part, for plain torch on a CPU or a GPU."""
     return LatentPlanner(part, CPU_COST if device.type == "cpu" else H200.sharing)
 
 
@@ -71,14 +71,14 @@ def absorbed_state(
     scale: float,
     variant: str,
 ) -> State:
-    """Attention of absorbed queries over latents; see ``Backend.absorbed``."""
+    """Attention of absorbed queries over latents; see ``PartBackend.attend``."""
     op, modifier = "absorbed_attention", lookup(variant)
     check_absorbed(q, cached, q_positions)
     if modifier.score_mods or modifier.has_sinks:
         raise BadShape(f"{op}: variant {variant!r} changes scores or has sinks; such layers expand all latents")
     bound, (num_pages, page_size, _, latent) = bound_plan(op, plan, q), cached[0].shape
     pool = num_pages, page_size, 1, sum(pages.shape[3] for pages in cached)
-    # Scores in memory: K and V are read where they lie, and V is a part of K.
+    # Scores are in memory: so K and V are read in place, and V is a part of K.
     program = bound.program(pool, q.shape[1], cached[0].dtype, q.device, variant, latent, scored=True)
     if program.on_cpu:
         check_layouts(op, cached)

@@ -1,4 +1,4 @@
-"""``expert_product`` in plain torch, an expert at a time; the host waits to know which have rows."""
+"""``expert_product`` in plain torch, one expert at a time; the host waits to learn which experts have rows."""
 
 from __future__ import annotations
 

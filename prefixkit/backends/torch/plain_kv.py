@@ -40,14 +40,14 @@ def rotary_append(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's halves rotated (Su et al., RoFormer; the halves as in Llama), in float32, rounded once.
+    """Rotate the halves of each head (Su et al., RoFormer; halves as in Llama), in float32, rounded once.
 
     Args:
         x: ``[T, heads, head_dim]``.
         cos, sin: ``[T, head_dim]``.
 
     Returns:
-        As ``x``, contiguous.
+        Like ``x``, contiguous.
     """
     x32, half = x.float(), x.shape[-1] // 2
     rotated = torch.cat((-x32[..., half:], x32[..., :half]), dim=-1)
@@ -55,8 +55,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
-    """Write rows to their slots in pages of one dtype, as an op that appends does; the arguments are checked."""
-    if pages[0].dtype == FP8:  # as bytes, for which torch has every way to write
+    """Write rows to their slots in pages of one dtype, with the contract of ``kv_append``; arguments are checked."""
+    if pages[0].dtype == FP8:  # written as bytes, which all of torch's ways to index support
         states = [as_stored(each).view(torch.uint8) for each in states]
         pages = [each.view(torch.uint8) for each in pages]
     (_append_on_cpu if slots.device.type == "cpu" else append_on_gpu)(op, states, pages, slots)
@@ -64,7 +64,7 @@ def append(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Te
 
 def _append_on_cpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
     num_slots, numbers = pages[0].shape[0] * pages[0].shape[1], slots.numpy()
-    # Seen as unsigned, -1 and all that is no slot lie beyond them.
+    # As unsigned numbers, -1 and all other numbers that are no slot are at least num_slots.
     if numbers.view(np.uint64).max(initial=0) >= num_slots:
         writes = numbers != -1
         if (numbers[writes].view(np.uint64) >= num_slots).any():
@@ -83,12 +83,12 @@ def _append_on_cpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], s
 
 
 def as_stored(states: Tensor) -> Tensor:
-    """Rounded to e4m3, whose largest number stands for larger ones; NaN stays."""
+    """Round to e4m3; larger numbers become its largest, and NaN stays NaN."""
     return states.clamp(-MOST_FP8, MOST_FP8).to(FP8)
 
 
 def append_on_gpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], slots: Tensor) -> None:
-    """Write rows to their slots, on any device; the host does not wait to learn which rows have one."""
+    """Write rows to their slots, on any device; the host does not wait to learn which rows have a slot."""
     tokens, page_size = slots.shape[0], pages[0].shape[1]
     num_slots = pages[0].shape[0] * page_size
     if checked():
@@ -96,7 +96,7 @@ def append_on_gpu(op: str, states: Sequence[Tensor], pages: Sequence[Tensor], sl
     if not tokens or not num_slots:
         return
     valid = (slots >= 0) & (slots < num_slots)
-    # A row that is to write nothing repeats what some row writes; where none writes, all put back what slot 0 holds.
+    # A row that must write nothing repeats the write of another row; if no row writes, all rewrite slot 0's content.
     some = valid.to(torch.uint8).argmax(dim=0, keepdim=True)
     writes = valid.index_select(0, some)
     row = torch.where(valid, torch.arange(tokens, device=slots.device), some)

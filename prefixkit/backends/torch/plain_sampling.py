@@ -24,7 +24,7 @@ def sample(
     """``sample``."""
     written = (records, seen, tokens, logprobs) if drawn is None else (records, seen, tokens, logprobs, drawn)
     state = [part[: len(logits)] for part in written]
-    on_host = [part.cpu() for part in state]  # on a CPU the tensors themselves
+    on_host = [part.cpu() for part in state]  # no copies if they are on the CPU
     bits = None if allowed is None else allowed[: len(logits)].cpu().numpy()
     _sample(logits, bits, *(part.numpy() for part in on_host))
     for part, changed in zip(state, on_host, strict=True):
@@ -41,7 +41,7 @@ def _sample(
     logprobs: NDArray[np.float32],
     drawn: NDArray[np.float32] | None = None,
 ) -> None:
-    """The same for arrays, in place."""
+    """``sample`` on arrays, in place."""
     table = records.view(RECORD)[:, 0]
     rows = np.flatnonzero(table["active"])
     if not len(rows):
@@ -70,8 +70,9 @@ def _sample_rows(
     drawn: NDArray[np.float32] | None,
     allowed: list[Ids | None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens and log-probabilities; for rows that cannot be sampled from -1 and NaN, or -inf where nothing is allowed;
-    then NaN in ``drawn`` too.
+    """Tokens and log-probabilities of the rows.
+
+    A row that cannot be sampled from gets -1 and NaN, or -1 and -inf if no token is allowed, and NaN in ``drawn``.
     """
     params, numbers = params_of(table), uniforms(table["key"], table["step"])
     histories = [np.zeros(0, dtype=np.int64)] * len(params)
@@ -80,11 +81,11 @@ def _sample_rows(
     try:
         tokens, logprobs = sample_tokens(logits, params, numbers, histories, drawn, allowed)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
-    except BrokenLogits:  # of some row
+    except BrokenLogits:  # in some row
         pass
     all_tokens, all_logprobs = np.full(len(params), -1), np.full(len(params), np.nan, np.float32)
     if drawn is not None:
-        drawn[:] = np.nan  # some rows may have been written
+        drawn[:] = np.nan  # some rows may be written already
     for row in range(len(params)):
         one = slice(row, row + 1)
         own = None if drawn is None else drawn[one]

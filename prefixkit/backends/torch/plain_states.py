@@ -1,6 +1,6 @@
-"""One token through layers that keep states, in plain torch: some rows at a time, so that their states stay in caches.
+"""One token through layers with states, in plain torch: some rows at a time, so that their states stay in caches.
 
-Nothing waits for the device, so a CUDA graph can hold it.
+The host does not wait for the device, so a CUDA graph can capture this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# By device: how many elements of states are taken at a time, at least those of one row.
+# By device type: elements of states that are processed at a time; at least one row's.
 _AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 
 
@@ -44,10 +44,10 @@ def mamba2_step(
     inputs, (rows, heads, head_dim), (groups, size) = x.float(), x.shape, inward.shape[1:]
     step = F.softplus(dt.float() if bias is None else dt.float() + bias.float())
     decay = torch.exp(step * rate)[..., None, None]
-    # Of a group all channels are columns of one product.
+    # All channels of a group are columns of one product.
     added = (step[..., None] * inputs).view(rows * groups, -1, 1)
     inward, outward = inward.float().reshape(rows * groups, 1, size), outward.float().reshape(rows * groups, size, 1)
-    target = target.clamp(min=0)  # slot 0 means nothing
+    target = target.clamp(min=0)  # the content of slot 0 means nothing
     out = inputs.new_empty(rows * groups, heads // groups * head_dim, 1)
     for some in _some(rows, states):
         now = slice(some.start * groups, some.stop * groups)

@@ -48,7 +48,7 @@ def plan_tree(*arguments: Any) -> None:
 
 
 def _runs(tree: TreeSnapshot, of: Ints) -> Runs:
-    """The runs that nodes are a part of.  Plans depend on their positions and lengths, and not on pages."""
+    """The runs that the nodes are part of.  Plans depend on positions and lengths of runs, and not on pages."""
     node, runs, nothing = np.flatnonzero(of >= 0), int(of.max(initial=-1)) + 1, np.zeros(0, np.int32)
     start, length = np.full(runs, np.iinfo(np.int32).max, np.int32), np.zeros(runs, np.int32)
     np.minimum.at(start, of[node], tree.start[node])

@@ -1,4 +1,4 @@
-"""``linear_pair``, and what stands for ``sum_parts`` and ``gather_parts``; see the ops for their contracts."""
+"""``linear_pair``, and the errors of ``sum_parts`` and ``gather_parts``; see the ops for their contracts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn.functional import linear
 from prefixkit.ops.arguments import check_pair
 from prefixkit.ops.backend import BackendError
 
-# Rows up to which one product is faster than two: 2 x 14,336 columns of width 4,096 take 58 us as one and 63 as two for
-# 32 rows on an H200, 62 and 64 for 64, 66 and 66 for 128, 347 and 304 for 1,024.
+# Rows up to which one product is faster than two.  For 2 x 14,336 columns of width 4,096 on an H200, one product takes
+# 58 us and two take 63 for 32 rows; 62 and 64 for 64 rows, 66 and 66 for 128, 347 and 304 for 1,024.
 MOST_ROWS = 128
 
 
@@ -28,12 +28,12 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
-    """BackendError: memory that two processes see is memory of GPUs."""
+    """Raises BackendError: only the memory of GPUs is shared by two processes."""
     raise _no_memory("sum_parts", part, "sum by torch.distributed.all_reduce")
 
 
 def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
-    """BackendError, likewise."""
+    """Raises BackendError, likewise."""
     raise _no_memory("gather_parts", part, "gather by torch.distributed.all_gather")
 
 

@@ -1,4 +1,4 @@
-"""``tree_attention`` in plain torch: running a program, all that the layers of a model wait for."""
+"""``tree_attention`` in plain torch: running a program, the only part that each layer of a model waits for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefixkit.ops.arguments import BadShape, capturing, check_attention, check_
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.ops.partial_states import State
 
-# Returns the softmax's natural log-sum-exp besides the output, reads strided keys, and shares KV heads among query
+# It returns the natural log-sum-exp of the softmax with the output, reads strided keys, and shares KV heads among query
 # heads.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -36,7 +36,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     rotary_pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention``; ``plan`` ends with the handle of a ``BoundPlan`` (see ``host_planner``), or is one."""
+    """``tree_attention``; ``plan`` is a ``BoundPlan``, or ends with the handle of one (see ``host_planner``)."""
     check_attention(q, k_pages, v_pages, q_positions, lookup(variant), sinks, rotary_pages)
     if rotary_pages is not None:
         k_pages = torch.cat((k_pages, rotary_pages.expand(-1, -1, k_pages.shape[2], -1)), dim=3)
@@ -57,24 +57,23 @@ def expanded_attention(
     selected: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over K and V that are computed from what the pool holds, such as latents, of tokens that are selected
-    for each query, or with a bias of each.
+    """Attention over K and V that are computed from the cached tensors, such as latents.
 
-    ``expand`` is called for each kernel call, on the tokens that it reads: so a shared node is expanded once a step,
-    and no more than one call's K and V are in memory.
+    Each query may see selected tokens only, and may add a bias to its scores.  ``expand`` is called for each kernel
+    call, on the tokens that the call reads: so a shared node is expanded once a step, and the K and V of one call at
+    most are in memory.
 
     Args:
         q: ``[T, heads, k_dim]`` in the pages' dtype.
         cached: ``[pages, page_size, heads_i, dim_i]`` each, pages as the pool holds them.
-        expand: K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of n tokens whose cached tensors are
-            ``[1, heads_i, n, dim_i]``.  None: ``cached`` are the pages of K and V.
+        expand: Computes K ``[1, kv_heads, n, k_dim]`` and V ``[1, kv_heads, n, v_dim]`` of n tokens from their cached
+            tensors ``[1, heads_i, n, dim_i]``.  None: ``cached`` are the pages of K and V.
         q_positions, scale, variant, sinks: As ``tree_attention`` takes them.
-        plan: ``Step.plan`` of a planner for plain torch, which was made for the heads of K and V that ``expand``
-            returns.
-        selected: ``[T, positions]`` bool: which positions of its sequence each query sees, of those that it would see;
-            None for all.
-        bias: ``[T, heads, positions]`` floats: what is added to the scaled score of each query at each position of its
-            sequence; None for nothing.
+        plan: ``Step.plan`` of a planner for plain torch, made for the heads of K and V that ``expand`` returns.
+        selected: ``[T, positions]`` bool: which positions of its sequence a query sees, among those that it would see
+            otherwise; None for all.
+        bias: ``[T, heads, positions]`` floats: added to the scaled score of each query at each position of its
+            sequence; None for no bias.
 
     Returns:
         As ``tree_attention``: ``out [T, heads, v_dim]`` and ``lse [T, heads]``.
@@ -101,7 +100,7 @@ def expanded_state(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> State:
-    """The same, but the output in float32; ``shape``: the heads of K and V, where the plan was made for others."""
+    """The same, with output in float32; ``shape``: the heads of K and V, if the plan was made for other heads."""
     op, modifier = "expanded_attention", lookup(variant)
     check_expanded(q, cached, q_positions, modifier, sinks)
     bound = bound_plan(op, plan, q)
@@ -129,7 +128,7 @@ def expanded_state(
 
 
 def bound_plan(op: str, plan: Sequence[Tensor] | BoundPlan, q: Tensor) -> BoundPlan:
-    """The plan of these queries."""
+    """The plan, which must be one of these queries."""
     if capturing(q):
         raise NotCapturable(
             f"{op}: the torch backend lists its calls on the host for each step, which a CUDA graph cannot "
@@ -153,7 +152,7 @@ def run_program(
     variant: Variant,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tree_attention`` by a program that was made for it; arguments as the op's, checked."""
+    """``tree_attention`` by a program that was compiled for it; the arguments are the op's, and are checked."""
     if program.on_cpu:
         for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
             check_layout("tree_attention", name, pages)
@@ -174,7 +173,7 @@ def _finish(
     sinks: Tensor | None,
     own: Own = NOTHING,
 ) -> tuple[Tensor, Tensor]:
-    """The program's result in the op's dtype."""
+    """Convert the program's result to the op's dtype."""
     return run_reading(program, q, read, scale, variant, sinks, own, torch.float32 if variant.is_part else q.dtype)
 
 
@@ -188,15 +187,16 @@ def run_reading(
     own: Own = NOTHING,
     dtype: torch.dtype = torch.float32,
 ) -> State:
-    """The state of queries ``[T, heads, head_dim]`` over K and V that ``read`` gives, contiguous, its output in a
-    dtype; what is computed on a CPU is float32.
+    """The state of queries ``[T, heads, head_dim]`` over the K and V that ``read`` returns.
+
+    The state is contiguous, with its output in ``dtype``; on a CPU it is computed in float32.
     """
     heads, inside = program.heads, torch.float32 if program.on_cpu else q.dtype
     queries = _queries(program, q, inside)
     numbers = heads.numbers(q.device) if variant.score_mods else None
     states = []
     for call in program.calls:
-        # K and V of a call are gathered into the thread's scratch, so a call must finish before the next begins.
+        # K and V of a call are gathered into the thread's scratch, so each call must finish before the next starts.
         k, v = read(call)
         count = call.batch * call.rows
         rows = pick(queries[call.grouped, call.descending], call.row, count)
@@ -208,7 +208,7 @@ def run_reading(
             if call.biased:
                 mask = biased_mask(call, variant, heads)
             out, lse = _kernel(call, mask, rows, k, v, heads, scale)
-        # From [batch, heads, rows] to rows; heads of a matrix are in the call's order.
+        # From [batch, heads, rows] to rows; the heads of a row are in the call's order.
         out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)
         lse = lse.transpose(1, 2).reshape(count, heads.heads)
         state = State(out, lse)
@@ -227,7 +227,7 @@ def run_reading(
 
 
 def _queries(program: Program, q: Tensor, dtype: torch.dtype) -> dict[tuple[bool, bool], Tensor]:
-    """The queries as calls read them: by whether they are ``grouped``, and whether they are ``descending``."""
+    """The queries as calls read them, by ``(Call.grouped, Call.descending)``."""
     heads, found = program.heads, {}
     for grouped, descending in {(call.grouped, call.descending) for call in program.calls}:
         rows = q.view(q.shape[0], heads.kv_heads, heads.gqa_group, -1).transpose(1, 2) if grouped else q
@@ -236,14 +236,14 @@ def _queries(program: Program, q: Tensor, dtype: torch.dtype) -> dict[tuple[bool
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, in a dtype; copied once if at all."""
+    """The tensor, contiguous and in a dtype; copied once at most."""
     if tensor.dtype == dtype:
         return tensor.contiguous()
     return tensor.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _in_query_order(state: State, heads: Heads, dtype: torch.dtype = torch.float32) -> State:
-    """Heads from the order ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``; contiguous, ``out`` in a dtype."""
+    """Reorder heads from ``(gqa_group, kv_heads)`` to ``(kv_heads, gqa_group)``; contiguous, ``out`` in a dtype."""
     rows, group, kv_heads = state.lse.shape[0], heads.gqa_group, heads.kv_heads
     out = state.out.view(rows, group, kv_heads, heads.value_dim).transpose(1, 2)
     lse = state.lse.view(rows, group, kv_heads).transpose(1, 2)
@@ -260,11 +260,11 @@ def _kernel(
     q = q.as_strided(
         (call.batch, together, rows, heads.head_dim), (rows * step, heads.head_dim, step, 1), q.storage_offset()
     )
-    if heads.value_dim != heads.head_dim:  # the kernel takes one size: zeros change no product
+    if heads.value_dim != heads.head_dim:  # the kernel takes one size; padding with zeros changes no product
         widest = max(heads.head_dim, heads.value_dim)
         q, k, v = (nn.functional.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     out, lse = _flash(q, k, v, 0.0, call.causal, attn_mask=mask, scale=scale)
-    empty = call.empty  # the kernel says 0 for a row that sees nothing
+    empty = call.empty  # the kernel returns lse 0 for a row that sees no key
     if call.biased and mask is not None and bool((lse == 0).any()):
         empty = hidden_rows(mask)
     if empty is not None:

@@ -1,4 +1,4 @@
-"""Every number that the executor was tuned with: for a CPU thread, and for a GPU that our kernels do not serve."""
+"""Every tuned number of the executor: for a CPU thread, and for a GPU on which our kernels do not run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Tuning:
     Attributes:
         call_us: One more kernel call, with the Python around it.
         copy_us: Gathering one element of K and one of V.
-        read_us: Reading them in the kernel.
+        read_us: Reading one element of K and one of V in the kernel.
         multiply_us: One multiplication and addition.
-        batch_elements: Elements of K in a batched call; so many, gathered, half fit a core's second-level cache.  Twice
-            as many cost 10 % more per element, a quarter as many twice the calls.
-        call_elements: Elements of gathered K, or of a mask or biases, in any call: 64 MB of float32; and of the biases
-            that a program holds from layer to layer.
-        score_elements: Elements of scores that are computed in plain torch, in a call: 4 MB of float32, little of which
-            leaves the caches from one operation to the next.
-        scored_rows: Queries per tile where scores are computed in plain torch: it bounds their memory, and few of the
-            keys that a tile reads are hidden from some of its queries.
-        masked_rows: The same where torch's flash attention gets a mask or biases; from 192 on it takes 64 at a time
-            instead of 32, which makes up for 8 % to 15 % of the time under a mask.
-        distance_rows: The same where biases depend on distances, so that none are written to memory.
+        batch_elements: Elements of K in a batched call; gathered, about half fit a core's second-level cache.
+            Twice as many cost 10 % more per element; a quarter as many need twice the calls.
+        call_elements: The most elements of gathered K, or of a mask or biases, in any call, 64 MB of float32; and of
+            the biases that a program holds from layer to layer.
+        score_elements: Elements of a call's scores that are computed in plain torch: 4 MB of float32, most of which
+            stay in the caches from one operation to the next.
+        scored_rows: Queries per tile if scores are computed in plain torch: it bounds their memory, and the number
+            of keys in a tile that are hidden from some of its queries.
+        masked_rows: Queries per tile if torch's flash attention gets a mask or biases; from 192 queries on it processes
+            64 at a time instead of 32, which saves 8 % to 15 % of the time under a mask.
+        distance_rows: Queries per tile if biases depend on distances, so that no biases are written to memory.
         group_rows: With fewer queries than this per block, the query heads of one KV head become rows of one matrix: 45
-            us a query instead of 60 for 1,000 keys.  With more it makes no difference, and queries need not be copied.
+            us a query instead of 60 for 1,000 keys.  With more queries that saves no time, and costs a copy of them.
     """
 
     call_us: float = 20.0
@@ -51,7 +51,7 @@ class Tuning:
 
 
 CPU = Tuning()
-# A call is a dozen launches; gathering runs at 1 TB/s, products at 100 TFLOP/s.  256 MB of float32 scores in a call.
+# A call is a dozen launches; gathering runs at 1 TB/s, products at 100 TFLOP/s; a call has 256 MB of float32 scores.
 GPU = Tuning(
     call_us=100.0,
     copy_us=2e-6,
@@ -69,7 +69,7 @@ GPU = Tuning(
 
 @dataclass(frozen=True)
 class Heads(HeadShape):
-    """The heads of a layer, and what work on them costs where it runs."""
+    """The heads of a layer, and the costs of work on them where it runs."""
 
     tuning: Tuning = field(kw_only=True)
 
@@ -80,14 +80,14 @@ class Heads(HeadShape):
 
     @property
     def longest_copy(self) -> int:
-        """Tokens from which on copying K and V costs more than one more call."""
+        """The number of tokens from which copying K and V costs more than one more call."""
         return max(1, int(self.tuning.call_us / (self.tuning.copy_us * self.kv_elements)))
 
     @property
     def score_us(self) -> float:
-        """Arithmetic of one query with one key, over all heads."""
+        """Microseconds of arithmetic for one query and one key, over all heads."""
         return self.heads * (self.head_dim + self.value_dim) * self.tuning.multiply_us
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """``[heads, 1, 1]`` int64, for variants."""
+        """``[heads, 1, 1]`` int64 head numbers, for variants."""
         return torch.arange(self.heads, device=device)[:, None, None]

@@ -1,7 +1,7 @@
-"""Calls: which tiles share one run of an attention kernel, and what it reads and masks.
+"""Calls: which tiles share one run of an attention kernel, and the keys and masks of that run.
 
 A call costs some 20 us before its first multiplication, so small tiles are batched: gathered into one padded block of
-``[batch, length]`` keys for ``[batch, rows]`` queries.  Large tiles are called alone, and read the pool where it lies.
+``[batch, length]`` keys for ``[batch, rows]`` queries.  A large tile has its own call, and reads the pool in place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from prefixkit.tree.arrays import Ints, ranges
 
 
 class Places(NamedTuple):
-    """What a variant reads of a call's scores, int64: numbers of the queries' sequences and positions of queries
-    ``[batch, 1, rows, 1]``, positions of keys ``[batch, 1, 1, length]``.
+    """The positions of a call's scores, which variants read, int64: the queries' sequence numbers and positions
+    ``[batch, 1, rows, 1]``, and the keys' positions ``[batch, 1, 1, length]``.
     """
 
     b: Tensor
@@ -42,20 +42,20 @@ class Call:
 
     Attributes:
         batch, rows, length: The block; ragged tiles are padded up to it.
-        row: Its ``batch * rows`` query rows.
-        slot: Its ``batch * length`` slots.
+        row: The ``batch * rows`` query rows.
+        slot: The ``batch * length`` slots of the keys.
         causal: Row i of a block sees its keys 0..i.
-        grouped: Query heads of one KV head are rows of one matrix: rows of the result have heads in the order
+        grouped: Query heads of one KV head are rows of one matrix, and rows of the result have heads in the order
             ``(gqa_group, kv_heads)`` instead of ``(kv_heads, gqa_group)``.
-        mask: What else is visible, or None for all: float32 0 or -inf that broadcasts to the kernel's scores; where
-            scores are computed in plain torch bool that broadcasts to ``[batch, heads, rows, length]``.
-        empty: Bool that broadcasts to the kernel's ``lse``, True where its mask hides all keys; or None.
-        places: Set where torch's flash attention does not serve, and scores are computed in plain torch; and of a call
-            that is ``biased``.
-        biased: torch's flash attention serves, but the biases that are added to scores as its mask are made
-            in each run, for they are too large to hold; ``mask`` is what is visible, bool.
-        descending: Rows are counted from the last one on, and so are those of the result, so that a mask by distance is
-            a view: see :func:`distance_mask`.
+        mask: Which of these keys are visible, or None for all: float32 0 or -inf that broadcasts to the kernel's
+            scores; if scores are computed in plain torch, bool that broadcasts to ``[batch, heads, rows, length]``.
+        empty: Bool that broadcasts to the kernel's ``lse``, True where the mask hides all keys; or None.
+        places: Set if scores are computed in plain torch, because torch's flash attention cannot compute the call, and
+            if the call is ``biased``.
+        biased: torch's flash attention computes the call, but the biases, which it adds to scores as its mask, are too
+            large to hold and are made in each run; ``mask`` is bool and says which keys are visible.
+        descending: Rows are in descending order, and so are the rows of the result, so that a mask by distance is a
+            view: see :func:`distance_mask`.
     """
 
     batch: int
@@ -73,9 +73,9 @@ class Call:
 
 
 def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
-    """Which tiles share a call: arrays of tile numbers, each tile once, those of a batch ascending by row.
+    """Which tiles share a call: arrays of tile numbers, in ascending order of rows; each tile is in one array.
 
-    ``scored``: elements of scores or masks in a call, where they take memory: see ``Tuning.scored_rows``.
+    ``scored``: the most elements of scores or masks in a call, if they take memory: see ``Tuning.scored_rows``.
     """
     tuning = heads.tuning
     tokens, rows = tiles.tokens, tiles.rows
@@ -101,11 +101,11 @@ def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
 
 
 def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
-    """Group blocks of similar shape: a block joins a larger bucket while padding it costs less than one more call."""
+    """Group blocks of similar shape: a block joins a larger bucket if padding it costs less than one more call."""
     if not len(rows):
         return []
     tuning = heads.tuning
-    # As one number per block, rows above tokens.
+    # One number per block: rows in the upper 32 bits, tokens in the lower.
     shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
     token_us = heads.kv_elements * (tuning.copy_us + tuning.read_us)
     leaders: list[tuple[int, int]] = []
@@ -126,7 +126,7 @@ def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
 
 
 def _round_up(sizes: Array) -> Array:
-    """Up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    """Round up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
     step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
     rounded: Array = -(-sizes // step) * step
     return rounded
@@ -150,12 +150,12 @@ def make_call(
     Args:
         tiles, batch: The tiles, and the numbers of those that the call holds.
         tree: The queries' tree.
-        limits: The plan's.
-        heads, variant: What is computed.
-        device: Where it is computed, and where the variant's functions find what they capture.
-        flash: torch's flash attention computes it; else scores are computed in plain torch.
-        views: A run of consecutive slots can be read where it lies; else every key is gathered by its slot.
-        room: Elements of biases that may be held.
+        limits: The plan's limits.
+        heads, variant: The heads and the variant.
+        device: The device of the call, and of the tensors that the variant's functions capture.
+        flash: torch's flash attention computes the call; else scores are computed in plain torch.
+        views: A run of consecutive slots can be read in place; else each key is gathered by its slot.
+        room: The most elements of biases that may be held.
     """
     rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], int(tiles.mask[batch[0]])
     most, longest = int(rows.max()), int(tokens.max())
@@ -199,12 +199,12 @@ def make_call(
 
 
 def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant: Variant, room: int) -> Call:
-    """A call of torch's flash attention, made of one that computes scores.
+    """The call of torch's flash attention in place of one that computes scores.
 
-    ``triangle``: its tiles' masks are triangles; ``unmasked``: the variant hides nothing more.
+    ``triangle``: its tiles' masks are triangles; ``unmasked``: the variant hides no further keys.
     """
     plain = unmasked and not variant.score_mods
-    # Beside a mask, which has the triangle too, the kernel then skips blocks of keys.
+    # With a mask, ``causal`` changes no result, but the kernel then skips blocks of keys.
     causal = triangle and (plain or call.rows >= heads.tuning.group_rows)
     grouped = not causal and heads.gqa_group > 1 and call.rows < heads.tuning.group_rows
     call = replace(call, causal=causal, grouped=grouped)
@@ -221,7 +221,7 @@ def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant:
 
 
 def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> bool:
-    """Whether a call is one tile of consecutive queries and keys, whose biases and masks are those of distances."""
+    """Whether a call is one tile of consecutive queries and keys, with biases and masks by distance."""
     return (
         variant.by_distance
         and (mask in (FULL, TRIANGLE) or (mask == MASKED and not variant.looks_ahead))
@@ -233,7 +233,7 @@ def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> b
 
 
 def _descending(row: int, slot: Index, places: Places, heads: Heads, variant: Variant, room: int) -> Call:
-    """The call for such a tile; ``row``: the place of its last query row, counted from the end."""
+    """The call for such a tile, in descending order; ``row``: the index of its last query row, counted from the end."""
     call = Call(
         batch=1,
         rows=places.q.shape[2],
@@ -256,21 +256,21 @@ def _descending(row: int, slot: Index, places: Places, heads: Heads, variant: Va
 
 
 def elements_of(mask: Tensor) -> int:
-    """What a mask takes in memory."""
+    """The number of elements that a mask takes in memory."""
     return mask.untyped_storage().nbytes() // mask.itemsize
 
 
 def _padded(values: Array, tokens: Array) -> Array:
-    """``[batch, longest]``: ragged rows laid end to end in ``values``, each padded with its last (real) element."""
+    """``[batch, longest]``: the ragged rows that lie end to end in ``values``, each padded with its last element."""
     begin = np.cumsum(tokens) - tokens
     grid: Array = values[begin[:, None] + np.minimum(np.arange(tokens.max()), tokens[:, None] - 1)]
     return grid
 
 
 def _visible(mask: int, tokens: Array, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
-    """What the tiles' own masks show; None where that is everything, or a triangle that the kernel makes by itself.
+    """The keys that the tiles' masks show; None if they show all, or a triangle that the kernel masks by itself.
 
-    ``last``: the last positions that queries may see, or their limits, shaped as their positions; None: these.
+    ``last``: the last position that each query may see, or its limit, shaped like ``places.q``; None: its position.
     """
     longest = int(tokens.max())
     if mask == TRIANGLE:
@@ -284,14 +284,14 @@ def _visible(mask: int, tokens: Array, rows: int, places: Places | None, last: T
 
 
 def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """What a variant leaves visible, of this shape; ``by_tile`` itself where it hides nothing more."""
+    """``by_tile`` and ``allowed``, in this shape; ``by_tile`` itself if the variant hides no further keys."""
     whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu") if by_tile is None else by_tile
     shown = (allowed & whole).expand(shape)
     return by_tile if torch.equal(shown, whole.expand_as(shown)) else shown
 
 
 def bias_of(variant: Variant, places: Places, heads: Heads) -> Tensor:
-    """What a variant that has ``biases`` adds to scores: float32, broadcast to ``[batch, heads, rows, length]``."""
+    """The biases that a variant adds to scores: float32, broadcast to ``[batch, heads, rows, length]``."""
     assert variant.biases, "a variant that leaves scores alone has no bias"
     of = {"b": places.b, "h": heads.numbers(), "q_idx": places.q, "kv_idx": places.kv}
     first, *others = (evaluate(bias, **of) for bias in variant.biases)
@@ -313,9 +313,9 @@ def biased_mask(call: Call, variant: Variant, heads: Heads) -> Tensor:
 def distance_mask(places: Places, variant: Variant, heads: Heads) -> Tensor:
     """Biases and masks by distance as a mask ``[1, heads or 1, rows, length]`` of torch's flash attention.
 
-    Where queries go down by one and keys go up, query i and key j are as far apart as the first query and key i + j.
-    So the mask is a view of the first query's row, which goes on for as many keys as there are queries: the mask is
-    never written, and its values stay in the caches.
+    If query positions descend by one and key positions ascend, query i and key j have the distance of query 0 and key
+    i + j.  So the mask is a view of query 0's row, extended by one key for each further query: the whole mask is never
+    written, and its values stay in the caches.
     """
     rows, length = places.q.shape[2], places.kv.shape[3]
     first = Places(places.b[:, :, :1], places.q[:, :, :1], places.kv[..., :1] + torch.arange(rows + length - 1))
@@ -328,9 +328,9 @@ def distance_mask(places: Places, variant: Variant, heads: Heads) -> Tensor:
 
 
 def flash_mask(visible: Tensor | None, bias: Tensor | None, rows: int, heads: Heads, *, grouped: bool) -> Tensor | None:
-    """The mask of a call of torch's flash attention, from what is visible and what is added, None for all and nothing.
+    """The mask of a call of torch's flash attention, from the visible keys (None: all) and the biases (None: none).
 
-    Float32, broadcast to the kernel's scores.
+    It is float32, broadcast to the kernel's scores.
     """
     if bias is None:
         if visible is None:

@@ -1,4 +1,4 @@
-"""Programs: a layer's kernel calls, and how their results merge; made from a plan once, run in every layer."""
+"""Programs: a layer's kernel calls, and how their results merge; compiled from a plan once, run in every layer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Program:
     Attributes:
         heads: The heads that it computes.
         calls: In order; each makes a state.
-        merge: From the rows of these states to the output's.
-        grouped: Every state has its heads in the order ``(gqa_group, kv_heads)``; else all are put in query-head order.
-        may_be_empty: A partial state may have seen no key.
-        on_cpu: Made for a CPU: keys lie in token-major pages and count as float32.  Else pages have any layout, and
-            keys are gathered in their own dtype.
+        merge: Merges the rows of these states into the rows of the output.
+        grouped: Every state has its heads in the order ``(gqa_group, kv_heads)``; else all are in query-head order.
+        may_be_empty: Whether some partial state may have seen no key.
+        on_cpu: Made for a CPU: pages are token-major, and keys are converted to float32.  Else pages have any layout,
+            and keys are gathered in their own dtype.
     """
 
     heads: Heads
@@ -41,7 +41,7 @@ class Program:
     on_cpu: bool
 
     def to(self, device: torch.device) -> Program:
-        """The program with its tensors on a device."""
+        """Copy the program, with its tensors on a device."""
         return replace(self, calls=_moved(self.calls, device), merge=_moved(self.merge, device))
 
 
@@ -73,23 +73,23 @@ def compile_program(
     """The program of a step's plan for one pool, one set of heads and one variant.
 
     Args:
-        plan, tree: The plan, and the tree that it is for.
+        plan, tree: The plan, and its tree.
         num_pages: Pages of the pool.
         heads: The heads of the layer.
         variant: The attention variant.
-        dtype: Of the pages.
-        on_cpu: The program is for a CPU: torch's flash attention serves, where the variant leaves scores alone, and
-            reads float32 keys where they lie.  Else it is for plain torch on a GPU, and runs on tensors of any device.
-        device: Where a variant's functions find what they capture.
-        expanded: K and V are computed from what the pages hold, for each call.
-        scored: Scores are computed in plain torch whatever the variant, for each row has a mask of its own.
+        dtype: The dtype of the pages.
+        on_cpu: The program is for a CPU: it uses torch's flash attention if the variant does not change scores, which
+            reads float32 keys in place.  Else it is for plain torch on a GPU, and runs on tensors of any device.
+        device: The device of the tensors that a variant's functions capture.
+        expanded: K and V are computed from the pages' contents, for each call.
+        scored: Scores are computed in plain torch for any variant, because each row has a mask of its own.
 
     Raises:
         IndexError: a node names a slot that the pool does not have.
     """
-    # torch's kernel takes K and V of one size.  Padding them costs more than scores in memory do: one row of 16 heads
-    # of 192 and 128 on 1,000 keys takes 2,335 us, and 969 with scores.  But scores go with blocks of few rows, and K
-    # and V would be expanded again for each.
+    # torch's kernel takes K and V of one head size.  Padding them costs more than scores in memory: one row of 16 heads
+    # of sizes 192 and 128 on 1,000 keys takes 2,335 us padded, and 969 with scores.  But scores need blocks of few
+    # rows, and expanded K and V would be expanded again for each block.
     if variant.traced and variant.reads("b") and tree.queries.sequence is None:
         raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
     one_size = expanded or heads.value_dim == heads.head_dim
@@ -101,7 +101,7 @@ def compile_program(
         most_rows = masked if flash else heads.tuning.scored_rows
     most = heads.tuning.call_elements if flash else heads.tuning.score_elements
     reach = tree.reach if variant.looks_ahead else None
-    limited_rows = None if expanded else LIMITED_ROWS  # the keys of each tile would be expanded anew
+    limited_rows = None if expanded else LIMITED_ROWS  # the keys would be expanded again for each tile
     whole_from = heads.tuning.group_rows if flash and variant.by_distance else None
     tiles = make_tiles(plan, tree, variant.visible, most_rows, reach, limited_rows, whole_from)
     _check_slots(tiles, num_pages * tree.snapshot.page_size)
@@ -143,8 +143,9 @@ def _check_slots(tiles: Tiles, num_slots: int) -> None:
 
 
 def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) -> Array:
-    """Tokens beyond which a tile's keys are split, to bound the memory of copies and of masks by limits, and of scores
-    and other masks to ``scored`` elements.
+    """Tokens beyond which a tile's keys are split, to bound memory.
+
+    It bounds copies and masks by limits, and to ``scored`` elements scores and other masks.
     """
     most = heads.tuning.call_elements
     longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
@@ -157,7 +158,7 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) 
 
 
 def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Array) -> tuple[Array, Array, Array]:
-    """Query row, tile and row in the tile of each partial, in the plan's merge order, then by an item's tiles."""
+    """The query row, the tile and the row in it of each partial state, in the plan's merge order, then by tile."""
     called = np.flatnonzero(call_of >= 0)
     rows = tiles.rows[called]
     tile = np.repeat(called, rows)

@@ -3,8 +3,9 @@
 States over disjoint sets of keys merge into the state over their union (FlashInfer, section 2.2).  A state over no keys
 is ``out = 0``, ``lse = -inf``; merging it changes nothing.
 
-Rows are sorted by how many partials they have, most first.  Level ``k`` holds the ``k``-th partial of every row that
-has more than ``k``: the first rows.  So a level is one vectorised operation, and every row merges in a fixed order.
+Rows are sorted by their number of partial states, most first.  Level ``k`` holds the ``k``-th partial state of every
+row that has more than ``k``; these are the first rows.  So a level is one vectorised operation, and every row merges in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 from prefixkit.backends.torch.program.tiles import Array
 from prefixkit.ops.partial_states import State, merge_parts
 
-# Rows of a tensor: the first of consecutive ones, or ``[rows]`` int64.
+# Rows of a tensor: the first row, if they are consecutive; else ``[rows]`` int64.
 Index = int | Tensor
 
 
 def index_of(rows: Array) -> Index:
-    """How to read some rows of a tensor."""
+    """The ``Index`` of some rows of a tensor."""
     return int(rows[0]) if bool(np.all(np.diff(rows) == 1)) else torch.from_numpy(rows)
 
 
@@ -38,11 +39,11 @@ def pick(tensor: Tensor, index: Index, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One partial for each of the first ``rows`` rows."""
+    """One partial state for each of the first ``rows`` rows."""
 
     rows: int
-    call: int  # the one whose state holds all of them, or -1 for the concatenation of ``Merge.joined``
-    index: Index  # where they are in it
+    call: int  # the call whose state holds all of them; -1: they are in the states of ``Merge.joined``, concatenated
+    index: Index  # their rows in that state
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,9 @@ class Merge:
 
     Attributes:
         levels: See the top of this file.
-        joined: Calls whose states some level needs concatenated.
-        sorted_index: ``[rows of the result]`` int64, where each row's state is once sorted, or None for rows in order,
-            none empty.
+        joined: Calls whose states are concatenated, because some level reads several of them.
+        sorted_index: ``[rows of the result]`` int64, the position of each row's state after sorting; None if rows are
+            in order and none is empty.
     """
 
     levels: tuple[Level, ...]
@@ -62,10 +63,10 @@ class Merge:
 
 
 def plan_merge(num_rows: int, row: Array, call: Array, index: Array, heights: Array) -> Merge:
-    """Plan the merge of partial ``i`` = row ``index[i]`` of the state of ``call[i]`` into row ``row[i]``, in order of
-    ``i``.
+    """Plan the merge of partial states into rows of the result.
 
-    ``heights`` is ``[calls]``, the rows of each state.
+    Partial state ``i`` is row ``index[i]`` of the state of call ``call[i]``, and is merged into row ``row[i]``, in
+    order of ``i``.  ``heights``: ``[calls]``, the rows of each call's state.
     """
     by_row = np.argsort(row, kind="stable")
     count = np.bincount(row, minlength=num_rows)
@@ -110,15 +111,15 @@ def run_merge(
         merge: The plan.
         states: The calls' states.
         shape: ``(rows, heads, v_dim)`` of the result.
-        device: Where it is.
-        may_be_empty: Whether a partial can have ``lse = -inf``.
-        sinks: ``[heads]`` float32 logits that join every row's denominator, heads as in the states; or None.
+        device: The device of the result.
+        may_be_empty: Whether a partial state can have ``lse = -inf``.
+        sinks: ``[heads]`` float32 logits that join every row's denominator, in the states' order of heads; or None.
     """
     if not merge.levels:
         return _with_empty_rows(None, shape, device, sinks)
     if merge.joined:
         joined = State(*map(torch.cat, zip(*(states[call] for call in merge.joined), strict=True)))
-        states = [*states, joined]  # the last one, which is -1
+        states = [*states, joined]  # at index -1
     parts = [State(*(pick(tensor, level.index, level.rows) for tensor in states[level.call])) for level in merge.levels]
     merged = parts[0] if len(parts) == 1 and sinks is None else merge_parts(parts, may_be_empty, sinks)
     if merge.sorted_index is None:
@@ -131,7 +132,7 @@ def run_merge(
 def _with_empty_rows(
     state: State | None, shape: tuple[int, int, int], device: torch.device, sinks: Tensor | None
 ) -> State:
-    """The state with empty rows appended, as many as the result has more."""
+    """The state with empty rows appended, up to the number of rows of the result."""
     out = torch.zeros(shape, dtype=torch.float32, device=device)
     lse = torch.full(shape[:2], -math.inf, dtype=torch.float32, device=device)
     if sinks is not None:

@@ -1,16 +1,16 @@
-"""Blocks of query rows: which rows of an item share a tile, and which keys of the item it has for them.
+"""Blocks of query rows: which rows of an item share a tile, and which keys of the item that tile has.
 
 Rows of kind LIMIT see a staircase of keys::
 
     rows    keys ->
-    0       ####                    the first step is all that row 0 sees, and every row sees it
+    0       ####                    the first step: the keys that row 0 sees; every row sees them
     1       ####
-    2       #########               a block of the rows that see more goes on from there
+    2       #########               a block of the rows that see more, with the keys after that step
     3       #############
             `--'`--------'
 
-Where at least half of a block's rows see no more than its first step, the rest are a block of their own.  Else the rest
-of the keys are one block too, which a mask cuts.
+If at least half of a block's rows see its first step only, the other rows are a block that is split again.  Else the
+other keys are one block for the other rows, which a mask cuts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RowBlocks:
     """Blocks of rows, in the order of items.
 
     Attributes:
-        item: ``[blocks]`` the work item that each is a part of.
+        item: ``[blocks]`` the work item of each block.
         row, rows: ``[blocks]`` first query row and number of rows.
-        limited: ``[blocks]`` of kind LIMIT.
-        low, high: ``[blocks]`` the positions of the keys that each has, of those of its item.
-        masked: ``[blocks]`` of kind LIMIT, and some rows do not see all of them.
-        limit_begin: ``[blocks]`` of kind LIMIT, where the plan's limits have that of the first row; else 0.
+        limited: ``[blocks]`` whether the block is of kind LIMIT.
+        low, high: ``[blocks]`` bounds of the positions of the block's keys, among those of its item.
+        masked: ``[blocks]`` whether the block is of kind LIMIT, and some rows do not see all its keys.
+        limit_begin: ``[blocks]`` for kind LIMIT the index of the first row's limit in the plan's limits; else 0.
     """
 
     item: Longs
@@ -52,13 +52,13 @@ class RowBlocks:
 
 
 def split_rows(plan: Plan, items: Longs, most: int | None, limited_rows: int | None) -> RowBlocks:
-    """Blocks of the rows of a plan's items.
+    """Split the rows of a plan's items into blocks.
 
     Args:
-        plan: Of these items; has their limits.
+        plan: The plan of these items, which holds their limits.
         items: ``[items, 8]``.
-        most: Rows of a block at most; None leaves them together.
-        limited_rows: Rows of a masked block of kind LIMIT at most; None leaves them together.
+        most: The most rows of a block; None: no bound.
+        limited_rows: The most rows of a masked block of kind LIMIT; None: no bound.
     """
     item = np.flatnonzero(items[:, 1] > items[:, 0])
     row, end = items[item, :2].T
@@ -80,7 +80,7 @@ def split_rows(plan: Plan, items: Longs, most: int | None, limited_rows: int | N
 
 
 def _cut(item: Longs, row: Longs, rows: Longs, most: int) -> tuple[Longs, Longs, Longs]:
-    """The same rows in blocks of ``most`` at most."""
+    """The same rows in blocks of at most ``most`` rows."""
     blocks = -(-rows // most)
     first = np.repeat(row, blocks) + most * ranges(np.zeros_like(blocks), blocks)
     return np.repeat(item, blocks), first, np.minimum(np.repeat(row + rows, blocks) - first, most)
@@ -112,7 +112,7 @@ def _stairs(limits: Longs, item: Longs, row: Longs, rows: Longs, items: Longs, l
 
 
 def _ends_of_equal(values: Longs) -> Longs:
-    """For each of some numbers, the index after the run of equal ones that it is in."""
+    """For each number, the index after the run of equal numbers that it is in."""
     after = np.append(values[1:] != values[:-1], True)
     ends = np.where(after, np.arange(1, len(values) + 1), len(values))
     found: Longs = np.minimum.accumulate(ends[::-1])[::-1]

@@ -1,11 +1,11 @@
-"""A plan as tiles: which query rows meet which slots of the pool, under which mask.
+"""A plan as tiles: which query rows attend to which slots of the pool, under which mask.
 
-A work item names nodes; a kernel call wants memory.  Here every item is split into tiles with one simple mask each,
+A work item names nodes, but a kernel call needs memory.  Here every item is split into tiles with one simple mask each,
 whose KV is listed as runs of consecutive slots.  For queries at positions ``p0 .. p1`` of a causal item and one segment
 of keys (positions left to right):
 
     keys  < p0          [p0 .. p1]                 > p1
-    full: all see it    triangle: the lower one    no query sees it
+    full: all see it    triangle (lower)           no query sees it
 
 All in numpy over whole arrays, because a step may have thousands of items and this runs once a step.
 """
@@ -31,8 +31,8 @@ Array = NDArray[np.int64]
 # A tile's mask.
 FULL = 0  # every row sees every key
 TRIANGLE = 1  # row i sees keys 0..i
-MASKED = 2  # a row sees the keys whose position is not beyond its own, or its reach
-LIMITED = 3  # a row sees the keys whose position is not beyond its limit
+MASKED = 2  # a row sees the keys up to its own position, or up to its reach
+LIMITED = 3  # a row sees the keys up to its limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,12 @@ class Tiles:
     """Rows x keys with one simple mask each, in item order.
 
     Attributes:
-        item: ``[tiles]`` the work item that each is a part of.
+        item: ``[tiles]`` the work item of each tile.
         row, rows: ``[tiles]`` first query row and number of rows.
         mask: ``[tiles]`` FULL, TRIANGLE, MASKED or LIMITED.
         indptr: ``[tiles + 1]`` bounds of each tile's runs.
         slot, count, position: ``[runs]`` first slot, tokens, position of the first token.
-        limit_begin: ``[tiles]`` of LIMITED tiles, where the plan's limits have that of the first row.
+        limit_begin: ``[tiles]`` for LIMITED tiles the index of the first row's limit in the plan's limits.
     """
 
     item: Array
@@ -63,7 +63,7 @@ class Tiles:
 
     @cached_property
     def tokens(self) -> Array:
-        """``[tiles]`` keys of each."""
+        """``[tiles]`` the number of keys of each tile."""
         tokens: Array = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
         return tokens
 
@@ -81,13 +81,13 @@ def make_tiles(
 
     Args:
         plan: The work items.
-        tree: The tree that they are for.
-        visible: What lies before it is in no tile.
-        most_rows: Rows of a tile at most, so that each sees few keys it must mask; None leaves them together.
+        tree: The plan's tree.
+        visible: The range of keys that queries see; keys before it are in no tile.
+        most_rows: The most rows of a tile, so that few of its keys are masked for a row; None: no bound.
         reach: ``[rows]`` the last position that each query row may see; None: its own.
         limited_rows: The same as ``most_rows`` for tiles with masks by limits.
-        whole_from: Rows from which on consecutive ones and one node's keys stay one MASKED tile; None: they are cut as
-            drawn above.
+        whole_from: At least this many consecutive rows and the keys of one node stay one MASKED tile; None: they are
+            cut as drawn above.
     """
     items = plan.items.astype(np.int64)
     blocks, nodes = split_rows(plan, items, most_rows, limited_rows), with_runs(tree.arrays(), plan.runs)
@@ -111,7 +111,7 @@ def make_tiles(
 
 
 def _changes(*keys: Array) -> NDArray[np.bool_]:
-    """Where one of some arrays differs from the element before; True at the first element."""
+    """Where an element of any of the arrays differs from the one before; True at the first element."""
     changes = np.ones(len(keys[0]), dtype=bool)
     changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     return changes
@@ -127,8 +127,10 @@ def _slices(
     reach: Array | None,
     whole_from: int | None,
 ) -> Array:
-    """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file: number of the block of rows, mask,
-    node, the positions ``[low, high)`` of the keys, and how many of the block's first rows see none of them.
+    """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file.
+
+    Each has the number of its block of rows, the mask, the node, the positions ``[low, high)`` of the keys, and the
+    number of the block's first rows that see none of these keys.
     """
     count = items[:, 4] // KINDS
     block = np.repeat(np.arange(len(items)), count)
@@ -144,7 +146,7 @@ def _slices(
         (_, furthest, _), adjacent = _spans(reach, blocks.row, blocks.rows), np.zeros_like(adjacent)
         q_high = furthest[block]
     high = np.where(causal, np.minimum(high, q_high + 1), high)
-    # The triangle starts at q_low; but where that leaves it a single key, every query sees the key.
+    # The triangle starts at q_low; but if it would have a single key, every query sees that key.
     split = np.where(adjacent & (high > q_low + 1), np.minimum(high, q_low), np.minimum(high, q_low + 1))
     split = np.maximum(low, np.where(causal, split, high))
     by_position, skipped = np.where(adjacent, TRIANGLE, MASKED), np.where(adjacent, split - q_low, 0)
@@ -165,11 +167,11 @@ def _slices(
 
 
 def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Lowest and highest position of each block's rows, and whether they go up by one."""
+    """Lowest and highest position of each block's rows, and whether the positions ascend by one."""
     if not len(row):
         return row, row, np.zeros(0, dtype=bool)
     bounds = np.stack((row, row + rows), axis=1).reshape(-1)
-    padded = np.append(q_positions, q_positions[-1])  # reduceat wants every bound to be an index
+    padded = np.append(q_positions, q_positions[-1])  # reduceat needs every bound to be an index
     low, high = (extreme.reduceat(padded, bounds)[::2] for extreme in (np.minimum, np.maximum))
     jumps = np.concatenate(([0], np.cumsum(np.diff(q_positions) != 1)))
     return low, high, jumps[row + rows - 1] == jumps[row]
@@ -197,10 +199,10 @@ def _runs(
 
 
 def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
-    """Make tiles with a FULL or LIMITED mask easy on memory.
+    """Split the keys of tiles with a FULL or LIMITED mask, to save copies and memory.
 
     The keys of several runs have to be gathered into one matrix; under a FULL mask runs of at least ``shortest`` tokens
-    become tiles of their own, which need no copy.  And no such tile stays longer than ``longest[tile]`` tokens.
+    become tiles of their own, which need no copy.  No such tile stays longer than ``longest[tile]`` tokens.
     """
     full, limited = tiles.mask == FULL, tiles.mask == LIMITED
     detached = full & (np.diff(tiles.indptr) > 1) & (tiles.tokens >= shortest)
@@ -219,7 +221,7 @@ def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
     low = np.maximum(part * limit[run], begin[run])
     high = np.minimum(part * limit[run] + limit[run], end[run])
     tile, shift = tile[run], low - begin[run]
-    group = np.where(alone[run], run + 1, 0)  # a tile's short runs first, then each long one
+    group = np.where(alone[run], run + 1, 0)  # a tile's short runs first, then each long run
     order = np.lexsort((part, group, tile))
     first = np.flatnonzero(_changes(tile[order], group[order], part[order]))
     parent = tile[order][first]
