@@ -41,17 +41,17 @@ from prefixkit.torch_private import raw_stream, stream_captures
 log = logging.getLogger("prefixkit")
 
 LOG2E = math.log2(math.e)
-# Without tensor maps a row's address is a 32-bit number of 16 bytes.
+# Without tensor maps the offset of a row is a 32-bit count of 16-byte units.
 MOST_BYTES = 2**36
 
 
 class TreeAttention:
-    """The op, and what its calls reuse: prepared launches, tensor maps, and the counters of grid barriers."""
+    """The op, and the state that its calls reuse: prepared launches, tensor maps, and counters of grid barriers."""
 
     def __init__(self) -> None:
         # By :func:`launch_signature`.
         self.launches: LaunchCache[tuple[Prepared, BarrierCounters]] = LaunchCache()
-        # Of layers, those of pools that are gone included: 3 MiB of maps at most.
+        # The maps of layers, perhaps of pools that were freed: 3 MiB at most.
         self._maps: LaunchCache[TensorMaps] = LaunchCache()
         self._barriers, self._plan = once(BarrierCounters), CheckedPlan()
 
@@ -67,9 +67,9 @@ class TreeAttention:
         sinks: Tensor | None = None,
         rotary_pages: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``tree_attention`` by our kernel, or in plain torch where its planner has planned for that.
+        """``tree_attention`` by our kernel, or in plain torch if the plan is for that.
 
-        A plan for the kernels runs in plain torch where this layer's variant was not traced, or pages are float32.
+        A plan for the kernels runs in plain torch if this layer's variant was not traced, or pages are float32.
 
         Raises:
             BadShape, BadDtype, BadDevice, UnsupportedHeads, UnknownVariant: before anything is launched.
@@ -90,7 +90,7 @@ class TreeAttention:
         plan: Sequence[Tensor],
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """``latent_attention``, by our kernel or in plain torch, as :meth:`__call__`."""
+        """``latent_attention``, by our kernel or in plain torch, likewise."""
         if len(plan) == 1:
             return plain_latents(q, latent_pages, rotary_pages, q_positions, plan, scale)
         values = latent_pages
@@ -153,7 +153,7 @@ class TreeAttention:
         out = q.new_empty((rows, heads, v_dim), dtype=prepared.out_dtype)
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
         partials = work[5].shape[0] * heads  # every partial row merges once
-        # The merge reads log-sum-exps by fours.  Freed on return.
+        # The merge reads log-sum-exps by fours.  The workspace is freed on return.
         workspace = partials_workspace(partials * (v_dim + 1) + 3, q.device)
         partial_out = workspace.data_ptr()
         values: tuple[int | float | bytes, ...] = (
@@ -178,11 +178,11 @@ class TreeAttention:
 
 
 def partials_workspace(elements: int, device: torch.device) -> Tensor:
-    """Float32 workspace for partial states, of torch's allocator: a call's own, which the next on its stream may reuse.
+    """Float32 workspace for a call's partial states, from torch's allocator; the next call on the stream may reuse it.
 
-    While a graph is captured it lies in the graph's memory, and so lives as long as the graph.  It has up to an eighth
-    more than ``elements``, but no more than the next power of two: trees grow little by little, and torch should find
-    the block of the last call.
+    While a graph is captured it is in the graph's memory pool, and lives as long as the graph.  It has up to an eighth
+    more elements than asked for, but no more than the next power of two: trees grow little by little, and torch's
+    allocator should find the block of the last call.
     """
     step = 1 << max(elements.bit_length() - 4, 0)
     return torch.empty(-(-elements // step) * step, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse what points outside.
+"""Checked mode: with ``PREFIXKIT_CHECK=1`` the ops read their integers back and refuse those out of range.
 
 A kernel trusts its plan: a wrong page number reads another sequence's keys, or no memory at all.  Checking costs a copy
 from the GPU and a wait, so it is for tests and for finding errors; a graph capture goes unchecked.
@@ -23,11 +23,11 @@ Array = NDArray[np.int64]
 
 
 class BadPlan(ValueError):
-    """Work and nodes do not belong together, or not to these pages and queries."""
+    """A plan's work and nodes do not fit each other, or these pages and queries."""
 
 
 def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor], nodes: Sequence[Tensor]) -> None:
-    """BadPlan: an item, a segment, a node or a page points outside.  ``pages`` is (number of pages, page size)."""
+    """BadPlan: an item, segment, node or page number is out of range.  ``pages``: (number of pages, page size)."""
     if capturing(work[0]):
         return
     op = "tree_attention"
@@ -93,7 +93,7 @@ def _check_segments(op: str, segments: Array, length: Array) -> None:
 
 
 def _check_limits(op: str, items: Array, limits: Array) -> None:
-    """Items of kind LIMIT have ascending limits at the partial rows that they write."""
+    """BadPlan unless items of kind LIMIT have ascending limits at the partial rows that they write."""
     if not len(items):
         return
     q_begin, q_end, partial = items.T[:3]
@@ -107,7 +107,7 @@ def _check_limits(op: str, items: Array, limits: Array) -> None:
 
 
 def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:
-    # Buffers of a captured graph are larger than what they hold, so bounds may end early.
+    # Buffers of a captured graph are larger than their contents, so bounds may end early.
     if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
         raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")
 

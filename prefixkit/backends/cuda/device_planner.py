@@ -1,4 +1,4 @@
-"""Plans for our kernels: made on the GPU where it can, else in numpy and uploaded in one copy."""
+"""Plans for our kernels: made on the GPU if possible, else in numpy and uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ log = logging.getLogger("prefixkit")
 NO_FLOAT32 = "float32 has no kernel"
 
 # A plan's tensors: the work (``Plan.arrays``), then the tree.  Up to three more may follow, each perhaps without
-# elements: numbers of the queries' sequences, classes of blocks, and how far queries see that see later tokens.
+# elements: the queries' sequence numbers, classes of blocks, and the last positions that queries may see ahead.
 WORK_TENSORS, TREE_TENSORS = 7, 5
 PLAN_TENSORS = WORK_TENSORS + TREE_TENSORS
-# Steps that are planned one by one, by the address of their trees.
+# Steps that are planned one by one, by the addresses of their trees.
 _steps: WeakValueDictionary[int, StepPlan] = WeakValueDictionary()
 
 
 class CudaPlanner(Planner):
     """Plans for the CUDA kernels.
 
-    The work's tensors are valid while the tree stands.  Each step uploads the tree's: start, length (tokens visible in
-    this step), page_indptr, pages, first_slot.
+    The work's tensors are valid until the tree changes.  Each step uploads the tree's tensors: start, length
+    (tokens visible in this step), page_indptr, pages, first_slot.
 
     Attributes:
-        gpu: What the paths of the GPU cost.
+        gpu: The costs of the GPU's paths.
         num_sms: Blocks to plan for, one or two per multiprocessor.
-        launch: Makes plans on the GPU, from a capacity and the tree (``planned_tree``) to the work's tensors; None
-            plans in numpy.  Numpy makes those that need too much memory in any case, and those whose queries do not see
-            all.
+        launch: Makes plans on the GPU: from a capacity and the tree (``planned_tree``) the work's tensors.  None: numpy
+            makes all plans.  Numpy always makes plans that need too much memory, and plans whose queries do not see all
+            keys.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class CudaPlanner(Planner):
         return self._plan_of(tree, self.formats(tree))
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
-        """The plan of these queries that ``work`` holds, or will hold, over a tree in ``nodes``."""
+        """The plan that ``work`` holds, or will hold, for these queries over the tree in ``nodes``."""
         return StepPlan([*work, *nodes], tree, *self._on_demand(tree, paths))
 
     @property
     def trims(self) -> bool:
-        """Whether layers read less than all, so that plans are over what they read."""
+        """Whether layers read only some keys, so that plans leave out the others."""
         return self.visible.limits
 
     def unseen(self, tree: StepTree) -> Ints:
@@ -107,7 +107,7 @@ class CudaPlanner(Planner):
 
     @property
     def _paths_in_graphs(self) -> bool:
-        """Not where what queries see ends before them: nodes are trimmed at their ends then, which paths go on from."""
+        """Not if visible ranges end before the query: then nodes are trimmed at their ends, where paths continue."""
         return self.visible.until is None and self.visible.last is None
 
     def _make(self, tree: StepTree, device: torch.device, step_arrays: StepArrays) -> tuple[StepPlan, list[Tensor]]:
@@ -144,7 +144,7 @@ class CudaPlanner(Planner):
         return over_tree(last, tensors[: len(arrays)], tree), tensors[len(arrays) :]
 
     def _on_demand(self, tree: StepTree, paths: bool) -> tuple[Callable[[], Plan], Callable[[Ints], int]]:
-        """The GPU's plan on the host and a count of what it reads, each made once, when it is first needed."""
+        """The GPU's plan on the host, and a function that counts its reads; each is made when it is first needed."""
         runs = tree.runs if paths else None
         tiles = self.visible if paths else ALL
         rows = cache(lambda: decompose_unchecked(tree, self.shape, self.cost, paths=paths, runs=runs, tiles=tiles))
@@ -158,7 +158,7 @@ class CudaPlanner(Planner):
 
 
 def _tree_arrays(tree: StepTree, runs: Runs | None) -> list[Array]:
-    """A plan's tensors behind the work."""
+    """The plan's arrays that follow the work."""
     sequences = [] if tree.queries.sequence is None else [tree.sequences]
     if tree.later is None:
         return [*node_arrays(tree, runs), *sequences]
@@ -167,20 +167,20 @@ def _tree_arrays(tree: StepTree, runs: Runs | None) -> list[Array]:
 
 
 def node_arrays(tree: StepTree, runs: Runs | None = None) -> list[Ints]:
-    """``tree.arrays()`` and a plan's runs, of at least two nodes and two pages: further nodes are empty."""
+    """``tree.arrays()`` and a plan's runs, padded with empty nodes to at least two nodes and two pages."""
     start, length, page_indptr, pages, first_slot = with_runs(tree.arrays(), runs)
     indptr = lengthened(page_indptr, FEWEST_ENTRIES + 1, page_indptr[-1])
     return [lengthened(start), lengthened(length), indptr, lengthened(pages), lengthened(first_slot)]
 
 
 def lengthened(array: Ints, least: int = FEWEST_ENTRIES, value: int = 0) -> Ints:
-    """The array, with ``value`` after its entries up to the ``least`` number of them."""
+    """The array, padded with ``value`` to at least ``least`` entries."""
     missing = least - len(array)
     return np.concatenate((array, np.full((missing, *array.shape[1:]), value, array.dtype))) if missing > 0 else array
 
 
 def over_tree(plan: StepPlan, nodes: list[Tensor], tree: StepTree) -> StepPlan:
-    """The plan's work over a tree of these lengths, which ``nodes`` hold for this step alone."""
+    """The plan's work over a tree of these lengths; ``nodes`` hold the tree for this step only."""
     step = replace(plan, tensors=[*plan.tensors[:WORK_TENSORS], *nodes], tree=tree, owners=None)
     _steps[nodes[0].data_ptr()] = step
     return step
@@ -196,13 +196,15 @@ def plan_in_torch(plan: Sequence[Tensor]) -> BoundPlan | None:
 
 @once
 def say_plain_torch(why: str) -> None:
-    """Say once why our kernels do not compute attention."""
+    """Log once why our kernels do not compute attention."""
     log.warning("tree_attention runs in plain torch: %s", why)
 
 
 def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> int:
-    """Token KVs that a plan of these rows reads in a run over all heads: each tile reads all tokens of its row, or in a
-    row of kind LIMIT those up to its last query's limit, from where one sees.
+    """The number of tokens' KV that a run of a plan of these rows reads, over all heads.
+
+    Each tile reads all tokens of its row; in a row of kind LIMIT those from the first that one of its queries sees to
+    the last query's limit.
     """
     length = with_run_lengths(length, rows.runs)
     tokens = np.add.reduceat(np.minimum(rows.end, length[rows.node]) - rows.begin, rows.indptr[:-1], dtype=np.int64)
@@ -225,9 +227,9 @@ def count_reads(rows: BSR, length: Ints, shape: HeadShape, cost: CostModel) -> i
 
 
 def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visible: Visible = ALL) -> Planner:
-    """The planner for a GPU: of our kernels, or of plain torch where no kernel serves the dtype or the heads.
+    """The planner for a GPU: for our kernels, or for plain torch if no kernel supports the dtype or the heads.
 
-    ``dtype`` is that of queries; pages have it too, except for those whose elements have one byte, which hold e4m3.
+    ``dtype`` is that of queries and of pages, except that pages with elements of one byte hold e4m3.
     """
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim, e4m3=shape.itemsize == FP8.itemsize)
@@ -235,7 +237,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
         size = str(shape.head_dim) if shape.value_dim == shape.head_dim else f"{shape.head_dim} and {shape.value_dim}"
         say_plain_torch(NO_FLOAT32 if kernel else f"head size {size} has no kernel")
         return TorchPlanner(shape, H200.sharing, visible)
-    gpu = gpu_cost(device) if kernel.uses_tma else H200  # measured with Hopper's kernel where that is the one
+    gpu = gpu_cost(device) if kernel.uses_tma else H200  # costs are measured with the Hopper kernel, if it runs
     gpu = with_tiles(gpu, kernel.tile_rows, kernel.decode_rows, kernel.decode_kv_tile, kernel.low_tile_rows)
     if shape.value_dim != shape.head_dim:
         gpu = tiles_only(gpu)

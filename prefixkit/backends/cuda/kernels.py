@@ -1,4 +1,4 @@
-"""Every kernel: how its source is compiled, at a call or ahead, and how its work is tiled."""
+"""Every kernel: how its source is compiled, at a call or ahead of time, and how its work is tiled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefi
 
 
 def append_e4m3_name(dtype: str, each: int) -> str:
-    """The kernel that appends rows of a dtype to pages in e4m3, by 1 element or by 16 bytes of them at once."""
+    """The kernel that appends rows of a dtype to pages in e4m3, 1 element or 16 bytes of elements at a time."""
     return f"prefixkit::kv_append_e4m3<{FLOATS[dtype]}, {each}>"
 
 
 def rotary_name(dtype: str, e4m3: bool = False) -> str:
-    """The kernel that rotates and appends, for a dtype, to pages in that or in e4m3."""
+    """The kernel that rotates and appends rows of a dtype, to pages in that dtype or in e4m3."""
     return f"prefixkit::rotary_append<{FLOATS[dtype]}, {str(e4m3).lower()}>"
 
 
@@ -43,11 +43,11 @@ ROTARY = Unit(
     headers=(layouts.ROTARY.header,),
 )
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
-PLAN_NODES = 2304  # in trees whose arrays of nodes all fit in shared memory
+PLAN_NODES = 2304  # the most nodes whose arrays all fit in shared memory
 
 
 def plan_unit(large: bool, paths: bool) -> Unit:
-    """The planner of trees of up to PLAN_NODES nodes, or of ``large`` ones, node by node, or by heavy ``paths`` too."""
+    """The planner for trees of up to PLAN_NODES nodes, or ``large`` ones; node by node, or by heavy ``paths`` too."""
     defines = ("PREFIXKIT_PLAN_NODES", "0" if large else str(PLAN_NODES)), ("PREFIXKIT_PLAN_PATHS", str(int(paths)))
     return Unit("planner/plan_tree.cu", ("prefixkit::plan_tree",), defines, (layouts.PLAN_TREE.header,))
 
@@ -56,7 +56,7 @@ PLANNERS = tuple(plan_unit(large, paths) for large in (False, True) for paths in
 
 
 def sample_name(dtype: str, cached: bool) -> str:
-    """The sampling kernel for logits of a dtype, which keeps rows in shared memory or reads them again."""
+    """The sampling kernel for logits of a dtype: it keeps rows in shared memory (``cached``), or reads them again."""
     return f"prefixkit::sample<{FLOATS[dtype]}, {str(cached).lower()}>"
 
 
@@ -66,11 +66,11 @@ SAMPLE = Unit(
     headers=(layouts.SAMPLING_RECORD.header, layouts.SAMPLE.header),
 )
 
-EXPERT_STAGES = (4, 3)  # steps along k that are on their way at once; the most of which two blocks fit
+EXPERT_STAGES = (4, 3)  # steps along k in flight at once; the most with which two blocks fit
 
 
 def expert_name(along_n: bool, stages: int) -> str:
-    """The kernel of products with experts whose matrices are adjacent along n, or along k."""
+    """The kernel of products with expert matrices whose elements are adjacent along n, or along k."""
     return f"prefixkit::expert_product<{str(along_n).lower()}, {stages}>"
 
 
@@ -82,7 +82,7 @@ def expert_unit(half: bool) -> Unit:
 
 
 def sum_name(dtype: str) -> str:
-    """The kernel that sums what two processes have."""
+    """The kernel that sums the parts of two processes."""
     return f"prefixkit::sum_parts<{FLOATS[dtype]}>"
 
 
@@ -90,7 +90,7 @@ GATHER_PARTS = "prefixkit::gather_parts"
 SHARED_PARTS = Unit("parallel/shared_parts.cu", (*map(sum_name, FLOATS), GATHER_PARTS), headers=layouts.SHARED_PARTS)
 
 CONV_WIDTHS = (2, 3, 4)
-STATE_SIZES = (16, 32, 64, 128, 256)  # of a head's rows, in Mamba 2
+STATE_SIZES = (16, 32, 64, 128, 256)  # elements of a row of a head's state, in Mamba 2
 
 
 def conv_name(dtype: str, width: int) -> str:
@@ -111,14 +111,14 @@ CONV_STEP = Unit(
 
 
 def mamba2_unit(state_size: int) -> Unit:
-    """The kernels of that for a state size, in all dtypes."""
+    """The kernels of Mamba 2's recurrence for a state size, in all dtypes."""
     names = tuple(mamba2_name(dtype, state_size) for dtype in FLOATS)
     return Unit("states/mamba2_step.cu", names, headers=(layouts.MAMBA2_STEP.header,))
 
 
 WARPS = 8  # of a block of the sampling kernel
-_WARP_STEP = 128  # tokens that a warp takes at a time
-# struct Shared of csrc/sampling/sample_block.cuh; the row's cache follows.
+_WARP_STEP = 128  # tokens that a warp processes at a time
+# Bytes of struct Shared of csrc/sampling/sample_block.cuh; the cached row follows it.
 SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 48 + 2048 * 4
 
 
@@ -126,7 +126,7 @@ SAMPLE_HEAD_BYTES = 64 * (8 + 8 + 4 + 3 * 4 + 4) + 48 + 2048 * 4
 class SampleTiling:
     """How the blocks of the sampling kernel share a row of logits."""
 
-    blocks: int  # of a row's cluster
+    blocks: int  # in the cluster of a row
     segment: int  # tokens of each warp
     cached: bool  # the blocks keep the row in shared memory, so that logits are read once
 
@@ -137,36 +137,36 @@ class SampleTiling:
 
 
 def sample_tiling(vocab: int, max_shared: int, clusters: bool, at_once: int = 3) -> SampleTiling:
-    """The fewest blocks of which ``at_once`` fit on a multiprocessor, so that some read while others compute.
+    """The fewest blocks per row such that ``at_once`` fit on a multiprocessor, so that some read while others compute.
 
-    Else the most.  A block has ``max_shared`` bytes at most; GPUs from compute capability 9.0 on have ``clusters``.
+    If none fit, the most blocks.  ``max_shared``: bytes of a block; ``clusters``: compute capability 9.0 and later.
     """
     for blocks in (1, 2, 4, 8) if clusters else (1,):
         segment = -(-vocab // (blocks * WARPS * _WARP_STEP)) * _WARP_STEP
         tiling = SampleTiling(blocks, segment, True)
         if tiling.shared <= max_shared // at_once:
             return tiling
-    # Every pass reads again what does not fit; more blocks to a row would not change that.
+    # If the row does not fit, every pass reads it again; more blocks per row would not change that.
     return SampleTiling(blocks, segment, tiling.shared <= max_shared)
 
 
 ATTENTION, LATENT_ATTENTION = "prefixkit::tree_attention", "prefixkit::latent_attention"
 MERGE_STATES, CLASSIFY_BLOCKS = "prefixkit::merge_states", "prefixkit::classify_blocks"
-# ``PREFIXKIT_KERNEL=portable``: the portable kernel also where the GPU has one of its own; for tests and comparisons.
+# ``PREFIXKIT_KERNEL=portable``: the portable kernel even on GPUs that have their own; for tests and comparisons.
 # ``=racecheck``: kernels in which every lane of a warp arrives at barriers, as compute-sanitizer's racecheck needs.
 KERNEL_VARIABLE, RACECHECK = "PREFIXKIT_KERNEL", "racecheck"
 
 
 class KernelChanged(ValueError):
-    """``PREFIXKIT_KERNEL`` has changed since kernels were chosen by it: plans of one kernel are not another one's."""
+    """``PREFIXKIT_KERNEL`` has changed since kernels were chosen by it: plans are valid for one kernel only."""
 
 
 def named_kernel() -> str:
-    """What the variable says now."""
+    """The present value of the variable."""
     return os.environ.get(KERNEL_VARIABLE, "")
 
 
-first_named = once(named_kernel)  # what it said when the first kernel was chosen
+first_named = once(named_kernel)  # its value when the first kernel was chosen
 
 
 def _wants_portable() -> bool:
@@ -179,20 +179,20 @@ def _wants_portable() -> bool:
     return now == "portable"
 
 
-# Sizes of heads of K and V.
+# Head sizes of K and V that the Hopper kernel supports.
 HOPPER_HEADS = (*((size, size) for size in (64, 80, 96, 112, 128, 256)), (192, 128))
-# Head sizes of the models there are; the portable kernel serves every multiple of 16 up to 256.
+# Head sizes of common models; the portable kernel supports every multiple of 16 up to 256.
 COMMON_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-# Elements of a latent, which heads are absorbed into, and the most of a rotary key beside it.
+# Elements of a latent in the absorbed part, and the most elements of its rotary key.
 LATENT_DIMS, MOST_ROTARY = (256, 512), 64
 LATENT_ROWS = 64  # query heads of a tile of latents
-# KB of shared memory of a multiprocessor, of which a block takes 1 more than it asks for; others have at least 100.
+# KB of shared memory of a multiprocessor; a block takes 1 KB more than it asks for.  Other GPUs have at least 100.
 _SHARED_KB = {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100": 228, "sm_103": 228, "sm_110": 228}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The tree-attention kernel for some heads on some GPU, and what its launches and plans must know."""
+    """The tree-attention kernel for a head shape on a GPU, with what its launches and plans depend on."""
 
     file: str
     name: str
@@ -201,60 +201,60 @@ class Kernel:
     blocks_per_sm: int
     shared: int | None  # bytes of a block's dynamic shared memory; None for all that it can have
     maps: Maps = Maps.NONE
-    own_dim: int | None = None  # elements of a key that lie in its first tensor; None: all
+    own_dim: int | None = None  # elements of a key in its first tensor; None: all
     decode_rows: int = DECODE_ROWS  # query heads of a decode item
-    decode_kv_tile: int = 16  # tokens of a KV tile of decode items, where no mask hides some
-    e4m3: bool = False  # what pages hold
-    low_tile_rows: int = 0  # query heads of a tile that one of two warpgroups multiplies in half the time; 0: none does
+    decode_kv_tile: int = 16  # tokens of a KV tile of decode items, if no mask hides keys
+    e4m3: bool = False  # whether pages hold e4m3
+    low_tile_rows: int = 0  # query heads of a tile for one of two warpgroups alone, in half the time; 0: no such tiles
 
     def kv_tile(self, head_dim: int) -> int:
         """Tokens of a KV tile of tile items."""
         if self.shared is None:  # as in sm90/tile_shared.cuh
             return 32 if self.name == ATTENTION and self.tile_rows == 64 else 64
-        # As in sm80/tile_queue.cuh: where three KV tiles of 64 fit beside the queries.
+        # As in sm80/tile_queue.cuh: 64 if three KV tiles of 64 tokens fit with the queries.
         columns = -(-head_dim // 64)
         return 64 if (self.tile_rows + 3 * 64) * columns * 128 + 1024 <= self.shared else 32
 
     @property
     def uses_tma(self) -> bool:
-        """Whether it reads pages by TMA."""
+        """Whether the kernel reads pages by TMA."""
         return self.maps is not Maps.NONE
 
 
 def kernel_for(arch: str, head_dim: int, gqa_group: int, v_dim: int | None = None, e4m3: bool = False) -> Kernel | None:
-    """The kernel for a head size and a number of query heads per KV head; None if no kernel serves them.
+    """The kernel for a head size and a number of query heads per KV head; None if no kernel supports them.
 
-    ``v_dim``: the size of V's heads, where it is another; ``e4m3``: what pages hold.
+    ``v_dim``: the size of V's heads, if it differs; ``e4m3``: whether pages hold e4m3.
     """
     v_dim = v_dim or head_dim
     if e4m3 and v_dim != head_dim:
         return None
-    # As in sm90/tile_shared.cuh: one warpgroup holds tiles of large heads.  A tile holds the heads of a query, and what
-    # widens pages in e4m3 takes rows of up to 128.
+    # As in sm90/tile_shared.cuh: one warpgroup holds tiles of large heads.  A tile holds all heads of a query; the code
+    # that widens e4m3 takes head sizes of up to 128.
     tile_rows, threads = (64, 384) if v_dim > 128 else (128, 512)
     hopper = arch == "sm_90a" and (head_dim, v_dim) in HOPPER_HEADS and gqa_group <= tile_rows
     hopper = hopper and not (e4m3 and head_dim > 128)
     if hopper and not _wants_portable():
-        # Two warps take an item of the decode path together where that makes it hold a query's rows.
+        # Two warps process an item of the decode path together if it then holds all rows of a query.
         wide = head_dim == v_dim and DECODE_ROWS < gqa_group <= 2 * DECODE_ROWS
         rows = 2 * DECODE_ROWS if wide else DECODE_ROWS
         row = head_dim * (1 if e4m3 else 2)  # bytes
         decode_kv_tile = 64 if row <= 64 else 32 if row <= 128 else 16  # as in decode.cuh
         file = "attention/sm90/tree_attention.cu"
-        # Smaller heads take one warpgroup more than half the time, and loads of e4m3 take as long as for both.
+        # With smaller heads one warpgroup takes more than half the time, and loads of e4m3 take as long as for two.
         low = 64 if 64 < head_dim == v_dim <= 128 and not e4m3 else 0
         return Kernel(file, ATTENTION, tile_rows, threads, 1, None, Maps.KV, None, rows, decode_kv_tile, e4m3, low)
     if head_dim % 16 or not 0 < head_dim <= 256 or v_dim != head_dim:
         return None
     total = _SHARED_KB.get(arch, 100)
-    # Two blocks keep tensor cores busy while one of them waits; where memory is short they fit with small heads only.
+    # With two blocks tensor cores are busy while one block waits; with little memory, only small heads let two fit.
     blocks = 2 if total >= 164 or head_dim <= 64 else 1
     tile_rows, shared = 128 if head_dim <= 128 else 64, (total // blocks - 1) * 1024
     return Kernel("attention/sm80/tree_attention.cu", ATTENTION, tile_rows, 128, blocks, shared, e4m3=e4m3)
 
 
 def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
-    """The kernel for latents with rotary keys of these elements; None if no kernel serves them."""
+    """The kernel for latents and rotary keys of these sizes; None if no kernel supports them."""
     hopper = arch == "sm_90a" and not _wants_portable()
     if not hopper or latent not in LATENT_DIMS or rotary % 16 or not 0 < rotary <= MOST_ROTARY:
         return None
@@ -263,7 +263,7 @@ def latent_kernel_for(arch: str, latent: int, rotary: int) -> Kernel | None:
 
 
 def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel | None:
-    """The kernel for K that are made of latents, whose rotary part lies apart; None if no kernel serves them."""
+    """The kernel for K expanded from latents, with the rotary part in its own tensor; None if no kernel supports it."""
     kernel = kernel_for(arch, own + rotary, 1, v_dim)
     if kernel is None or not kernel.uses_tma or kernel.tile_rows == 64 or own % 64 or rotary % 64:
         return None
@@ -271,21 +271,21 @@ def expanded_kernel_for(arch: str, own: int, rotary: int, v_dim: int) -> Kernel 
 
 
 def merge_unit(half: bool, of_float32: bool) -> Unit:
-    """The merge of two states to float16 or bfloat16, of states of float32 or of that dtype."""
+    """The kernel that merges two states, in float32 or the result's dtype, to float16 or bfloat16."""
     defines = ("PREFIXKIT_HALF", str(int(half))), ("PREFIXKIT_PART", str(int(of_float32)))
     return Unit("attention/merge_states.cu", (MERGE_STATES,), defines, (layouts.MERGE_STATES.header,))
 
 
 def latent_groups(heads: int) -> int | None:
-    """The fewest equal groups of heads that a tile of latents holds each; None where only groups of a few heads fit."""
+    """The fewest equal groups of heads that each fit a tile of latents; None if only groups of a few heads fit."""
     groups = next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= LATENT_ROWS)
     return groups if heads // groups > LATENT_ROWS // 4 or groups == 1 else None
 
 
 def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, v_dim: int | None = None) -> Unit:
-    """A kernel of tree attention for one head size, float16 or bfloat16, and the kinds of one variant.
+    """The unit of a tree-attention kernel for one head size, float16 or bfloat16, and the functions of one variant.
 
-    ``v_dim``: of V, where it is another; of latents, whose ``head_dim`` their rotary keys are part of.
+    ``v_dim``: V's head size, if it differs; for latents the size of a latent, while ``head_dim`` adds the rotary key.
     """
     defines: tuple[tuple[str, str], ...] = (("PREFIXKIT_HEAD_DIM", str(head_dim)), ("PREFIXKIT_HALF", str(int(half))))
     if v_dim is not None and v_dim != head_dim:
@@ -313,7 +313,7 @@ def attention_unit(kernel: Kernel, head_dim: int, half: bool, variant: Variant, 
 
 
 def classify_unit(kernel: Kernel, head_dim: int, variant: Variant) -> Unit:
-    """The kernel that classifies the KV tiles of a plan for another one."""
+    """The kernel that classifies the KV tiles of a plan for an attention kernel."""
     text = variant_header.header(variant)
     assert text is not None, "only masks classify"
     defines = (
@@ -326,7 +326,7 @@ def classify_unit(kernel: Kernel, head_dim: int, variant: Variant) -> Unit:
 
 
 def compiled_ahead(arch: str) -> tuple[Unit, ...]:
-    """What is compiled ahead: every common head size and dtype with plain attention, two sizes with every variant."""
+    """The units compiled ahead: plain attention in every common head size and dtype, every variant in two sizes."""
     kernels = {head_dim: kernel for head_dim in COMMON_HEAD_DIMS if (kernel := kernel_for(arch, head_dim, 1))}
     plain = [attention_unit(kernels[dim], dim, half, CAUSAL) for dim, half in product(kernels, (False, True))]
     for head_dim in (64, 128, 256):

@@ -1,7 +1,7 @@
 """``kv_append``, ``rotary_append`` and ``advance`` by our kernels: check, pick the instantiation, pack its argument.
 
-A model calls each op again and again with tensors of the same shapes.  So a call is
-checked and its launch prepared once for each signature: its shapes, strides, dtypes and devices.
+A model calls each op again and again with tensors of the same shapes.  So a call is checked, and its launch prepared,
+once for each signature: its shapes, strides, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ log = logging.getLogger("prefixkit")
 _THREADS, _ADVANCE_THREADS = 256, 128
 _VECTOR = 16
 
-# Launches but for their pointers: the kernel, the rest of its argument, its blocks; of rotations, whether PDL is there.
+# Launches without pointers: the kernel, the rest of its argument, its grid; for rotations also whether the GPU has PDL.
 _Appending = tuple[jit.Function, tuple[int, ...], tuple[int, int, int]]
 _Rotation = tuple[jit.Function, tuple[int, ...], tuple[int, int, int], bool]
 
 
 class Append:
-    """The ops ``kv_append`` and ``rotary_append``, and the launches that they have prepared."""
+    """The ops ``kv_append`` and ``rotary_append``, and their prepared launches."""
 
     def __init__(self) -> None:
         self._appends: LaunchCache[_Appending] = LaunchCache()
-        self._rotations: LaunchCache[tuple[_Rotation | None]] = LaunchCache()  # None: the kernel does not take it
+        self._rotations: LaunchCache[tuple[_Rotation | None]] = LaunchCache()  # None: no kernel
 
     def kv_append(self, key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """``kv_append``."""
@@ -48,7 +48,7 @@ class Append:
         prepared = self._appends.get(signature)
         if prepared is None:
             check_append(key, value, k_pages, v_pages, slots)
-            if k_pages.shape != v_pages.shape:  # the kernel moves heads of one size
+            if k_pages.shape != v_pages.shape:  # the kernel writes heads of one size
                 self.kv_append(key, key, k_pages, k_pages, slots)
                 return self.kv_append(value, value, v_pages, v_pages, slots)
             if key.stride(2) != 1 or value.stride(2) != 1 or not slots.is_contiguous():
@@ -60,7 +60,7 @@ class Append:
         launch(function, layouts.MOVE, pointers + constants, grid, _THREADS, 0, describe("kv_append", key, k_pages))
 
     def rotary_append(self, *tensors: Tensor) -> Tensor:
-        """``rotary_append``: one launch, or plain torch and ``kv_append`` where vectors of 16 bytes do not fit."""
+        """``rotary_append``: one launch, or plain torch and ``kv_append`` if rows are not whole 16-byte vectors."""
         q, key, value, cos, sin, k_pages, v_pages, slots = tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = functools.reduce(int.__or__, pointers[:7]) % _VECTOR == 0
@@ -86,7 +86,7 @@ class Append:
 
 
 def describe(op: str, *tensors: Tensor) -> Callable[[], str]:
-    """Describes a call for errors."""
+    """A function that describes a call, for errors."""
 
     def described() -> str:
         shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype} strides {list(tensor.stride())}" for tensor in tensors)
@@ -119,7 +119,7 @@ def _name_of(tensor: Tensor) -> str:
 
 
 def _byte_strides(*tensors: Tensor) -> list[int]:
-    """Strides in bytes of each tensor's axes but the last; 0 for an axis of one element, which has no step."""
+    """Strides in bytes of each tensor's axes except the last; 0 for an axis of one element."""
     return [
         stride * x.element_size() if length > 1 else 0
         for x in tensors
@@ -130,7 +130,7 @@ def _byte_strides(*tensors: Tensor) -> list[int]:
 def _prepare_rotary(
     q: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
 ) -> _Rotation | None:
-    """None where vectors of 16 bytes do not fit."""
+    """The launch; None if rows are not whole 16-byte vectors."""
     (tokens, heads, head_dim), kv_heads = q.shape, key.shape[1]
     num_pages, page_size = k_pages.shape[:2]
     rows, pages = _byte_strides(q, key, value, cos, sin), _byte_strides(k_pages, v_pages)

@@ -1,6 +1,6 @@
-"""The structs that kernels take, and records that they read: defined here, for Python and for CUDA.
+"""The structs that kernels take, and the records that they read: defined here, for Python and for CUDA.
 
-A kernel's source includes the header of each struct, such as ``layouts/plan_tree.h``, which its unit brings along.
+A kernel's source includes the header of each struct, such as ``layouts/plan_tree.h``; its unit contains that header.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _ATTENTION = define(
     ("int", "tma_groups", "1: pages have 16, 32, 64... slots, so that TMA boxes of 16 rows lie inside them"),
     ("int", "rows", "of q and out; those behind the plan's pad a captured graph's batch"),
 )
-# Of keys and values each, as ``tensor_maps`` makes them.
+# The tensor maps of K and of V, as ``tensor_maps`` makes them.
 _MAPS = define(
     "Maps",
     (TENSOR_MAP, "k_map v_map", "dimensions (D, slots, KV heads, pages), boxes of (64, 16, 1, 1), 128-byte swizzle"),
@@ -85,7 +85,7 @@ class Maps(Enum):
 
     NONE = ()
     KV = _MAPS.fields
-    ROTARY = _MAPS.fields + _ROTARY_MAPS.fields  # and those of keys' rotary part
+    ROTARY = _MAPS.fields + _ROTARY_MAPS.fields  # and the maps of the keys' rotary part
 
 
 ATTENTION = {maps: replace(_ATTENTION, fields=maps.value + _ATTENTION.fields) for maps in Maps}
@@ -102,7 +102,7 @@ MERGE_STATES = define(
 
 # ---- planner ----
 
-# Of a role; ``start write merge`` are its ``points()``.
+# The costs of a role; ``start write merge`` are its ``points()``.
 _ROLE_COST = define("RoleCost", ("int", "kv_tile workers start write merge least"))
 PLAN_TREE = define(
     "PlanTree",
@@ -166,7 +166,7 @@ ADVANCE = define(
 
 # ---- processes that share a model ----
 
-# Of memory that both see.
+# The memory that both processes see.
 _EXCHANGE = (
     ("int4*", "theirs", "[blocks, 2 AHEAD, PLACE, THREADS] memory of the other process"),
     ("const int4*", "own", "the same of this process"),
@@ -234,7 +234,7 @@ MAMBA2_STEP = define(
 
 # ---- sampling ----
 
-# Sampling parameters of a row, as the op takes them.
+# The sampling parameters of a row, as the op takes them.
 _C_TYPES = {"f8": "double", "u8": "unsigned long long", "f4": "float", "i4": "int"}
 SAMPLING_RECORD = define("SamplingRecord", *((_C_TYPES[RECORD[name].str[1:]], name) for name in RECORD.names or ()))
 SAMPLE = define(

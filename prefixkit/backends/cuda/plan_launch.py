@@ -1,4 +1,4 @@
-"""Plans made on the GPU: one launch that a CUDA graph can capture, from the tree's arrays to a plan's."""
+"""Plans made on the GPU: one launch, which a CUDA graph can capture, makes a plan's arrays from the tree's."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def _function(large: bool, paths: bool, device: int) -> jit.Function:
 def _constants(
     heads: tuple[int, ...], num_sms: int, cost: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[int, int], tuple[int, ...], tuple[int, ...]]:
-    """The kernel's parameters for heads and costs: sharing and rates; magic numbers; heads, SMs, queries of a tile and
-    of a low one, tokens up to which tiles are low, rows of a decode item, whether tiles read; roles.
+    """The kernel's parameters for heads and costs.
+
+    In order: sharing and rates; magic numbers; heads, SMs, queries of a tile and of a low tile, tokens up to which
+    tiles are low, rows of a decode item, whether tiles read; roles.
     """
     shape, gpu = HeadShape(*heads), GpuCost.of(cost)
     sharing, low_heads = gpu.sharing, gpu.low_tile_heads or gpu.sharing.tile_heads
@@ -80,8 +82,10 @@ def _constants(
 
 
 def planned_tree(tree: StepTree, *, paths: bool) -> Ints:
-    """What the planner reads of a tree, end to end: how many nodes, 1 for plans by heavy paths, and the arrays of nodes
-    that :class:`GraphPlanner` names, the last two only with ``paths``.
+    """The planner's input for a tree, in one array.
+
+    In order: the number of nodes, 1 for plans by heavy paths, and the arrays of nodes that :class:`GraphPlanner` names;
+    the last two only with ``paths``.
     """
     snapshot = tree.snapshot
     columns = [snapshot.parent, snapshot.subtree_end, tree.length, tree.own_rows]
@@ -95,9 +99,9 @@ def _run_of(tree: StepTree) -> Ints:
 
 
 def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapacity, tree: Tensor) -> list[Tensor]:
-    """Plan on the current stream, into tensors of the plan's own, as ``tree_attention`` takes it, without a wait.
+    """Plan on the current stream, into new tensors for ``tree_attention``; the host does not wait.
 
-    ``tree`` is int32 as :func:`planned_tree` makes it, by paths if the capacity is.  GQA groups have at most the
+    ``tree`` is int32, made by :func:`planned_tree`, with paths if the capacity has paths.  GQA groups have at most the
     ``tile_heads`` of the cost.
     """
     columns, shapes = 6 if capacity.paths else 4, capacity.shapes()
@@ -107,7 +111,7 @@ def plan_on_gpu(shape: HeadShape, gpu: GpuCost, num_sms: int, capacity: PlanCapa
     work = carve(
         torch.empty(carved_size(shapes), dtype=torch.int32, device=tree.device), [(part, False) for part in shapes]
     )
-    # Freed on return: its next user comes later on this stream.
+    # Freed on return, because its next user runs later on this stream.
     scratch = _scratch(nodes, work, capacity, tree.device)
     torch.ops.prefixkit.plan_tree(sizes, *arrays, *work, scratch, shape.plan_heads, num_sms, gpu.numbers, ALL.numbers)
     return work
@@ -121,25 +125,26 @@ def _scratch(nodes: int, work: Sequence[Tensor], capacity: PlanCapacity, device:
 
 
 class GraphPlanner:
-    """Makes plans equal to ``make_gpu_plan``'s, on the GPU, into static buffers.
+    """Makes plans equal to those of ``make_gpu_plan``, on the GPU, into static buffers.
 
     :meth:`upload` uploads a tree, :meth:`plan` launches the planner.  A graph that captured :meth:`plan` plans anew at
-    every replay, from what the tree's tensors hold then: uploaded by the host before, or written by kernels.
+    every replay, from the present content of the tree's tensors, which the host uploaded or kernels wrote.
 
     Args:
-        shape, nodes, capacity, device, gpu, num_sms: As the attributes, and what :func:`make_gpu_plan` takes.
-        paths: Plan deep trees by heavy paths; the tree that attention reads has their runs behind its nodes.
-        visible: Tiles of paths begin where one of their queries sees by it; all else is read whole.
+        shape, nodes, capacity, device, gpu, num_sms: As the attributes, or as :func:`make_gpu_plan` takes them.
+        paths: Plan deep trees by heavy paths; the tree that attention reads then has the runs after its nodes.
+        visible: The range of keys that queries see: tiles of paths start at the first key that a query of theirs sees;
+            other items are read whole.
 
     Attributes:
-        capacity: What a plan may hold.
-        nodes: How many nodes a tree may have.
-        sizes: ``[2]`` nodes of the tree, and 1 if it is planned by heavy paths; on the device, as are the following.
+        capacity: The most that a plan may hold.
+        nodes: The most nodes that a tree may have.
+        sizes: ``[2]`` the number of nodes, and 1 if plans are by heavy paths; on the device, as are the following.
         parent, subtree_end: ``[nodes]`` as in the snapshot.
         length: ``[nodes]`` tokens visible in the step; see ``StepTree``.
         own_rows: ``[nodes]`` query rows in each node.
         start, run: ``[nodes]`` each node's first position, and the run that it is a part of, or -1; without elements
-            where the capacity is for plans node by node alone.
+            if the capacity is only for plans node by node.
         work: The plan, as ``tree_attention`` takes it.
     """
 
@@ -171,8 +176,7 @@ class GraphPlanner:
         self._arguments = *tree, *self.work, self._scratch, *numbers
 
     def upload(self, tree: StepTree) -> None:
-        """Upload a tree and queries that are known to be good: one copy on the current stream, for which the host does
-        not wait.
+        """Upload a tree and its queries, which are not checked: one copy on the current stream, without a wait.
 
         Raises:
             PlanTooLarge: some plan of this tree might not fit, whatever its nodes' lengths become; nothing has changed.
@@ -189,8 +193,10 @@ class GraphPlanner:
         return self.capacity.holds(self._need(tree, self.by_paths(tree)))
 
     def by_paths(self, tree: StepTree) -> bool:
-        """Whether plans of a tree are by heavy paths: of a deep tree; and, in capacity that was made for deep trees, of
-        one that would not fit node by node, so that trees that are deep now and then share a capacity.
+        """Whether plans of a tree are by heavy paths.
+
+        They are if the tree is deep; or if the capacity was made for deep trees and a plan node by node would not fit,
+        so that a tree that is deep only at times can use one capacity.
         """
         if not self.paths:
             return False
@@ -216,7 +222,7 @@ class GraphPlanner:
     def plan(self) -> list[Tensor]:
         """Launch the planner on the current stream; the tensors hold the plan when it ends.  Can be captured.
 
-        A tree that was not checked, and whose plan does not fit, gives an empty plan with ``counts[OVERFLOW] == 1``.
+        A plan that does not fit, of a tree that was not checked, comes out empty, with ``counts[OVERFLOW] == 1``.
         """
         torch.ops.prefixkit.plan_tree(*self._arguments)
         return self.work

@@ -1,4 +1,4 @@
-"""Launches of ``tree_attention`` and ``latent_attention`` but for their addresses: what is checked and found once."""
+"""Launches of ``tree_attention`` and ``latent_attention`` without addresses: checked and prepared once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import holds_groups, in_words
 from prefixkit.ops.arguments import FP8, BadShape, check_attention, check_latents
 
-# Without tensor maps a row's address is a 32-bit number of 16 bytes.
+# Without tensor maps the offset of a row is a 32-bit count of 16-byte units.
 MOST_BYTES = 2**36
 
 
@@ -36,7 +36,7 @@ class UnsupportedHeads(BadShape):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A launch without its arguments' addresses.  ``function`` is None where plain torch serves."""
+    """A launch without its arguments' addresses.  ``function`` is None if plain torch runs the op."""
 
     function: jit.Function | None
     v_dim: int = 0
@@ -45,7 +45,7 @@ class Prepared:
     threads: int = 0
     shared: int = 0
     numbers: tuple[int, ...] = ()
-    modified: bool = False  # by functions of a variant
+    modified: bool = False  # scores are modified by functions of a variant
     reads_sequence: bool = False
     looks_ahead: bool = False
     window: int = 0
@@ -57,7 +57,7 @@ class Prepared:
 def launch_signature(
     key: str, q: Tensor, k_pages: Tensor, v_pages: Tensor, sinks: Tensor | None, rotary_pages: Tensor | None = None
 ) -> Hashable:
-    """The signature that launches are cached by: all but the number of queries, which differs from step to step."""
+    """The key of cached launches: everything but the number of queries, which differs from step to step."""
     of_pages = signature_of(k_pages), signature_of(v_pages)
     others = (None if tensor is None else signature_of(tensor) for tensor in (sinks, rotary_pages))
     return key, q.shape[1:], q.dtype, q.device, of_pages, *others
@@ -72,7 +72,7 @@ def prepare_attention(
     key: str,
     sinks: Tensor | None,
 ) -> Prepared:
-    """Check what differs from layer to layer, and find the kernel."""
+    """Check the arguments that differ from layer to layer, and choose the kernel."""
     variant = lookup(key)
     check_attention(q, k_pages, v_pages, q_positions, variant, sinks, rotary_pages)
     device = k_pages.device.index
@@ -124,7 +124,7 @@ def prepare_latents(
     key: str,
     sinks: Tensor | None,
 ) -> Prepared:
-    """The same for latents."""
+    """The same for ``latent_attention``."""
     assert rotary_pages is not None, "the op has them"
     check_latents(q, latent_pages, rotary_pages, q_positions)
     latent, rotary = latent_pages.shape[3], rotary_pages.shape[3]
@@ -141,15 +141,15 @@ def prepare_latents(
 
 
 def check_begins(op: str, *pages: Tensor) -> None:
-    """Raise BadShape unless pages begin at multiples of 16 bytes."""
+    """Raise BadShape unless the addresses of pages are multiples of 16 bytes."""
     for each in pages:
         if each.data_ptr() & 15:
             raise BadShape(f"{op}: pages must begin at multiples of 16 bytes; make them with KVPool")
 
 
 def _check_strides(op: str, *pages: Tensor) -> None:
-    """Raise BadShape unless rows of pages begin at multiples of 16 bytes."""
-    check_begins(op, *pages)  # pages in e4m3 are read as words of 16 bits, which an odd byte does not begin
+    """Raise BadShape unless the addresses of all rows of pages are multiples of 16 bytes."""
+    check_begins(op, *pages)  # pages in e4m3 are read as 16-bit words, which need an even address
     for each in pages:
         vector = 16 // each.element_size()
         if any(stride % vector for stride in each.stride()[:3]):
@@ -168,7 +168,7 @@ def _prepared(
     variant: Variant,
     key: str,
 ) -> Prepared:
-    """What is launched for pages that a kernel serves, those in e4m3 as words of 16 bits."""
+    """The launch for pages that a kernel supports; pages in e4m3 are read as 16-bit words."""
     k_pages = pages[0]
     half, device, (heads, head_dim) = q.dtype == torch.float16, k_pages.device.index, q.shape[1:]
     function = jit.load(attention_unit(kernel, head_dim, half, variant, v_dim), device)[kernel.name]

@@ -10,7 +10,7 @@ from prefixkit.ops.backend import Choice
 
 
 def probe(device: torch.device) -> Choice:
-    """What runs the ops on a GPU if nothing else is asked for: ``cuda``, or ``torch`` and why."""
+    """The default choice for a GPU: ``cuda``, or ``torch`` with the reason."""
     if torch.version.hip is not None:
         return Choice("torch", "the kernels are for NVIDIA GPUs, and this torch is built for AMD's")
     try:

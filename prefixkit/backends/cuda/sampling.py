@@ -15,7 +15,7 @@ from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 
 _THREADS = 32 * WARPS
-# From this number of rows on fewer and larger blocks a row are faster: by 7 to 20% at 1,024 and 4,096 (H200).
+# From this number of rows on, fewer and larger blocks per row are faster: 7 to 20% at 1,024 and 4,096 rows (H200).
 _MANY_ROWS = 512
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -29,10 +29,10 @@ def sample(
     drawn: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> None:
-    """``sample``.  What the kernel does not give, how tokens were drawn, is computed beside it, by torch."""
+    """``sample``.  The kernel does not compute ``drawn``; torch does, after the launch."""
     if drawn is None:
         return _launch(logits, records, seen, tokens, logprobs, allowed)
-    seen_before = seen[: len(logits)].clone()  # the kernel adds the tokens
+    seen_before = seen[: len(logits)].clone()  # the kernel adds the sampled tokens
     _launch(logits, records, seen, tokens, logprobs, allowed)
     write_drawn(logits, records, seen_before, tokens, drawn, allowed)
 
@@ -60,9 +60,9 @@ def _launch(
 
 @cache
 def _tiling(device: int, vocab: int, portable: bool, at_once: int) -> SampleTiling:
-    """How rows of a vocabulary are divided, for ``at_once`` blocks on a multiprocessor.
+    """How rows of a vocabulary are divided among blocks, with ``at_once`` blocks on a multiprocessor.
 
-    ``portable``: as on GPUs of compute capability 8.6 to 8.9.
+    ``portable``: divide as on GPUs of compute capability 8.6 to 8.9.
     """
     function = layouts.SAMPLE.check(next(iter(jit.load(SAMPLE, device).values())))
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,6 +1,6 @@
-"""Compiling ahead, so that no run waits for the compiler later; for images, and for clusters that share a cache folder.
+"""Compile ahead, so that no run waits for the compiler: for images, and for clusters that share a cache folder.
 
-And measuring, so that plans know the GPU that they are for.
+And measure costs, so that plans are made for the GPU at hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefixkit.cuda.nvrtc import Unit, arch_for, nvrtc_version, supported_archs
 
 @dataclass(frozen=True)
 class Compiled:
-    """A unit that is in the cache now; ``seconds`` of compiling, or None if it was there."""
+    """A unit that is in the cache now; ``seconds`` of compilation, or None if it was cached before."""
 
     unit: Unit
     arch: str
@@ -27,16 +27,16 @@ class Compiled:
 
 
 class NoTarget(ValueError):
-    """There is neither a GPU to compile for, nor a target given."""
+    """No target was given, and there is no GPU to compile for."""
 
 
 def targets(arch: str | None) -> list[str]:
-    """What to compile for: the target given, or those of the GPUs here.
+    """The targets to compile for: the given one, or those of the GPUs here.
 
     Raises:
         NvrtcMissing: nothing can be compiled.
         NoTarget: there is no GPU, or NVRTC does not know the target.
-        UnsupportedArch: a GPU that there are no kernels for.
+        UnsupportedArch: there are no kernels for a GPU here.
     """
     known = supported_archs()
     if arch is not None:
@@ -66,7 +66,7 @@ def warm_up(archs: list[str], units: Callable[[str], Sequence[Unit]] = compiled_
 
 
 def measure_costs() -> Iterator[str]:
-    """Measure each GPU whose attention kernels run, unless that was done; a line for each that says what was found."""
+    """Measure the costs of each GPU that runs our attention kernels, unless they are known; yields a line per GPU."""
     for index in range(torch.cuda.device_count()):
         name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
         kernel = kernel_for(arch_for(torch.cuda.get_device_capability(index), supported_archs()), 128, 4)

@@ -1,1 +1,1 @@
-"""What attention costs on a GPU: measured by its own kernels, kept for each machine."""
+"""The costs of attention on a GPU: measured with its own kernels, and stored for each machine."""

@@ -1,11 +1,11 @@
-"""A short measured run that finds what attention costs on a GPU: below two seconds, once per machine.
+"""A short run that measures the costs of attention on a GPU: below two seconds, once per machine.
 
-Each path runs items of known number and length, some of them split in two so that they write partial states.  A
-worker's time is
+Each path runs items of known number and length, some of them split in two so that they write partial states.  The time
+of a worker is
 
     base + time of a KV tile x (tiles + start x items + (write + merge) x items that write a state)
 
-and least squares gives the four numbers.  What sharing costs follows from them.
+and least squares give the four numbers.  The costs of sharing follow from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DECODE_POINTS = (
     (32, 16, 2),
 )
 TILE_POINTS = ((1, 4096, 1), (2, 2048, 1), (4, 1024, 1), (8, 256, 1), (4, 512, 2), (8, 128, 2), (12, 64, 2))
-# Forests measured with their roots shared and not: (roots, leaves of each, tokens of a root); leaves of 32 tokens.
+# Forests, measured with and without sharing their roots: (roots, leaves per root, tokens of a root).
 FORESTS = (
     (64, 4, 32),
     (64, 4, 96),
@@ -51,7 +51,7 @@ FORESTS = (
     (32, 32, 32),
 )
 LEAF = 32
-THIN = ((128, 2, 64), (128, 2, 128))  # their roots make decode items if heads share KV heads by fours
+THIN = ((128, 2, 64), (128, 2, 128))  # their roots make decode items if four query heads share a KV head
 SHAPES = (((8, 1), FORESTS), ((32, 8), FORESTS + THIN))
 
 
@@ -67,7 +67,7 @@ class Fit:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """Least squares of relative errors; no part costs less than nothing."""
+    """Least squares of relative errors, with no negative costs."""
     columns = np.array([[1.0, p.tiles, p.items, p.states] for p in points])
     us = np.array([p.us for p in points])
     found = _least_squares(columns, us, 1 / us)
@@ -79,7 +79,7 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Doubles:
-    """Weighted, with no part below zero: the worst of those is left out until none is."""
+    """Weighted least squares with no negative coefficient: the most negative one is left out until none is negative."""
     used = list(range(columns.shape[1]))
     while True:
         found = np.zeros(columns.shape[1])
@@ -91,7 +91,7 @@ def _least_squares(columns: Doubles, values: Doubles, weight: Doubles) -> Double
 
 
 def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
-    """Least squares of what sharing cost beyond the KV that it spared; each kind of forest pays for merging at all."""
+    """Fit by least squares what sharing cost beyond the KV that it spared; each kind has its own cost of merging."""
     kinds = np.eye(max(f.kind for f in forests) + 1)
     columns = np.array([[*kinds[f.kind], f.tile, f.decode, f.partial_bytes] for f in forests])
     us = np.array([f.shared_us - f.unshared_us + f.spared_bytes * kv_byte for f in forests])
@@ -102,7 +102,7 @@ def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
 
 
 def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
-    """The costs behind all measurements; ``known`` gives KV tiles, and what part of a state's cost is writing it."""
+    """The costs from all measurements; ``known`` gives KV tiles, and the share of a state's cost that is its write."""
     kv_byte = decode.tile / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
     return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
 
@@ -119,7 +119,7 @@ def _role(known: Role, found: Fit) -> Role:
 
 
 def calibrate(device: torch.device | str) -> GpuCost:
-    """Measure a GPU whose kernels run; takes below two seconds once they are compiled, and 0.6 GB of its memory.
+    """Measure a GPU that our kernels run on: below two seconds once they are compiled, and 0.6 GB of its memory.
 
     Raises:
         ValueError: the times make no sense, because something else runs on the GPU, say.

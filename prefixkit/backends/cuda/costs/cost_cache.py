@@ -1,4 +1,4 @@
-"""What attention costs on the GPUs here: measured once per machine and stored, or estimated from the H200's."""
+"""The costs of attention on the GPUs here: measured once per machine and stored, or estimated from the H200's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixkit.paths import cache_dir, put
 
 log = logging.getLogger("prefixkit")
 
-# Of the H200 whose costs are the default.
+# The H200 whose costs are the default.
 H200_SMS, H200_TBPS = 132, 4.8
 
 
@@ -70,7 +70,7 @@ def estimate(num_sms: int, tbps: float) -> GpuCost:
 
 
 def bandwidth_tbps(device: torch.device) -> float:
-    """What the memory's clock and width allow, in TB/s; the H200's where the driver does not say."""
+    """The bandwidth in TB/s by the memory's clock and width; the H200's if the driver does not report them."""
     from cuda.bindings import driver
 
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -81,13 +81,13 @@ def bandwidth_tbps(device: torch.device) -> float:
 
 
 def measured_cost(device: torch.device) -> tuple[Path, GpuCost, bool]:
-    """Costs of a GPU, from the disk if they are known: their file, the costs, and whether they were measured now.
+    """The costs of a GPU, from the disk if stored: the file, the costs, and whether they were measured now.
 
     Raises:
         ValueError: the times make no sense.
     """
     path = path_of(device)
-    with kernel_cache.making(path):  # of processes that start together one measures, and alone
+    with kernel_cache.making(path):  # of processes that start together only one measures
         known = read(path)
         if known is not None:
             return path, known, False
@@ -98,7 +98,7 @@ def measured_cost(device: torch.device) -> tuple[Path, GpuCost, bool]:
 
 
 def read(path: Path) -> GpuCost | None:
-    """Costs from a file, or None if known is none or it is damaged."""
+    """The costs in a file, or None if there is no file or it is damaged."""
     try:
         facts = json.loads(path.read_text())
         return GpuCost(CostModel(**facts["sharing"]), Role(**facts["tile"]), Role(**facts["decode"]))

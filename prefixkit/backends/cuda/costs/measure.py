@@ -37,17 +37,17 @@ class Point:
 class Shared:
     """One forest measured with its roots shared and with nothing shared, and what sharing costs and spares."""
 
-    kind: int  # forests of a kind have as many heads
+    kind: int  # forests of a kind have the same heads
     tile: float  # tiles of all shared roots, for each KV head
     decode: float
     partial_bytes: float  # of the partial states that they write
-    spared_bytes: float  # of KV that is not read again
+    spared_bytes: float  # of KV that sharing spares
     shared_us: float
     unshared_us: float
 
 
 class Memory:
-    """Pages that all measurements read; more than the L2 holds, and each call of a measurement reads its own."""
+    """Pages for all measurements: more than the L2 cache holds, so each call of a measurement reads other pages."""
 
     def __init__(self, device: torch.device, num_sms: int, tokens_per_worker: int = 256) -> None:
         self.device, self.num_sms = device, num_sms
@@ -62,17 +62,17 @@ class Memory:
         count = max(1, rounds * workers // (KV_HEADS * parts))
         tree = _forest(count, range(-1, parts - 1), [tokens] * parts, queries)
         us = self._time(tree, tree.below > 0, HEADS, KV_HEADS, _unsplit(role))
-        items = np.ceil(count * parts * KV_HEADS / workers)  # what the busiest worker does
+        items = np.ceil(count * parts * KV_HEADS / workers)  # items of the busiest worker
         return Point(items * -(-tokens // role.kv_tile), items, items * (parts > 1), us)
 
     def compare(self, kind: int, heads: int, kv_heads: int, roots: int, leaves: int, tokens: int, leaf: int) -> Shared:
-        """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, with roots shared and not."""
+        """Time a forest of ``roots`` with ``leaves`` each, one query at each leaf's end, with and without sharing."""
         tree = _forest(roots, [-1, *[0] * leaves], [tokens, *[leaf] * leaves], 1)
         is_root = tree.below > 0
         times = [self._time(tree, shared, heads, kv_heads, H200) for shared in (is_root, is_root & False)]
         tiles = -(-leaves // (TILE_ROWS * kv_heads // heads)) * roots * kv_heads
         spared = roots * (leaves - 1) * tokens * kv_heads * HEAD_DIM * 4
-        # The roots' states, and those of the leaves, which would have none if nothing were shared.
+        # The states of roots and of leaves; without sharing there would be none.
         states = 2 * roots * leaves * 4 * heads * (HEAD_DIM + 1)
         is_thin = leaves * heads <= DECODE_ROWS * kv_heads
         return Shared(kind, 0 if is_thin else tiles, tiles if is_thin else 0, states, spared, *times)
@@ -118,13 +118,13 @@ def _forest(copies: int, parent: Sequence[int], length: Sequence[int], queries: 
 
 
 def _unsplit(role: Role) -> GpuCost:
-    """Costs by which no item is split."""
+    """Costs with which no item is split."""
     whole = replace(role, merge=1000.0)
     return replace(H200, decode=whole) if role == H200.decode else replace(H200, tile=whole)
 
 
 def _graph_us(call: Callable[[int], None]) -> float:
-    """Median time of a call in a replayed graph of some."""
+    """Median time of a call, in a replayed graph of several calls."""
     call(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""``expert_product`` by our kernel, and how many rows of an expert it is for."""
+"""``expert_product`` by our kernel, and the number of rows per expert up to which it is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixkit.cuda.launch import launch
 from prefixkit.ops.arguments import BadShape
 
 _THREADS, _COLUMNS, _STAGE_BYTES, _BESIDE_STAGES = 256, 128, 24 * 1024, 9344
-# It reads an expert's matrix again for every 64 of its rows, and some experts have far more than the mean.
+# The kernel reads an expert's matrix again for every 64 rows, and some experts have far more rows than the mean.
 _MEAN_PAIRS = 24
 
 
@@ -44,17 +44,17 @@ def most_pairs(device: torch.device, dtype: torch.dtype) -> float:
     """See :attr:`Backend.expert_pairs`."""
     if dtype not in (torch.bfloat16, torch.float16):
         return 0
-    # There torch's grouped product has a kernel that reads its offsets on the device; elsewhere the host waits.
+    # On these GPUs torch's grouped product has a kernel that reads offsets on the device; elsewhere the host waits.
     grouped = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     return _MEAN_PAIRS if grouped else math.inf
 
 
 def _function(half: bool, along_n: bool, device: int) -> tuple[jit.Function, int]:
-    """The kernel with the most stages of which two blocks fit on a multiprocessor, else with the fewest."""
+    """The kernel with the most stages for which two blocks fit on a multiprocessor, else with the fewest."""
     functions = jit.load(expert_unit(half), device)
     for stages in EXPERT_STAGES:
         function = functions[expert_name(along_n, stages)]
-        # A multiprocessor has what one block can have; of that a second one takes its lists too.
+        # A multiprocessor has the shared memory that one block can have; two blocks need stages and a second list.
         if 2 * stages * _STAGE_BYTES + _BESIDE_STAGES <= function.max_shared:
             break
     return layouts.EXPERT_PRODUCT.check(function), stages

@@ -1,1 +1,1 @@
-"""Attention over latents by our kernels: plans of its two parts, K and V that are made, and the two parts merged."""
+"""Attention over latents by our kernels: plans of its two parts, K and V expanded, and the parts merged."""

@@ -1,4 +1,4 @@
-"""K and V that are made of latents: of which tokens, and where they lie, for one step or for many."""
+"""K and V that are expanded from latents: for which tokens, and in which pages, for one step or for many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefixkit.tree.arrays import Ints, indptr_of, ranges
 log = logging.getLogger("prefixkit")
 
 PAGE = 64  # tokens
-# K without its rotary part, V and the rotary part, in pages as ``tree_attention`` takes them.
+# Pages for ``tree_attention``: K without its rotary part, V, and the rotary part.
 Made = tuple[Tensor, Tensor, Tensor]
 Key = tuple[bytes, ...]
 
@@ -37,12 +37,12 @@ class Maps(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ExpandedTokens:
-    """The tokens of the nodes that BSR rows read.
+    """The tokens of the nodes that are expanded: those that BSR rows read.
 
     Attributes:
-        nodes: The tree's arrays, as ``tree_attention`` takes them, over pages that hold these nodes alone.
-        slots: ``[pages * PAGE]`` int64 the token's slot in the pool, for each slot of these pages; 0 for none.
-        key: What they hold; None where that is not known.
+        nodes: The tree's arrays, as ``tree_attention`` takes them, over pages that hold only these nodes.
+        slots: ``[pages * PAGE]`` int64 for each slot of these pages its token's slot in the pool; 0 for no token.
+        key: Identifies the tokens' content; None if that is not known.
     """
 
     nodes: list[Ints]
@@ -51,7 +51,7 @@ class ExpandedTokens:
 
 
 def expanded_tokens(tree: StepTree, bsr: BSR) -> ExpandedTokens:
-    """The nodes of some BSR rows, each from the beginning of a page on."""
+    """The nodes of some BSR rows; the first token of each node is at the start of a page."""
     snapshot, node = tree.snapshot, np.unique(bsr.node)
     length = np.zeros(max(2, snapshot.num_nodes), np.int32)
     length[node] = tree.length[node]
@@ -72,12 +72,12 @@ def expanded_tokens(tree: StepTree, bsr: BSR) -> ExpandedTokens:
 
 
 class Expansion:
-    """K and V of some tokens: kept for each layer, or made again at each call into one buffer for all layers.
+    """Expanded K and V of some tokens: kept for each layer, or made at each call in one buffer for all layers.
 
     Args:
         part: Heads and sizes.
         slots: ``[pages * PAGE]`` int64 slots of the tokens in the pool.
-        key: What the tokens are, if K and V are kept; None: they are not.
+        key: Identifies the tokens' content, if K and V are kept; None: they are not kept.
 
     Attributes:
         keeps: Whether K and V are kept; False once there is no memory for them.
@@ -91,8 +91,8 @@ class Expansion:
         self._no_room = False
 
     def of(self, pages: Sequence[Tensor], maps: Maps) -> Made:
-        """K and V of a layer, by the pages that it caches latents and rotary keys in."""
-        if self.keeps and maps.key_bias is None:  # else maps are measured anew at each call
+        """K and V of a layer, expanded from its pages of latents and of rotary keys."""
+        if self.keeps and maps.key_bias is None:  # with a bias, maps are measured anew at each call
             made = self._kept_of(pages, maps)
             if made is not None:
                 return made
@@ -100,11 +100,11 @@ class Expansion:
         return self._shared
 
     def set_keeps(self, keeps: bool) -> None:
-        """Whether K and V are worth keeping from now on."""
+        """Set whether K and V are kept from now on, if there is memory."""
         self.keeps = keeps and not self._no_room
 
     def _kept_of(self, pages: Sequence[Tensor], maps: Maps) -> Made | None:
-        """Those that are kept, made where there are none yet; None where there is no memory for them."""
+        """The K and V that are kept, made at the first call for a layer; None if there is no memory for them."""
         layer = pages[0].data_ptr()
         try:
             made = self._kept[layer][2] if layer in self._kept else expand(pages, maps, self.slots)
@@ -118,7 +118,7 @@ class Expansion:
 
 
 def expand(pages: Sequence[Tensor], maps: Maps, slots: Tensor, into: Made | None = None) -> Made:
-    """K and V of the tokens in ``slots``, head by head, so that a head's tokens are neighbours in memory."""
+    """K and V of the tokens in ``slots``, head by head, so that a head's tokens are adjacent in memory."""
     latents, rotary = pages
     page, slot = slots // latents.shape[1], slots % latents.shape[1]
     if into is None:
@@ -130,7 +130,7 @@ def expand(pages: Sequence[Tensor], maps: Maps, slots: Tensor, into: Made | None
     c = latents[page, slot, 0].expand(maps.key.shape[0], -1, -1)
     biases = None if maps.key_bias is None else maps.key_bias[:, maps.made], maps.value_bias
     for made, weight, bias in zip((k, v), (maps.key, maps.value), biases, strict=True):
-        out = made.permute(2, 0, 1, 3).flatten(1, 2)  # as it lies
+        out = made.permute(2, 0, 1, 3).flatten(1, 2)  # the layout in memory
         torch.bmm(c, weight.transpose(1, 2), out=out)
         if bias is not None:
             out += bias[:, None]

@@ -41,14 +41,14 @@ def attend(
     plans: tuple[StepPlan, StepPlan],
     scale: float,
 ) -> Tensor:
-    """``q [T, heads, k_dim]`` to ``[T, heads, v_dim]`` in its dtype.
+    """Attention of ``q [T, heads, k_dim]``: ``[T, heads, v_dim]`` in q's dtype.
 
     Args:
-        q: Queries, of which the elements ``maps.copied`` meet rotary keys as they are.
-        pages: Of latents and of rotary keys.
-        maps: Of the layer.
+        q: Queries; their elements ``maps.copied`` are multiplied with rotary keys directly.
+        pages: The pages of latents and of rotary keys.
+        maps: The layer's maps.
         positions: ``[T]`` int64.
-        plans: Of the expanded and of the absorbed part.
+        plans: The plans of the expanded and of the absorbed part.
         scale: Factor on scores.
     """
     expanded, absorbed = plans
@@ -77,7 +77,7 @@ def attend(
 
 
 def absorb(q: Tensor, maps: Maps) -> Tensor:
-    """``[rows, heads, k_dim]`` to ``[rows, heads, latent + rotary]``: what meets a latent and a rotary key."""
+    """Absorb queries: ``[rows, heads, k_dim]`` to ``[rows, heads, latent + rotary]``, for latents and rotary keys."""
     latent, rotary = maps.key.shape[2], maps.copied.stop - maps.copied.start
     out = q.new_empty((*q.shape[:2], latent + rotary))
     torch.bmm(q[..., maps.made].transpose(0, 1), maps.key, out=out[..., :latent].transpose(0, 1))
@@ -86,7 +86,7 @@ def absorb(q: Tensor, maps: Maps) -> Tensor:
 
 
 def values(out: Tensor, maps: Maps) -> Tensor:
-    """``[rows, heads, latent]`` means of latents to ``[rows, heads, v_dim]``."""
+    """Values from means of latents: ``[rows, heads, latent]`` to ``[rows, heads, v_dim]``."""
     made = out.new_empty((*out.shape[:2], maps.value.shape[1]))
     torch.bmm(out.transpose(0, 1), maps.value.transpose(1, 2), out=made.transpose(0, 1))
     return made if maps.value_bias is None else made.add_(maps.value_bias)
@@ -101,7 +101,7 @@ def merge_states(
     second_place: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``merge_states``; to float32, or of heads of other sizes than multiples of 8, in plain torch."""
+    """``merge_states``; in plain torch if the result is float32 or the head size is no multiple of 8."""
     dtype = dtype or first.dtype
     if dtype == torch.float32 or first.shape[2] % 8 or (first.data_ptr() | second.data_ptr()) & 15:
         return latent_attention.merge_states(first, first_lse, first_place, second, second_lse, second_place, dtype)

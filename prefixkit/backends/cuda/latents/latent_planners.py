@@ -46,24 +46,24 @@ from prefixkit.backends.torch import latent_attention
 from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.tree.arrays import Ints
 
-# Of a GPU's memory, what K and V that are kept from step to step may take in all layers together.
+# The share of a GPU's memory that expanded K and V, kept from step to step, may take in all layers together.
 KEPT_SHARE = 1 / 8
 
 
 class LatentPlanner(Planner):
     """Plans one part.
 
-    The plan's tensors are the work and the tree, as ``tree_attention`` takes them; then ``[rows]`` int32, for each
-    query row of the step its row of the part, or -1.  ``StepPlan.owners`` of the expanded part is its
+    The plan's tensors are the work and the tree, as ``tree_attention`` takes them; then ``[rows]`` int32 with the
+    part's row for each query row of the step, or -1.  In the expanded part's plan ``StepPlan.owners`` is its
     :class:`Expansion`.
 
     Args:
-        part: Which one.
-        shape: Its heads as its kernel takes them.
-        gpu: What its kernel costs.
+        part: Which of the two parts.
+        shape: The part's heads, as its kernel takes them.
+        gpu: The costs of its kernel.
         num_sms: Blocks to plan for.
-        most_kept: Tokens of which K and V may be kept.
-        latents: What the parts cost.
+        most_kept: The most tokens of which K and V may be kept.
+        latents: The costs of the parts.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class LatentPlanner(Planner):
         self._chosen: tuple[StepTree, Expanded] | None = None  # of the last tree
 
     def chosen(self, tree: StepTree) -> Expanded:
-        """What is expanded; both parts choose alike."""
+        """The nodes to expand; both parts make the same choice."""
         if self._chosen is None or self._chosen[0] is not tree:
             self._chosen = tree, choose_expanded(tree, self.part, self.latents, self.most_kept)
         return self._chosen[1]
 
     def rows_of(self, tree: StepTree, expanded: Expanded) -> PartRows:
-        """The part's BSR rows: shared nodes are those that are expanded."""
+        """The part's BSR rows; its shared nodes are the expanded nodes."""
         bsr = decompose(tree, self.part.whole, self.cost, expanded.nodes)
         made = ~bsr.causal | expands_own(bsr, tree, self.part, self.latents)
         return PartRows.of(bsr, made == (self.part.part is Part.EXPANDED), tree)
@@ -102,19 +102,19 @@ class LatentPlanner(Planner):
     trims = True
 
     def unseen(self, tree: StepTree) -> Ints:
-        """All tokens of nodes that are expanded: the absorbed part does not read them."""
+        """All tokens of expanded nodes, because the absorbed part does not read them."""
         unseen: Ints = np.where(self.chosen(tree).nodes, tree.length, 0).astype(np.int32)
         return unseen
 
     def variant(self, tree: StepTree) -> str:
-        """Whether something is expanded, and K and V are kept then."""
+        """Whether nodes are expanded, and whether their K and V are kept."""
         chosen = self.chosen(tree)
         if self.part.part is Part.ABSORBED or not chosen.nodes.any():
             return ""
         return "kept" if chosen.keeps else "made"
 
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticExpanded | None:
-        """Of the expanded part, whose plan stays while leaves grow; the GPU plans the absorbed one."""
+        """For the expanded part, whose plan stays the same as leaves grow; the GPU plans the absorbed part."""
         if self.part.part is Part.ABSORBED:
             return None
         return StaticExpanded(self, tree, rows, nodes, device)
@@ -175,7 +175,7 @@ class LatentPlanner(Planner):
     def _renew(
         self, last: StepPlan, tree: StepTree, device: torch.device, step_arrays: StepArrays
     ) -> tuple[StepPlan, list[Tensor]]:
-        """What is expanded of a tree of decode steps does not grow; of another one it is planned anew."""
+        """In decode steps the expanded nodes do not grow, so the plan stays; other steps are planned anew."""
         if self.part.part is Part.EXPANDED:
             if bool((tree.own_rows > 1).any()):
                 return self._make(tree, device, step_arrays)
@@ -190,7 +190,7 @@ class LatentPlanner(Planner):
 def planner_for(
     part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int, latents: LatentCost = H200_LATENTS
 ) -> LatentPlanner | latent_attention.LatentPlanner:
-    """The planner of a part: of our kernels where they serve both, else of plain torch."""
+    """The planner of a part: for our kernels if they support both parts, else for plain torch."""
     arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
     whole, latent, rotary = part.whole, part.latent, part.rotary
     groups, kernel = latent_groups(whole.heads), latent_kernel_for(arch, latent, rotary)
@@ -211,7 +211,7 @@ def planner_for(
 
 
 def is_plain(whole: HeadShape) -> bool:
-    """Whether each query head has K and V of its own."""
+    """Whether each query head has its own K and V."""
     return whole.kv_heads == whole.heads
 
 

@@ -1,4 +1,4 @@
-"""The expanded part of captured decode steps: its plan, and K and V that stay where graphs read them."""
+"""The expanded part of captured decode steps: its plan, and K and V in static buffers that graphs read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from prefixkit.tree.arrays import Ints
 
 log = logging.getLogger("prefixkit")
 
-# A plan, the tokens that it reads, what was chosen, and where each query row has its state, -1 for none.
+# A plan, the tokens that it reads, the choice of nodes, and the row of each query row's state, -1 for none.
 _Planned = tuple[Plan, ExpandedTokens, Expanded, Ints]
 
 
 class PartPlanner(Protocol):
-    """What plans the expanded part (see ``LatentPlanner``)."""
+    """The planner of the expanded part (see ``LatentPlanner``)."""
 
     part: LatentPart
 
@@ -43,15 +43,16 @@ class PartPlanner(Protocol):
 
 
 class StaticExpansion(Expansion):
-    """K and V in buffers of their own, for ``capacity`` pages: what is kept is made outside of graphs, when the tokens
-    change; what is not, by the graph.
+    """Expanded K and V in static buffers for ``capacity`` pages.
+
+    If K and V are kept, they are made outside of graphs, when the tokens change; otherwise each graph makes them.
     """
 
     def __init__(self, part: LatentPart, capacity: int, device: torch.device) -> None:
         super().__init__(part, torch.zeros(capacity * PAGE, dtype=torch.int64, device=device), None)
 
     def change(self, tokens: ExpandedTokens, keeps: bool) -> None:
-        """Hold other tokens: on the current stream, if they are others."""
+        """Hold these tokens: if they differ from those held, K and V are made on the current stream."""
         self.set_keeps(keeps)
         (slots,) = upload([tokens.slots], self.slots.device)
         self.slots[: len(slots)].copy_(slots)
@@ -61,7 +62,7 @@ class StaticExpansion(Expansion):
         if self.keeps and tokens.nodes[1].any():
             kept = len(tokens.slots) * made_bytes(self.part) * len(self._kept)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
-            with torch.inference_mode():  # in which the buffers were made
+            with torch.inference_mode():  # the buffers were made in inference mode
                 for pages, maps, made in self._kept.values():
                     expand(pages, maps, self.slots, made)
 
@@ -69,7 +70,7 @@ class StaticExpansion(Expansion):
 class StaticExpanded:
     """The plans of the expanded part over static buffers (see ``StaticPlans``), made on the host.
 
-    They stay as leaves grow: only nodes above queries are expanded in a decode step.
+    The plans stay the same as leaves grow, because a decode step expands only nodes above its queries.
     """
 
     def __init__(self, planner: PartPlanner, tree: StepTree, rows: int, nodes: int, device: torch.device) -> None:
@@ -113,16 +114,16 @@ class StaticExpanded:
         self._staged.enqueue_copy()
 
     def replan(self, tree: StepTree) -> None:
-        """Nothing: leaves are not expanded."""
+        """Does nothing: leaves are not expanded."""
 
     def advance(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def clear(self) -> None:
         self._staged.tensors[0].zero_()
 
     def _planned(self, tree: StepTree) -> _Planned:
-        """The plan of all query rows of a tree, of which some may have no part; that of the last one is known."""
+        """The plan of all query rows of a tree, some perhaps outside this part; the last tree's plan is remembered."""
         if self._last is None or self._last[0] is not tree:
             chosen = self._planner.chosen(tree)
             rows = self._planner.rows_of(tree, chosen)

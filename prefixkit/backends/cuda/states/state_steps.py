@@ -1,4 +1,4 @@
-"""``conv_step`` and ``mamba2_step`` by our kernels; plain torch takes sizes that none of them is for."""
+"""``conv_step`` and ``mamba2_step`` by our kernels; plain torch computes sizes that no kernel supports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def mamba2_step(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with each of its rows, on the first axis, contiguous."""
+    """The tensor, with each row (of the first axis) contiguous."""
     whole = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size > 1 and stride != whole:

@@ -75,7 +75,7 @@ _functions: WeakKeyDictionary[Variant, dict[tuple[int, ...], jit.Function | None
 
 
 def _function(variant: Variant, *signature: int) -> jit.Function | None:
-    """The kernel, for the one that attends to heads of a size in groups on a device; None where plain torch does."""
+    """The kernel for a head size, GQA group, V's head size and device; None if plain torch computes attention."""
     known = _functions.setdefault(variant, {})
     if signature not in known:
         head_dim, gqa_group, v_dim, device = signature
@@ -87,7 +87,7 @@ def _function(variant: Variant, *signature: int) -> jit.Function | None:
 
 
 def classes_in(plan: Sequence[Tensor]) -> tuple[int, int]:
-    """Where a plan's classes of KV tiles lie, and how many words an item's row has; 0 where it has none."""
+    """The address of a plan's classes of KV tiles, and the words of an item's row; 0 if it has no classes."""
     if len(plan) < PLAN_TENSORS + 2 or not plan[PLAN_TENSORS + 1].numel():
         return 0, 0
     classes, items = plan[PLAN_TENSORS + 1], plan[1].shape[0] + plan[2].shape[0]
@@ -100,7 +100,7 @@ def classes_in(plan: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def reach_in(plan: Sequence[Tensor], rows: int) -> int:
-    """Where a plan has the last position that each query may see under a variant that looks ahead; 0: all."""
+    """The address of the last position that each query may see, under a variant that looks ahead; 0: all."""
     if len(plan) < PLAN_TENSORS + 3:
         return 0
     reach = plan[PLAN_TENSORS + 2]
@@ -110,7 +110,7 @@ def reach_in(plan: Sequence[Tensor], rows: int) -> int:
 
 
 def sequence_numbers(plan: Sequence[Tensor], rows: int) -> int:
-    """Where the numbers of the queries' sequences lie, of a plan that has them."""
+    """The address of the queries' sequence numbers in a plan; UnnumberedSequences if it has none."""
     numbers = plan[PLAN_TENSORS] if len(plan) > PLAN_TENSORS else None
     if numbers is None or numbers.dtype != torch.int64 or numbers.ndim != 1 or len(numbers) < rows:
         raise UnnumberedSequences("tree_attention: " + UNNUMBERED)

@@ -1,4 +1,4 @@
-"""What masks say of whole blocks: C++ that takes ranges of positions in place of positions (``variant_ranges.cuh``)."""
+"""Masks of whole blocks: C++ that takes ranges of positions in place of positions (``variant_ranges.cuh``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type
 
-# Bits of the magnitude of positions and numbers, and of what arithmetic in 32 bits may reach.
+# Bits of the magnitude of positions and numbers, and the most bits of results in 32-bit arithmetic.
 _POSITION_BITS, _MOST_BITS = 28, 31
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
@@ -23,10 +23,10 @@ class _Ranged:
 
 
 def range_function(name: str, expression: Expression, words: list[list[int]]) -> str | None:
-    """The C++ of a mask over ranges of query and key positions; None where it would never know.
+    """The C++ of a mask over ranges of query and key positions; None if it could never decide a block.
 
     Args:
-        name: Of the function.
+        name: The function's name.
         expression: The mask.
         words: The words of each of its numbers.
     """
@@ -110,6 +110,6 @@ def _scalar(expression: Expression, number: int) -> int:
 
 
 def _number(expression: Expression, number: int, words: list[list[int]]) -> str | None:
-    """Where a node is a number, its word."""
+    """The word of a node's number, if the node is a number."""
     node = expression.nodes[number]
     return f"words[{words[node.slot][0]}]" if node.op == "scalar" and node.type is Type.INT else None

@@ -1,4 +1,4 @@
-"""What kernels know of a variant when they are compiled: the constants of ``struct Variant``."""
+"""What kernels know about a variant at compile time: the constants of ``struct Variant``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prefixkit.attention.variants.variant import Variant
 
 @dataclass(frozen=True)
 class Flags:
-    """What follows of the text of a variant's functions; ``csrc/attention/variant.cuh`` says what each flag means.
+    """Flags that follow from the text of a variant's functions; ``csrc/attention/variant.cuh`` explains each flag.
 
     Attributes:
-        linear: What is added to scores grows by the same from key to key.
-        decides: Masks may be known for whole blocks.
-        has_tanh: Scores are changed by tanh.
+        linear: The bias that is added to scores changes by the same amount from key to key.
+        decides: Masks can be decided for whole blocks.
+        has_tanh: Tanh is applied to scores.
     """
 
     linear: bool

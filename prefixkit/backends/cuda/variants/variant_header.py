@@ -1,7 +1,7 @@
 """Variants for the kernels: a header that computes their expressions.
 
-A variant's values, its numbers and where its captured tensors lie, are words in the GPU's memory (``variant_words``).
-No value is compiled in, so that other values, shapes and strides run in the kernel that there is.
+A variant's values, which are its numbers and the addresses of its captured tensors, are words in the GPU's memory
+(``variant_words``).  No value is compiled in, so other values, shapes and strides run in the same kernel.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from prefixkit.backends.cuda.variants.variant_flags import Flags
 from prefixkit.ops.arguments import BadShape
 
 HEADER = "variant_body.cuh"
-# Positions, sequence numbers, heads and numbers are below 2**28, or numbers take 64 bits: sums of eight fit 32 bits.
+# Positions, sequence numbers, heads and numbers are below 2**28, so sums of eight fit 32 bits; larger numbers take 64.
 _POSITION_BITS = 28
 _ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words"
-# A key's position comes in two parts, of which kernels know the second when they are compiled.
+# A key's position is passed in two parts; the second is a compile-time constant of the kernel.
 _SCORE_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words"
 _SCORE_TEMPLATE = f"{_SCORE_ARGUMENTS}, By& tanh"
 _NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
@@ -40,7 +40,7 @@ _ELEMENTS = {
     torch.uint8: "unsigned char",
     torch.bool: "bool",
 }
-# Bits of the magnitude of what an integer element may be; 64-bit numbers have 63.
+# Bits of the magnitude of an integer element, by dtype; 63 for 64-bit numbers.
 _ELEMENT_BITS = {torch.int64: 63, torch.int32: 31, torch.int16: 15, torch.int8: 8, torch.uint8: 8}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _INFIX |= {"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
@@ -69,9 +69,9 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def header(variant: Variant) -> str | None:
-    """The text of ``struct Variant``; None for plain causal attention, which the template has itself.
+    """The text of ``struct Variant``; None for plain causal attention, which is in the template.
 
-    Variants of one code give the same text, whatever their values.
+    Variants with the same code give the same text, whatever their values.
     """
     assert variant.traced, f"{variant.name} was not traced"
     if not variant.mods and not variant.has_sinks:
@@ -137,7 +137,7 @@ struct Variant {{
 class _Value:
     """A value in C++: its variable, its type, and for integers the bits of its largest magnitude.
 
-    ``slope``: of integers that are ``base + slope * kv_offset``.
+    ``slope``: for integers that are ``base + slope * kv_offset``; else 0.
     """
 
     text: str
@@ -155,8 +155,9 @@ class _Value:
 
     @property
     def as_float(self) -> str:
-        """Where the offset is known to the compiler, one conversion serves all keys of a KV tile: they take as long as
-        eight multiplications.  Below 2^24 it is exact either way.
+        """The value as float: for a constant offset one conversion serves all keys of a KV tile.
+
+        A conversion takes as long as eight multiplications.  Below 2^24 both ways are exact.
         """
         if self.type is Type.FLOAT:
             return self.text
@@ -174,7 +175,7 @@ class _Places:
 
 
 def _places(expression: Expression, words: Iterator[int]) -> _Places:
-    """``words`` numbers the words that the values of a variant's functions take, one function after the other."""
+    """``words`` numbers the words of the values of a variant's functions, one function after the other."""
     scalars = [[next(words) for _ in range(_scalar_words(scalar))] for scalar in expression.scalars]
     tensors = [[next(words) for _ in range(2 + 2 * captured.tensor.ndim)] for captured in expression.tensors]
     return _Places(scalars, tensors)
@@ -202,7 +203,7 @@ def _function(name: str, result: str, expression: Expression, places: _Places) -
 
 
 def _slope(node: Node, args: list[_Value]) -> int:
-    """How much an integer grows with a key's position, where that is the same everywhere; 0 where it is not known."""
+    """The amount by which an integer grows with a key's position, if it is constant; 0 if it is not known."""
     if node.type is not Type.INT:
         return 0
     if node.op == "argument":
@@ -233,7 +234,7 @@ def _value(
     return _operation(node, args)
 
 
-# A number's words: itself in two, of floats the second is its reciprocal; of integers what they divide by follows.
+# The words of a number: two for itself, the second of a float being its reciprocal; an integer's division words follow.
 _NUMBER_WORDS, _MAGIC_WORDS = 2, 3
 
 
@@ -242,7 +243,7 @@ def _scalar_words(scalar: bool | int | float) -> int:
 
 
 def _is_wide(scalar: int) -> bool:
-    """Whether a number takes 64 bits in kernels: of that size there are few, and they are in the text's type."""
+    """Whether a number takes 64 bits in kernels; such numbers are few, and the type is part of the text."""
     return abs(scalar) >= 1 << _POSITION_BITS
 
 
@@ -257,7 +258,7 @@ def _scalar(scalar: bool | int | float, kind: Type, at: list[int]) -> _Value:
 
 
 def _load(tensor: Tensor, kind: Type, indices: list[_Value], at: list[int]) -> _Value:
-    """An element of a captured tensor: a pointer's two words, then size and stride of each dimension."""
+    """An element of a captured tensor, whose words are a pointer (two), then size and stride of each dimension."""
     element = _ELEMENTS.get(tensor.dtype)
     if element is None:
         raise BadShape(f"tree_attention: a variant captures a tensor of {tensor.dtype}, which kernels do not read")
@@ -271,7 +272,7 @@ def _load(tensor: Tensor, kind: Type, indices: list[_Value], at: list[int]) -> _
 
 
 def _division(op: str, args: list[_Value], known: list[int] | None) -> _Value:
-    """Division that rounds down, by a number of the words where the divisor is one."""
+    """Division that rounds down; by precomputed words if the divisor is a number."""
     x, y = args
     name = {"floordiv": "floor_divide", "mod": "floor_modulo"}[op]
     if known is not None and x.bits <= 31 and y.bits <= 31:

@@ -16,19 +16,19 @@ from prefixkit.ops.arguments import BadShape
 
 
 class VariantWords:
-    """A variant's values on a device; they stay where they are, for captured graphs read them.
+    """A variant's values on a device, at fixed addresses, because captured graphs read them.
 
-    It holds what the variant captures, and not the variant, with which it is freed.
+    It references the tensors that the variant captures, but not the variant, and is freed with the variant.
     """
 
     def __init__(self, variant: Variant, device: torch.device) -> None:
         self._captured, self._versions = variant.captured, variant.versions
-        # Tensors that are read where they lie, and copies of those that follow the scores to their device.
+        # Captured tensors that kernels read in place, and copies of those that follow the scores to their device.
         self._held = [on_device(captured, device) for captured in variant.captured]
         self.tensor = torch.tensor(_words(variant, self._held) or [0], dtype=torch.int32, device=device)
 
     def refresh(self) -> None:
-        """Copy again what was changed in place elsewhere."""
+        """Copy captured tensors again if they were changed in place."""
         if self._captured and (versions := versions_of(self._captured)) != self._versions:
             for captured, held in zip(self._captured, self._held, strict=True):
                 if held is not captured.tensor:
@@ -37,7 +37,7 @@ class VariantWords:
 
 
 def _words(variant: Variant, held: list[Tensor]) -> list[int]:
-    """Every word that ``header`` numbers, in its order."""
+    """All words that ``header`` numbers, in its order."""
     words, tensors = list[int](), iter(held)
     for mod in variant.mods:
         assert mod.expression is not None
@@ -60,7 +60,7 @@ def _scalar_content(scalar: bool | int | float) -> list[int]:
 
 
 def _float32(number: float) -> float:
-    """As float32, infinite beyond its range."""
+    """The number as float32; infinite beyond the range."""
     return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
@@ -77,7 +77,7 @@ def _bits(number: float) -> int:
 def _magic(divisor: int) -> tuple[int, int, int]:
     """``m``, ``s`` and ``t`` of ``n // divisor == (n * m >> 32) + (n & t) >> s`` for all ``n`` of 31 bits.
 
-    After Granlund and Montgomery (1994): ``m = ceil(2**(32 + s) / divisor)``, which has 32 bits but for powers of two.
+    After Granlund and Montgomery (1994): ``m = ceil(2**(32 + s) / divisor)``, of 32 bits except for powers of two.
     """
     if not 0 < divisor < 1 << 31:
         return 0, 0, 0
