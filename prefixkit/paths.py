@@ -70,7 +70,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _own_group(user: int) -> int | None:
-    """The id of the group with the user's own name, of which by custom only that user is a member; else None."""
+    """The id of the group with the user's own name, if it has no other members (the custom); else None."""
     import grp
     import pwd
 

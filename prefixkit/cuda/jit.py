@@ -66,7 +66,7 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
     Safe while a CUDA graph is being captured.
 
     Raises:
-        NvrtcMissing, CompileError: there is no machine code.
+        NvrtcMissing, CompileError: the machine code cannot be made.
         UnsupportedArch: no kernels are compiled for this GPU.
         LoadError: the driver does not load the machine code.
     """

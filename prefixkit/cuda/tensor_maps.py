@@ -19,7 +19,7 @@ TensorMaps = tuple[bytes, ...]
 
 
 def holds_groups(page_size: int) -> bool:
-    """Whether groups of 16 slots lie inside pages, so that one TMA tile can copy each."""
+    """Whether no group of 16 slots crosses a page's end, so that one TMA tile can copy each group."""
     return page_size % GROUP == 0 and page_size & (page_size - 1) == 0
 
 

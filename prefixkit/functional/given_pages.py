@@ -14,7 +14,7 @@ from prefixkit.tree.pages import check_page_size
 
 @dataclass(frozen=True, eq=False)
 class GivenPages:
-    """Pages that are read and written where they are, in place of a ``KVPool``.
+    """The caller's pages, read and written in place, instead of a ``KVPool``.
 
     Attributes:
         layers: For each layer K and V, ``[pages, page_size, kv_heads, head_dim]`` each, in one dtype.

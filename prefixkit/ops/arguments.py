@@ -27,7 +27,7 @@ class BadDtype(TypeError):
 
 
 class BadDevice(ValueError):
-    """Tensors of one call lie on different devices."""
+    """Tensors of one call are on different devices."""
 
 
 def expect(

@@ -197,7 +197,7 @@ class Backend:
         attend_latents: Both parts in one call, for plans that are for the backend's own kernels: ``(q, pages, maps,
             positions, (expanded plan, absorbed plan), scale)`` to ``[T, heads, v_dim]``.
         graph_planning: How decode steps in CUDA graphs are planned, for the heads of a planner; returns None for
-            planners whose plans cannot be made anew in a graph.  None: the backend has no graphs.
+            planners whose plans cannot be made again in a graph.  None: the backend has no graphs.
         expert_pairs: The mean number of pairs per expert up to which ``expert_product``, on a device in a dtype, is
             faster than transformers' code or saves a wait of the host; 0: never.  None: never on any device.
     """

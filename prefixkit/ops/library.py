@@ -28,7 +28,7 @@ from prefixkit.ops.state_ops import check_conv_step, check_mamba2_step, conv_ste
 
 
 class NoBackward(NotImplementedError):
-    """The backward of an op that has none was called."""
+    """The backward of an op without one was called."""
 
 
 def kv_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

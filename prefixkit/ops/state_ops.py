@@ -79,7 +79,7 @@ def mamba2_step(
         x: ``[B, heads, head_dim]``.
         dt: ``[B, heads]``, float32, bfloat16 or float16; ``skip`` and ``bias`` likewise.
         rate: ``[heads]`` float32: A.
-        inward: ``[B, groups, state_size]`` in x's dtype: B; each group serves ``heads / groups`` consecutive heads.
+        inward: ``[B, groups, state_size]`` in x's dtype: B; ``heads / groups`` consecutive heads share a group.
         outward: C, of the same shape and dtype.
         skip: ``[heads]``: D; None for 0.
         bias: ``[heads]``; None for 0.

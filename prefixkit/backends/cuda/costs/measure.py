@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Shared:
-    """One forest measured with its roots shared and with nothing shared, and what sharing costs and spares."""
+    """One forest, measured with its roots shared and with nothing shared: the costs and the savings of sharing."""
 
     kind: int  # forests of a kind have the same heads
     tile: float  # tiles of all shared roots, for each KV head

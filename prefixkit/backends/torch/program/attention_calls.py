@@ -24,13 +24,11 @@ from prefixkit.tree.arrays import Ints, ranges
 
 
 class Places(NamedTuple):
-    """The positions of a call's scores, which variants read, int64: the queries' sequence numbers and positions
-    ``[batch, 1, rows, 1]``, and the keys' positions ``[batch, 1, 1, length]``.
-    """
+    """The places of a call's scores in their sequences, int64: arguments of a variant's functions."""
 
-    b: Tensor
-    q: Tensor
-    kv: Tensor
+    b: Tensor  # ``[batch, 1, rows, 1]`` numbers of the queries' sequences
+    q: Tensor  # ``[batch, 1, rows, 1]`` positions of the queries
+    kv: Tensor  # ``[batch, 1, 1, length]`` positions of the keys
 
     def to(self, device: torch.device) -> Places:
         return Places(*(tensor.to(device) for tensor in self))

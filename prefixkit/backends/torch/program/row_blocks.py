@@ -24,7 +24,7 @@ from prefixkit.attention.bsr import OPEN, MaskKind
 from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.tree.arrays import Longs, ranges
 
-# Query rows of a masked block of kind LIMIT by default: few enough that their limits lie close together.
+# Query rows of a masked block of kind LIMIT by default: few enough that their limits are close together.
 LIMITED_ROWS = 128
 
 
