@@ -4,7 +4,7 @@ import transformers
 
 from prefixkit.models.requirements import UnsupportedTransformers, check_transformers
 
-# Before anything else is imported from transformers, which older versions may not have.
+# Checked before the imports below, which older versions of transformers may not provide.
 check_transformers(transformers)
 
 # ruff: noqa: E402

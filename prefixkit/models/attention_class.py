@@ -26,13 +26,13 @@ from prefixkit.models.own_attention.known import code_of
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
 
 NAME = "prefixkit"
-# Attention modules that are told their layer's number at each call, and do not know it themselves (Zamba).
+# Layer numbers of attention modules that do not store their number, because the model passes it at each call (Zamba).
 numbered_by_model: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
-# Attributes of modules.  Llama 4's scales queries by their position in a batch; a tree's own position counts instead.
+# Attributes of modules.  Llama 4's SCALES scales queries by position in the batch; a tree uses positions in the tree.
 SCALES = "attn_temperature_tuning"
-WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch stands before it
+WRAPPED = "_prefixkit_wrapped_forward"  # a model's own ``forward`` attribute, while a patch wraps it
 
 # Keywords that do not change the result, and values that ask for what attention over a tree does anyway.  Any other
 # keyword that is not None is refused, because ignoring it could change the result.
@@ -51,7 +51,7 @@ _AGREED = {"is_causal": True, "output_attentions": False}
 
 @functools.cache
 def tree_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an attention class that also understands a :class:`LayeredCache`; the same for one original.
+    """The subclass of an attention class that also accepts a :class:`LayeredCache`; one subclass per original class.
 
     It has the original's name and module, because transformers searches the source of a class's module, and users read
     class names in ``print(model)``.
@@ -71,13 +71,13 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
     def on_tree(self: nn.Module, cache: LayeredCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_on(cache.layer(self, kwargs.get("position_ids")), self, cache, args, kwargs)
 
-    # A layer that its user has compiled would be compiled anew for what a cache holds at each step.
+    # If the user has compiled the layer, tracing this call would recompile it at each step, as the cache changes.
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
     return subclass(original, _blank, {"forward": forward})
 
 
 def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an attention module that was called with ``cache`` returns when it attends by ``layer`` instead."""
+    """The output of an attention module that was called with ``cache``, computed with ``layer`` as its cache."""
     original = original_class(module)
     own = code_of(original)  # type: ignore[arg-type]  # classes hash
     if own.adapt is not None:
@@ -93,7 +93,7 @@ def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, 
 
 
 def layer_number(module: nn.Module) -> int:
-    """The layer of an attention module, by the attribute that its class has for it."""
+    """The layer number of an attention module, read from the attribute in which its class stores it."""
     number: int | None = module.__dict__.get(code_of(original_class(module)).index)  # type: ignore[arg-type]
     return numbered_by_model[module] if number is None or number < 0 else number
 
@@ -115,9 +115,9 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
 def subclass(
     original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Callable[..., Any]]
 ) -> type[nn.Module]:
-    """A subclass of a module's class with the same name and other ``methods``; ``unpatch`` undoes it.
+    """A subclass of a module's class with the same name, whose ``methods`` override the original's; see ``unpatch``.
 
-    Pickle and deepcopy, to which the name means the original class, rebuild a module from ``blank(original)``.
+    Pickle and deepcopy find the original class by that name, so they rebuild a module from ``blank(original)``.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -138,19 +138,19 @@ def patched_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def takes_trees(model: nn.Module) -> bool:
-    """Whether a model's class, or one that it was made from, is patched: wrappers such as FSDP make subclasses."""
+    """Whether a model's class or one of its base classes is patched: wrappers such as FSDP make subclasses."""
     return any(map(is_tree_class, type(model).__mro__))
 
 
 def forward_below(model: nn.Module) -> Callable[..., Any]:
-    """A model's ``forward`` without the part that takes trees."""
+    """The model's ``forward`` that the patch wraps: it does not handle trees."""
     wrapped: Callable[..., Any] | None = model.__dict__.get(WRAPPED)
     below = next((cls.__dict__[_ORIGINAL] for cls in type(model).__mro__ if is_tree_class(cls)), type(model))
     return functools.partial(below.forward, model) if wrapped is None else wrapped
 
 
 def is_patched(model: object) -> bool:
-    """Whether any attention layer of ``model`` is patched; False also for what is no model."""
+    """Whether any attention layer of ``model`` is patched; False also for an object that is no model."""
     return isinstance(model, nn.Module) and bool(patched_modules(model))
 
 
@@ -185,7 +185,7 @@ def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache
 
 @functools.cache
 def _replacement_of(cls: type) -> Callable[..., Any] | None:
-    """What the copy of an attention module calls in place of a submodule of a class, if anything."""
+    """The function that the copy of an attention module calls in place of a submodule of this class, or None."""
     if not issubclass(cls, nn.Module):
         return None  # where there is no submodule
     if is_compressor(cls):  # type: ignore[arg-type]  # classes hash
@@ -226,7 +226,7 @@ def tree_attention_forward(
     sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers finds under ``"prefixkit"``: attention over the tree, for the shallow copy of a patched layer.
+    """The attention function registered as ``"prefixkit"``: attention over the tree, for copies of patched layers.
 
     Args:
         query: ``[1, heads, T, head_dim]``, rotated.
@@ -237,8 +237,8 @@ def tree_attention_forward(
         sliding_window: Tokens that a query sees, itself included; None for all.
         softcap: Bound on the scores, ``softcap * tanh(score / softcap)``; None for none.
         s_aux: ``[heads]`` logits that join the softmax's denominator; None for none.
-        indices: ``[1, T, k]`` the tokens that an indexer has selected for each row; None: it sees all.
-        position_bias: ``[1, heads, T, positions]`` what is added to the scores; None for nothing.
+        indices: ``[1, T, k]`` the tokens that an indexer has selected for each row; None: a row sees all.
+        position_bias: ``[1, heads, T, positions]`` the bias added to the scores; None for none.
         sinks: ``[1, heads, T, 1]`` logits of each row that join the softmax's denominator; None for none.
         **kwargs: Other keywords of the family; each must be known not to change the result.
 
@@ -246,7 +246,7 @@ def tree_attention_forward(
         ``[1, T, heads, head_dim]`` in the query's dtype, and None in place of the weights.
 
     Raises:
-        ValueError: an argument needs something that attention over a tree does not do.
+        ValueError: an argument asks for something that attention over a tree does not compute.
     """
     layer: LayerCache | None = module.__dict__.get(_LAYER)
     if layer is None:
@@ -292,5 +292,5 @@ def _refuse_global_use(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 AttentionInterface.register(NAME, tree_attention_forward)
-# Transformers calls it for a mask; for a name without a mask function it would drop the mask silently.
+# Transformers calls this function to make a mask; without a registered mask function it would drop the mask silently.
 AttentionMaskInterface.register(NAME, _refuse_global_use)

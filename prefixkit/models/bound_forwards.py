@@ -1,4 +1,4 @@
-"""Changing a module's class, with the bound ``forward`` that others keep of the old one."""
+"""Changing a module's class, and with it the bound ``forward`` methods of the old class that other code stores."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from torch import nn
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change a module's class, and the bound methods that accelerate's hooks and tensor parallelism keep of the old
-    one.
-    """
+    """Change a module's class, and rebind the ``forward`` that accelerate's hooks and tensor parallelism store."""
     bound = [name for name in ("forward", "_old_forward") if _is_bound(module, module.__dict__.get(name))]
     held = _held_forward(module.__dict__.get("forward"))
     if held is not None and not _is_bound(module, held.cell_contents):
@@ -22,7 +20,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def is_own_forward(module: nn.Module, forward: object) -> bool:
-    """Whether ``forward`` is the bound method of the module's class, or runs that on this process's part of it."""
+    """Whether ``forward`` is the bound method of the module's class, or tensor parallelism's wrapper around it."""
     held = _held_forward(forward)
     return _is_bound(module, forward if held is None else held.cell_contents)
 
@@ -32,7 +30,7 @@ def _is_bound(module: nn.Module, forward: object) -> bool:
 
 
 def _held_forward(forward: object) -> CellType | None:
-    """Where the forward that tensor parallelism has given a module keeps the one that it runs."""
+    """The closure cell in which the ``forward`` set by tensor parallelism stores the ``forward`` that it wraps."""
     if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
         return None
     found = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))

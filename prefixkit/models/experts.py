@@ -1,11 +1,11 @@
-"""Mixtures of experts in prefixkit's steps: products that read on the GPU which rows are whose.
+"""Mixtures of experts in prefixkit's steps: matrix products that read each row's experts on the GPU.
 
-transformers' own experts (``transformers/integrations/moe.py``) are a loop that asks the host which experts have rows,
-or a grouped product for which the host waits too, but in bfloat16 on GPUs of compute capability 9.0 and 10.0.  On
-these it is faster where experts have many rows, and such steps leave experts to it.
-Here rows stay in their order, and ``expert_product`` finds those of each expert: no sort, no gather, no wait, so that
-CUDA graphs hold the step.  Only the class of the experts' modules changes, as in ``attention_class.py``, and only steps
-that prefixkit runs take this way; router, activation and weights are the model's.
+transformers' own experts (``transformers/integrations/moe.py``) run as a loop or as a grouped product.  The loop makes
+the host wait to learn which experts have rows.  So does the grouped product, except in bfloat16 on GPUs of compute
+capability 9.0 and 10.0, where it is faster if experts have many rows; such steps run the grouped product.
+In other steps rows stay in their order, and ``expert_product`` finds the rows of each expert without a sort, a gather
+or a wait of the host, so CUDA graphs can capture the step.  Only the class of the experts' modules changes, as in
+``attention_class.py``, and only prefixkit's steps run this code; router, activation and weights are the model's.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from prefixkit.ops.backend import backend_for
 
 log = logging.getLogger("prefixkit")
 
-# For tests and comparisons, read when a session is made: up to how many pairs of an expert, on average, the op runs
-# experts on any device; ``model`` for 0 and ``ops`` for any.
+# For tests and comparisons, read when a session is made: the largest average number of (row, expert) pairs per expert
+# for which the op runs experts, on any device; ``model`` means 0 and ``ops`` means no limit.
 VARIABLE = "PREFIXKIT_EXPERTS"
-# What transformers' decorator of experts' classes gives their modules.
+# Attributes that transformers' decorator of experts' classes sets on their modules.
 _DECORATED = ("has_gate", "has_bias", "is_transposed", "num_experts", "config", "_apply_gate")
-# Its default, and its loop; any other choice is the user's.
+# Implementations that the op may replace: transformers' default, and its loop.  The user has chosen any other.
 _REPLACED = ("grouped_mm", "eager")
-# What configurations call the number of experts of a token.
+# Names of the number of experts per token in configs.
 _PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-# Whether a step is in progress in this thread whose experts the op serves.
+# Whether this thread is running a step in which the op runs the experts.
 _serving = ContextVar("_serving", default=False)
 
 
 @contextmanager
 def experts_by_ops() -> Iterator[None]:
-    """For the length of a step of this thread, run patched experts by the op, where they fit it."""
+    """While this thread runs a step in this context, run patched experts by the op where it supports them."""
     token = _serving.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ def _by_ops() -> bool:
 
 
 def most_rows(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> float:
-    """Of how many rows a step may be whose experts, among a model's modules, run by the op; 0 if there are none."""
+    """The most rows of a step in which the op runs the experts among a model's modules; 0 if it has no experts."""
     found: list[Any] = expert_modules(modules)
     if not found:
         return 0
@@ -65,14 +65,14 @@ def most_rows(modules: Iterable[nn.Module], device: torch.device, dtype: torch.d
     if wanted:
         pairs = float({"model": "0", "ops": "inf"}.get(wanted, wanted))
     elif pairs and config._experts_implementation == "eager":
-        pairs = math.inf  # the host waits for the loop
+        pairs = math.inf  # the loop makes the host wait
     experts: int = min(module.num_experts for module in found)
     numbers = [getattr(config, name, None) for name in _PER_TOKEN]
     return pairs * experts / next((number for number in numbers if isinstance(number, int)), experts)
 
 
 def log_experts(modules: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-    """Say once what runs the experts among the modules of a model on a GPU, if it has any."""
+    """Log what runs the experts among the modules of a model on a GPU, if it has experts."""
     if device.type != "cuda" or not (found := expert_modules(modules)):
         return
     config: Any = found[0].config
@@ -87,7 +87,7 @@ def log_experts(modules: list[nn.Module], device: torch.device, dtype: torch.dty
 
 
 def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those modules that hold experts' weights and take transformers' interface for them, patched or not."""
+    """The modules that hold experts' weights and follow transformers' interface for experts, patched or not."""
     return [
         module
         for module in modules
@@ -97,7 +97,7 @@ def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 @functools.cache
 def experts_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an experts' class that runs by the op in prefixkit's steps; one for each original."""
+    """The subclass of an experts' class that calls the op in prefixkit's steps; one subclass per original class."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,19 +114,19 @@ def _blank(original: type[nn.Module]) -> nn.Module:
 
 
 def _matrices(module: Any) -> tuple[Any, Any]:
-    """The first product's weights and the second's."""
+    """The weights of the first product and those of the second."""
     first = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
     return first, getattr(module, "down_proj", None)
 
 
 def _is_matrix(weight: object) -> bool:
-    """Whether it is a parameter of one matrix for each expert, or what a process holds a part of."""
+    """Whether ``weight`` is a parameter with one matrix per expert, whole or split over processes."""
     split = type(weight).__module__.startswith("torch.distributed.")
     return isinstance(weight, nn.Parameter) and (split or type(weight) is nn.Parameter) and weight.ndim == 3
 
 
 def _fits(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
-    """Whether the op takes this call of an experts' module, and no choice of the user's is overruled."""
+    """Whether the op supports this call of an experts' module, and the user has chosen no other implementation."""
     return (
         module.config._experts_implementation in _REPLACED
         and hidden.ndim == index.ndim == 2
@@ -150,7 +150,7 @@ def _run(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     out = torch.ops.prefixkit.expert_product(inner, second, _bias(module, "down_proj_bias"), index, 1)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
-    # As transformers does it: products in the dtype of both, their sum in float32.
+    # As in transformers: products in the dtype that both factors promote to, their sum in float32.
     weighted: Tensor = out * weights.reshape(-1, 1)
     return weighted.view(tokens, per_token, -1).sum(dim=1).to(hidden.dtype)
 

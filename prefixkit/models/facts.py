@@ -1,7 +1,7 @@
-"""What a model is at the beginning of a call: looked up in one pass over its modules, and passed down.
+"""Facts about a model at the beginning of a call: read in one pass over its modules, and passed down.
 
-How attention layers compute is measured by the probe, once for a model, and again after what they may depend on has
-changed: modules, dtypes, devices, numbers of attention and of the config, autocast.
+The probe measures how attention layers compute, once per model, and again when something that they may depend on has
+changed: modules, dtypes, devices, numbers in attention modules and in the config, autocast.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from prefixkit.ops.arguments import FLOATS
 
 log = logging.getLogger("prefixkit")
 
-# Of a model whose layers all keep states: steps are planned, and nothing attends.
+# The plan kind of a model whose layers all keep states: its steps have a plan, and no layer attends.
 _NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False)
 
-# Of each model, by what may change it: what its probe has found, and how queries turn with their position.
+# Per model, and per key of what these depend on: the result of its probe, and how position rotates its queries.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
 _rotations: WeakKeyDictionary[nn.Module, dict[object, tuple[Rotation | None, ...]]] = WeakKeyDictionary()
-# Of each model, the last state whose probe depends on nothing else, and what it has found.
+# Per model: the last signature that alone determines the result of its probe, and that result.
 _latest: WeakKeyDictionary[nn.Module, tuple[object, Probed]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """A model as it is at the beginning of a call; made by :func:`facts_of`, and not kept beyond the call.
+    """A model as it is at the beginning of a call; made by :func:`facts_of`, and dropped after the call.
 
     Attributes:
-        model: As it was given; a wrapper, maybe.
+        model: The model that the caller passed, which may be a wrapper.
         inner: The outermost transformers model in it.
-        state: What that computes with.
+        state: The modules, tensors and settings that ``inner`` computes with.
     """
 
     model: nn.Module
@@ -72,7 +72,7 @@ class ModelFacts:
 
     @cached_property
     def outer(self) -> Hashable:
-        """The hooks and the functions in the place of ``forward`` of what is around the transformers model."""
+        """The hooks, and the functions set as ``forward``, of the modules that wrap the transformers model."""
         found, left = list[Hashable](), [self.model]
         for module in left:  # the list grows while it is read
             if module is self.inner:
@@ -85,35 +85,35 @@ class ModelFacts:
 
     @property
     def patched(self) -> bool:
-        """Whether any of its modules is patched."""
+        """Whether any module of the model is patched."""
         return any(map(is_tree_class, set(map(type, self.state.modules))))
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The config of what the model does with text."""
+        """The config of the model's text part."""
         return self.inner.config.get_text_config()
 
     @property
     def vocab_size(self) -> int:
-        """Columns of its logits."""
+        """Columns of the model's logits."""
         return int(self.config.vocab_size)
 
     def check_lm_head(self) -> None:
-        """Raise TypeError for a model that gives hidden states alone, as reward models do, where logits are needed."""
+        """Raise TypeError for a model that returns only hidden states, as reward models do, where logits are needed."""
         if not self.inner.can_generate():
             raise TypeError(no_lm_head(self.inner))
 
     @property
     def generation_config(self) -> Any:
-        """That of the model, or of the one in a wrapper without; None where there is none."""
+        """The generation config of the model, or else that of the transformers model in it; None if neither has one."""
         return getattr(self.model, "generation_config", None) or getattr(self.inner, "generation_config", None)
 
     @cached_property
     def probed(self) -> Probed:
-        """What its attention layers are like.
+        """What the probe has measured of the model's layers.
 
         Raises:
-            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or they differ in dtype or device.
+            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or layers differ in dtype or device.
         """
         signature = _signature(self)
         if signature is not None and (latest := _latest.get(self.inner)) is not None and latest[0] == signature:
@@ -124,12 +124,12 @@ class ModelFacts:
         return found
 
     def _look_up(self) -> tuple[Probed, list[nn.Module]]:
-        """What is known of the attention layers as they are, or is measured now; and the layers."""
+        """The result of the probe for the layers in their present state, cached or measured now; and the layers."""
         layers = self._attention()
         key, known = _changeable(self, layers), _probed.setdefault(self.inner, {})
         if key in known and not any("forward" in layer.__dict__ for layer in layers):
             return known[key], layers
-        attention_layers(self.inner)  # what wraps a layer's forward may be of another kind by now
+        attention_layers(self.inner)  # checks anew what wraps the layers' forward methods
         if key not in known:
             found = probe(self.inner)
             _check_storage(self.inner, found.layers)
@@ -144,14 +144,14 @@ class ModelFacts:
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
-        """The kind of each attention layer, with the variant that it applies, and the dtype in which pages hold its K
-        and V; raises as :attr:`probed`, :meth:`with_variants` and :func:`with_kv_dtype`.
+        """The kind of each attention layer, including its variant and the dtype in which pages hold its K and V;
+        raises as :attr:`probed`, :meth:`with_variants` and :func:`with_kv_dtype`.
         """
         return with_kv_dtype(self.with_variants(self.variants), self.kv_dtype, type(self.inner).__name__)
 
     @property
     def kv_dtype(self) -> KVDtype | None:
-        """In which pages hold K and V, where that is not the model's own."""
+        """The dtype in which pages hold K and V, if it differs from the model's; else None."""
         return kv_dtype_of(self.state.modules)
 
     @cached_property
@@ -162,7 +162,7 @@ class ModelFacts:
 
     @property
     def looks_ahead(self) -> tuple[LooksAhead, ...]:
-        """The variants of layers under which tokens see later ones."""
+        """The layers' variants under which tokens see later tokens."""
         found = [
             LooksAhead(kind.variant, kind.heads, kind.device)
             for kind in self.layers
@@ -198,7 +198,7 @@ class ModelFacts:
 
     @property
     def rotations(self) -> tuple[Rotation | None, ...]:
-        """How the queries of each attention layer turn with their position; raises as :func:`measure_rotations`."""
+        """How position rotates the queries of each attention layer; raises as :func:`measure_rotations`."""
         key, known = _changeable(self, self._attention()), _rotations.setdefault(self.inner, {})
         if key not in known:
             known.clear()
@@ -207,14 +207,14 @@ class ModelFacts:
 
     @property
     def held(self) -> Held | None:
-        """What growing sequences have to hold; None: everything."""
+        """The KV that growing sequences must retain; None: all of it."""
         return held_of(self.layers)
 
     @cached_property
     def spec(self) -> KVSpec:
         """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
         states = self.probed.states
-        if not self.layers:  # a tree numbers tokens by the slots of pages, so each has one element
+        if not self.layers:  # a tree numbers tokens by the slots of pages, so each token caches one element
             return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states)
         layer = self.layers[0]
         cached, stored = tuple(kind.cached for kind in self.layers if kind.cached), layer.stored or layer.dtype
@@ -222,7 +222,7 @@ class ModelFacts:
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
-        """What a step's plans are made for, in the order of the first layer of each."""
+        """The kinds for which a step makes a plan each, in the order of the first layer of each kind."""
         return tuple(dict.fromkeys(kind for layer in self.layers for kind in layer.plan_kinds)) or (_NO_ATTENTION,)
 
     @property
@@ -237,7 +237,7 @@ class ModelFacts:
 
     @property
     def scales_from(self) -> int | None:
-        """The position from which on the model scales queries by where they are in a batch, padding included."""
+        """The first position whose queries the model scales by their index in the batch, padding included."""
         found = [math.ceil(kind.temperature[0]) - 1 for kind in self.layers if kind.temperature is not None]
         if self.probed.scales_padded:
             found.append(int(getattr(self.config, SCALES_FROM, None) or 0))
@@ -252,14 +252,14 @@ class ModelFacts:
 
 
 def facts_of(model: object) -> ModelFacts:
-    """Look a model up; UnsupportedModel if there is no transformers model in it."""
+    """The facts of a model; UnsupportedModel if it contains no transformers model."""
     inner = pretrained_model(model)
     assert isinstance(model, nn.Module), "checked"
     return ModelFacts(model, inner, state_of(inner))
 
 
 def patched_facts(model: object) -> ModelFacts:
-    """Look a patched model up; NotPatched if it is none, or no model."""
+    """The facts of a patched model; NotPatched for a model that is not patched, or an object that is no model."""
     facts = facts_of(model) if isinstance(model, nn.Module) else None
     if facts is None or not facts.patched:
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
@@ -269,8 +269,8 @@ def patched_facts(model: object) -> ModelFacts:
 def kv_spec(model: object) -> KVSpec:
     """What a :class:`KVPool` must hold for ``model``, patched or not; UnsupportedModel as :attr:`ModelFacts.layers`.
 
-    Measured by a forward pass, so a tensor-parallel shard gets its own share, and quantised weights or autocast the
-    dtype that keys really have.
+    A forward pass measures it, so the KVSpec of a tensor-parallel shard counts its own heads, and under quantised
+    weights or autocast it has the dtype of the keys as computed.
     """
     return facts_of(model).spec
 
@@ -297,9 +297,9 @@ def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
 
 
 def _signature(facts: ModelFacts) -> object:
-    """All that is read of a model's modules; None where functions run in the place of their ``forward``.
+    """All that is read of a model's modules; None if functions replace their ``forward``.
 
-    Two reads that are equal need no look at single layers, which takes as long as the reads.
+    While the signature is unchanged, single layers need not be read, which takes as long as reading the signature.
     """
     state, inner = facts.state, facts.inner
     if state.forwards:
@@ -310,16 +310,16 @@ def _signature(facts: ModelFacts) -> object:
 
 
 def _is_in_state(layer: nn.Module) -> bool:
-    """Whether a model's state has a layer's number, and the probe depends on no function of its class."""
+    """Whether a model's state includes a layer's number, and the probe depends on no function of the layer's class."""
     return layer not in numbered_by_model and own_code(original_class(layer)) is None  # type: ignore[arg-type]
 
 
 def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
-    """What a model's KV may depend on: modules, tensors and numbers of attention, autocast, a forward of its own."""
+    """What a model's KV may depend on: modules, tensors and numbers of attention, autocast, a replaced ``forward``."""
     found: list[object] = [*plain_numbers(facts.config)]
     for layer in layers:
         found += plain_numbers(layer)
-        if own_code(cls := original_class(layer)) is not None:  # type: ignore[arg-type]  # what it was compared with
+        if own_code(cls := original_class(layer)) is not None:  # type: ignore[arg-type]  # its own code was compared
             found += [cls.forward, getattr(cls, "_attn", None)]
         inside: list[nn.Module | None] = [layer]
         for module in inside:  # the list grows while it is read
@@ -338,7 +338,7 @@ def _changeable(facts: ModelFacts, layers: list[nn.Module]) -> object:
 
 
 def warn_of_moving_rotary(model: PreTrainedModel) -> None:
-    """Say so where a model has one."""
+    """Warn if the model has a rotary embedding that depends on the longest position of a forward pass."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     # One dict, or one for each type of layer.
     kinds = {str(part.get("rope_type")) for part in (parameters, *parameters.values()) if isinstance(part, dict)}

@@ -28,11 +28,12 @@ _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
 def attention_layers(model: object) -> dict[str, nn.Module]:
     """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
 
-    Where some attend otherwise than a decoder's layers, those that do not run with text are left out.
+    If some modules attend otherwise than a decoder's layers, modules that do not run when the model computes text are
+    left out.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, or has layers that do not follow the attention interface,
-            are of another order, or are wrapped in a way that a patch would not reach.
+            are in another order, or are wrapped so that a patch would not reach them.
     """
     pretrained = pretrained_model(model)
     if getattr(pretrained.config, "is_encoder_decoder", False):
@@ -66,30 +67,30 @@ def pretrained_model(model: object) -> PreTrainedModel:
 
 
 def text_config(model: object) -> PreTrainedConfig:
-    """The config of what a model, or the one in a wrapper, does with text."""
+    """The config of the text part of a model, or of the transformers model in a wrapper."""
     return pretrained_model(model).config.get_text_config()
 
 
 def known_positions(model: object) -> int:
-    """Positions that a model surely knows."""
+    """A number of positions that the model certainly supports."""
     config = text_config(model)
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     return next((int(known) for known in named if isinstance(known, int)), 2048)
 
 
 def attention_index(module: nn.Module) -> int | None:
-    """The layer of an attention module that follows the interface, or whose own code is known; None for any other."""
+    """The layer number of an attention module that follows the interface or has known code of its own; else None."""
     cls = original_class(module)
     if (own := own_code(cls)) is not None:  # type: ignore[arg-type]  # classes hash
         return module.__dict__.get(own.index)
-    if not _follows_interface(cls):  # type: ignore[arg-type]  # known by class; few modules are asked for more
+    if not _follows_interface(cls):  # type: ignore[arg-type]  # cached by class; few modules get further
         return None
     index = numbered_by_model.get(module, getattr(module, "layer_idx", None))
     return index if isinstance(index, int) else None
 
 
 def _note_number(name: str, module: nn.Module) -> None:
-    """Note the layer of an attention module that does not know it: the place in its list of layers."""
+    """Note the layer number of an attention module that does not store it: its index in the list of layers."""
     if getattr(module, "layer_idx", 0) in (None, -1) and _follows_interface(original_class(module)):  # type: ignore[arg-type]
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if numbers:

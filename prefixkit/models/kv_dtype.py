@@ -1,8 +1,8 @@
-"""The dtype in which pages hold K and V of a patched model: its own, or e4m3.
+"""The dtype in which pages hold K and V of a patched model: the model's own, or e4m3.
 
 e4m3 has 4 significant bits for all magnitudes between 2^-6 and 448, so a scale would only move that range: K and V are
-rounded as they are, by one rule for each number, and what is cached of a token depends on that token's K and V alone,
-not on what else is in a page or a batch.
+rounded without a scale, each number by the same rule, and what is cached of a token depends on that token's K and V
+alone, not on other tokens of a page or a batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from prefixkit.ops.arguments import FP8
 
 KVDtype = Literal["fp8"]
 KV_DTYPES: dict[str, torch.dtype] = {"fp8": FP8}
-# The attribute of patched attention modules whose K and V are rounded: the bits of a number, which calls compare.
+# The attribute of patched attention modules whose K and V are rounded: bits per number, which calls compare.
 KV_BITS = "_prefixkit_kv_bits"
 
 
 def check_kv_dtype(given: object) -> None:
-    """Raise ValueError for what is no :data:`KVDtype` and not None."""
+    """Raise ValueError unless ``given`` is a :data:`KVDtype` or None."""
     if given is not None and given not in KV_DTYPES:
         raise ValueError(
             f"kv_dtype must be {' or '.join(map(repr, KV_DTYPES))}, or None for the model's own dtype; got {given!r}"
@@ -33,7 +33,7 @@ def check_kv_dtype(given: object) -> None:
 
 
 def set_kv_dtype(modules: Iterable[nn.Module], given: KVDtype | None) -> bool:
-    """Let attention modules cache K and V in this dtype from now on; whether that is another one than before."""
+    """Let attention modules cache K and V in this dtype from now on; returns whether that changes their dtype."""
     changed = False
     for module in modules:
         before = module.__dict__.pop(KV_BITS, None)
@@ -44,7 +44,7 @@ def set_kv_dtype(modules: Iterable[nn.Module], given: KVDtype | None) -> bool:
 
 
 def kv_dtype_of(modules: Iterable[nn.Module]) -> KVDtype | None:
-    """What :func:`set_kv_dtype` has said of modules."""
+    """The dtype that :func:`set_kv_dtype` has set for modules."""
     return "fp8" if any(KV_BITS in module.__dict__ for module in modules) else None
 
 
@@ -52,7 +52,7 @@ def with_kv_dtype(kinds: Sequence[LayerKind], given: KVDtype | None, name: str) 
     """The kinds of a model's layers if pages held their K and V in this dtype.
 
     Raises:
-        UnsupportedModel: a layer caches something else than K and V, which is not rounded.
+        UnsupportedModel: a layer caches tensors other than K and V, which cannot be rounded.
     """
     if given is None:
         return tuple(kinds)

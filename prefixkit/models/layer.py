@@ -1,4 +1,4 @@
-"""What an attention layer finds in place of a cache: its pages, and the step in progress."""
+"""The object that an attention layer gets as its cache: the layer's pages, and the step in progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append what the layer caches of the step, ``[1, heads, T, head_dim]`` each, to the pages; returns it."""
+        """Append the step's K and V, ``[1, heads, T, head_dim]`` each, to the layer's pages; returns K and V."""
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         if (user := self.own.kind.variant) is not None:
             key = user.transforms.of("key", key, self.step.positions)
@@ -51,7 +51,7 @@ class Layer:
     ) -> Tensor:
         """Attend over the tree: ``query [1, heads, T, k_dim]`` to ``[1, T, heads, v_dim]`` in the same dtype.
 
-        ``window`` is not looked at: some models tell their attention functions of another than their masks have.
+        ``window`` is ignored: some models pass their attention functions another window than their masks show.
         """
         keys = self.variants(cap, sinks is not None, None if bias is None else bias())
         positions, plan = self.step.positions, self.plan_under_mask
@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def plan_under_mask(self) -> list[Tensor]:
-        """The plan, with what is known of its blocks under the masks of the layer's kind."""
+        """The plan, with the classes of its blocks under the masks of the layer's kind where these are known."""
         return self.plan
 
     @property
@@ -79,15 +79,15 @@ class Layer:
         return step.plans[number] if isinstance(step, TracedStep) else step.plans[number].tensors
 
     def asked(self, query: Tensor, positions: Tensor) -> Tensor:
-        """``[1, heads, T, k_dim]`` to ``[T, heads, k_dim]``: scaled by its position where the layer's kind says so, and
-        as the user's variant transforms it.
+        """``[1, heads, T, k_dim]`` to ``[T, heads, k_dim]``: queries scaled by position if the layer's kind says so,
+        then transformed by the user's variant.
         """
         q = self.scaled(query)[0].transpose(0, 1)
         user = self.own.kind.variant
         return q if user is None else user.transforms.of("query", q, positions)
 
     def at_sinks(self, query: Tensor, variant: str) -> Rotated:
-        """The queries turned to their positions in the cache."""
+        """The queries rotated to their positions in the cache."""
         user, rotation, number = self.own.kind.variant, self.own.kind.rotation, self.own.sinks
         assert user is not None and user.streaming is not None and number is not None, "of a layer that streams"
         at, frequencies = user.streaming.in_cache(self.step.positions), self.own.frequencies
@@ -97,16 +97,16 @@ class Layer:
         return Rotated(self.asked(query, at), at, self.plan_of(number), variant)
 
     def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
-        """The angles that turn the step's queries to ``target`` positions."""
+        """The angles that rotate the step's queries to ``target`` positions."""
         return angles(frequencies, self.step.positions, target)
 
     def finished(self, out: Tensor) -> Tensor:
-        """``[T, heads, v_dim]`` to ``[1, T, heads, v_dim]``, as the user's variant transforms it."""
+        """``[T, heads, v_dim]`` to ``[1, T, heads, v_dim]``: outputs transformed by the user's variant."""
         user = self.own.kind.variant
         return (out if user is None else user.transforms.of("output", out, self.step.positions))[None]
 
     def scaled(self, query: Tensor) -> Tensor:
-        """The query, scaled by its position where the layer's kind says so."""
+        """The queries, scaled by their positions where the layer's kind says so."""
         if self.own.kind.temperature is None:
             return query
         floor_scale, attn_scale = self.own.kind.temperature
@@ -114,8 +114,8 @@ class Layer:
         return (query * factor[:, None]).to(query.dtype)
 
     def variants(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> tuple[str, ...]:
-        """The keys of :func:`register_variant`, with what the layer sees, and what its user adds, for each part that an
-        op computes; made once.
+        """The keys from :func:`register_variant`, one for each part that an op computes, of the layer's own attention
+        and its user's variant; made once.
         """
         kind, known, asked = self.own.kind, self.own.keys, (cap, sinks, bias)
         if asked not in known:
@@ -126,11 +126,11 @@ class Layer:
         return known[asked]
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> None:
-        """Raise ValueError unless the mask is that of a step; the model's probe has seen what keys and values are."""
+        """Raise ValueError unless the mask is that of a step; the model's probe has checked keys and values."""
         self.check_mask(attention_mask)
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
-        """Raise ValueError unless the mask is the one of ``StepCache.inputs()``; a tree can honour no other."""
+        """Raise ValueError unless the mask is the one of ``StepCache.inputs()``; a tree supports no other."""
         if attention_mask is None or attention_mask.numel():
             given = "no attention mask" if attention_mask is None else f"a mask of shape {tuple(attention_mask.shape)}"
             raise ValueError(

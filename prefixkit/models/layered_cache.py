@@ -1,4 +1,4 @@
-"""Caches of which every attention layer gets a part, and what that part does for the layer."""
+"""Caches that give every attention layer a part of its own, and what that part does for the layer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Bias = Callable[[], Variant]  # called where tensors have values
 
 
 class LayerCache(Protocol):
-    """What an attention module's original ``forward`` and our attention function find in place of a cache."""
+    """The object that an attention module's original ``forward`` and our attention function get as the cache."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the ``[1, kv_heads, T, head_dim]`` keys and values of a forward pass; returns what to attend over."""
+        """Store the ``[1, kv_heads, T, head_dim]`` keys and values of a forward pass; returns what to attend over."""
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
-        """Raise unless attention was asked for over what :meth:`update` has returned, without a mask of its own."""
+        """Raise unless the layer attends over the K and V that :meth:`update` returned, without a mask of its own."""
 
     def attend(
         self,
@@ -47,16 +47,16 @@ class LayerCache(Protocol):
         sinks: Tensor | None,
         bias: Bias | None = None,
     ) -> Tensor:
-        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant, as ALiBi, and
-        sinks are ``[heads]``, or ``[T, heads]`` where the layer's own bias is added.
+        """``query [1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``; ``bias`` makes a variant such as ALiBi;
+        sinks are ``[heads]``, or ``[T, heads]`` where the layer adds a bias of its own.
         """
 
 
 class LayeredCache(Cache):
-    """A cache of which every patched attention module gets a part of its own, for the length of a call.
+    """A cache that gives every patched attention module a part of its own, for the length of a call.
 
-    It holds no keys, so the base class, which sees no layers, answers as an empty cache: its length is zero, and it is
-    not compileable.
+    The base class sees no layers and no keys, so it answers as an empty cache: its length is zero, and it is not
+    compileable.
 
     Attributes:
         num_layers: Attention modules.
@@ -64,7 +64,7 @@ class LayeredCache(Cache):
     """
 
     compiled: Compiled | None = None
-    is_sliding: list[bool] = []  # properties of the base class, which has layers to ask
+    is_sliding: list[bool] = []  # in the base class a property, which asks its layers
     is_linear: list[bool] = []
     is_dummy: list[bool] = []
 
@@ -72,28 +72,28 @@ class LayeredCache(Cache):
         super().__init__(layers=[])
         self.layers = ShownLayers(self.text_positions)
         self.num_layers = num_layers
-        # Windows are the attention variants' business, and states have caches of their own.
+        # Attention variants apply windows, and states have caches of their own.
         self.is_sliding = self.is_linear = self.is_dummy = [False] * num_layers
 
     def text_positions(self) -> Tensor:
-        """``[3, 1, N]`` int64 the positions 0 to N - 1, as far as those of tokens that run go."""
+        """``[3, 1, N]`` int64 the positions 0 to N - 1, where N - 1 is the largest position in the step."""
         raise NotImplementedError
 
     @property
     def position_ids(self) -> Tensor:
-        """The same, for models that ask a cache and none of its layers."""
+        """The same positions, for models that ask the cache and not its layers."""
         return self.text_positions()
 
     @position_ids.setter
     def position_ids(self, positions: Tensor) -> None:
-        """What a model would keep for its next pass."""
+        """Ignore the positions that a model would keep for its next pass."""
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> LayerCache:
-        """The part of an attention module, for one call of its ``forward``, which may be told of positions."""
+        """An attention module's part for one call of its ``forward``, which may have received ``position_ids``."""
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """NotPatched: only layers that ``patch`` has not touched get here; others write through their part."""
+        """Raise NotPatched: only layers that are not patched call this; patched layers write through their part."""
         raise NotPatched(
             f"layer {layer_idx} was given a {type(self).__name__}, but it is not patched; call prefixkit.patch(model) "
             "first, and after anything that wraps or replaces attention layers"

@@ -1,4 +1,4 @@
-"""The KV stores of a patched model, and what their KV is of."""
+"""The KV stores of a patched model, and the settings that their KV depends on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _STORES = "_prefixkit_stores"
 
 
 def stores_of(model: Any) -> ModelStores:
-    """Those of a transformers model, which keeps them from its first call on; :func:`drop_stores` ends that."""
+    """The stores of a transformers model, which holds them from its first call until :func:`drop_stores`."""
     stores: ModelStores = model.__dict__.setdefault(_STORES, ModelStores())
     stores.agreement = agreement_of(model)
     return stores
 
 
 def drop_stores(model: Any, *, all_traces: bool = False) -> None:
-    """Free the KV that rests with a model; later calls use none of before.
+    """Free the KV that a model retains between calls; later calls use no KV from before.
 
-    ``all_traces``: the model is to hold nothing, and the stores that sessions hold are no longer shared.
+    ``all_traces``: the model also drops its stores, so that stores held by sessions are no longer shared.
     """
     stores: ModelStores | None = model.__dict__.get(_STORES)
     if stores is not None:
@@ -31,7 +31,7 @@ def drop_stores(model: Any, *, all_traces: bool = False) -> None:
 
 
 def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compiled: bool = False) -> StoreKind:
-    """What the KV of a call has to have in common with that of others; ``compiled`` steps are such on a GPU alone."""
+    """The settings that calls must have in common to share KV; ``compiled`` has an effect on a GPU alone."""
     compiles = compiled and facts.spec.device.type == "cuda"
     return StoreKind(
         facts.spec, facts.layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead, facts.held

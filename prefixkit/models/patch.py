@@ -73,8 +73,8 @@ def patch(
     embedding) stay.  Without a tree, as in training or in a plain call, such a layer raises an error, because it would
     run without its variant.
 
-    Under a variant whose mask shows later tokens, tokens of a prompt see later tokens of the prompt as far as the mask
-    shows them; generated and scored tokens are seen by no token before them.  Tokens that see one another are computed
+    Under a variant whose mask shows later tokens, tokens of a prompt see those later tokens of the prompt that the mask
+    shows; generated and scored tokens are seen by no token before them.  Tokens that see one another are computed
     in one step, and a ``prefill_chunk`` below their number is an error.  Texts share their KV only if they agree up to
     the last of these tokens.  A layer's own window or chunk then hides only tokens before a query.
 
@@ -160,7 +160,7 @@ def patch(
             drop(patched_modules(whole))
             log.info("pages hold K and V in %s", kv_dtype or "the model's dtype")
         if set_variants(by_number, variants):
-            drop(patched_modules(whole))  # what was compiled applies those of before
+            drop(patched_modules(whole))  # compiled layers still apply the earlier variants
             _log_variants(variants, kinds if variants else ())
     except BaseException:
         _restore([module for module in modules if is_tree_class(type(module))])
@@ -189,7 +189,7 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
-    """The model, patched within a ``with`` block; layers that were patched before stay patched."""
+    """Patch the model within a ``with`` block; layers that were patched before stay patched."""
     before = set(patched_modules(model)) if isinstance(model, nn.Module) else set()
     kept: dict[str, Any] = {}
     if before:
@@ -203,7 +203,7 @@ def patched(model: Model) -> Iterator[Model]:
 
 
 def _log_variants(variants: Mapping[int, Variant], kinds: Sequence[LayerKind]) -> None:
-    """Say what layers apply from now on, and where plain torch has to."""
+    """Log which variants layers apply from now on, and where plain torch computes them."""
     log.info("attention applies %s", variants_text(variants) or "no variant")
     if any(kind.variant is not None and kind.expands for kind in kinds):
         log.info("K and V are made of all latents that a step reads, in plain torch: variants change scores of these")

@@ -28,7 +28,7 @@ class UnsupportedTransformers(ImportError):
 
 
 def check_version(found: str) -> None:
-    """Raise UnsupportedTransformers if a version is below :data:`MINIMUM`, as a pre-release of that is, or is none."""
+    """Raise UnsupportedTransformers for a version below :data:`MINIMUM`, a pre-release of it, or no version at all."""
     try:
         if Version(found) >= Version(MINIMUM):
             return

@@ -1,9 +1,9 @@
-"""Models that are split over processes: how these agree, and which splits attention over a tree does not run under.
+"""Models that are split over processes: how the processes agree, and which splits attention over a tree rejects.
 
 transformers splits a model by its own plan (``DistributedConfig(tp_plan="auto")`` under torchrun): parameters become
-DTensors, modules run on the local part of them, and after each block the processes sum their hidden states.  So each
-process has its share of the heads, and KV of these, and everything else is the same in all of them: prompts, tree,
-plan, sampled tokens.
+DTensors, modules run on each process's local part of them, and after each block the processes sum their hidden states.
+So each process computes its share of the heads and holds their KV, and everything else is the same in all processes:
+prompts, tree, plan, sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from prefixkit.agreement import ALONE, Agreement, Together
 from prefixkit.models.model_errors import UnsupportedModel
 
-# What plans call projections to keys, fused or not, and those to queries of which each process may take its heads.
+# Names in plans of the projections, fused or not, to keys, and of those to queries, that are split by heads.
 _TO_KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _TO_QUERIES = ("q_proj", "q_b_proj", *_TO_KEYS)
-# Process 0 may be at work alone, as while candidates are judged; torchrun ends the others where it fails.
+# Process 0 may work alone for long, as while candidates are judged; torchrun ends the others if process 0 fails.
 _LONGEST_WAIT = timedelta(days=7)
 _known: WeakKeyDictionary[nn.Module, Agreement] = WeakKeyDictionary()
 
@@ -33,7 +33,7 @@ def tp_size(model: nn.Module) -> int:
 
 
 def agreement_of(model: PreTrainedModel) -> Agreement:
-    """How the processes of a transformers model agree; all of them ask for it first at the same place."""
+    """The Agreement of the processes of a transformers model; all of them must make their first call together."""
     if tp_size(model) == 1:
         return ALONE
     if (known := _known.get(model)) is None:
@@ -45,23 +45,23 @@ def agreement_of(model: PreTrainedModel) -> Agreement:
 
 
 def process_group(model: nn.Module) -> Any:
-    """The processes that a model is split over, as torch's collectives take them."""
+    """The process group that a model is split over, for torch's collectives."""
     return process_mesh(model).get_group()
 
 
 def process_mesh(model: nn.Module) -> Any:
-    """The same, as DTensors take them."""
+    """The device mesh of the same processes, for DTensors."""
     mesh: Any = model._device_mesh
     return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards a model: a forward pass of one process waits for the others'."""
+    """Whether FSDP2 shards a model, so that a forward pass of one process waits for those of the others."""
     return any(cls.__module__.startswith("torch.distributed") for cls in type(model).__mro__)
 
 
 def refuse_sharded(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for a model that FSDP2 shards: processes with prompts of their own take other steps."""
+    """Raise UnsupportedModel for a model that FSDP2 shards: processes with different prompts take different steps."""
     if is_sharded(model):
         raise UnsupportedModel(
             f"FSDP2 shards {type(model).__name__} over processes, each step of which waits for a step of the others, "
@@ -71,7 +71,7 @@ def refuse_sharded(model: PreTrainedModel) -> None:
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel where a model is split in a way that attention over a tree does not run under."""
+    """Raise UnsupportedModel if a model is split in a way that attention over a tree does not support."""
     name, processes = type(model).__name__, tp_size(model)
     asked = getattr(model.config, "distributed_config", None)
     for what, count in (("pipeline", "pp_size"), ("expert", "ep_size")):
