@@ -10,13 +10,13 @@ from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS
 def bias_fault(
     bias: Tensor | None, asks: bool, length: int | None, cap: float | None, sinks: Tensor | None
 ) -> str | None:
-    """What a layer does that no bias of each row and position explains; None where there is nothing.
+    """What a layer does that a bias per row and position cannot express; None if nothing.
 
     Args:
-        bias: What it adds to its scores.
-        asks: Whether it asks how long texts are.
-        length: Tokens before the rows of the probe; None: they are a step over a tree.
-        cap, sinks: What it tells its attention function.
+        bias: The bias that the layer adds to its scores.
+        asks: Whether the layer asks its cache how long texts are.
+        length: Tokens before the rows of the probe; None: the rows are a step over a tree.
+        cap, sinks: The arguments that the layer passes to its attention function.
     """
     if asks != (bias is not None):
         return "asks how long texts are, or adds to its scores, but not one for the other"
@@ -29,5 +29,5 @@ def bias_fault(
 
 
 def bias_of_rows(bias: Tensor, length: int | None) -> Tensor:
-    """``[1, heads, ROWS, ROWS]`` the bias of each row with each row, after ``length`` tokens, or in a step (None)."""
+    """``[1, heads, ROWS, ROWS]`` the bias between all pairs of rows, after ``length`` tokens, or in a step (None)."""
     return bias[..., list(ORDER)] if length is None else bias[..., length:]

@@ -1,4 +1,4 @@
-"""A cache that stands for a text, and notes what each attention layer of a model does with it."""
+"""A cache that poses as one that holds a text, and records what each attention layer of a model does with it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from prefixkit.models.states.going_on import measure_state
 
 
 class ProbeCache(LayeredCache):
-    """Stands for a cache, and notes what each layer, an attention module by name, does.
+    """Poses as a cache, and records what each layer, an attention module by name, does.
 
     Args:
-        length: Tokens that it claims to hold, of which there are none; None: it stands for a step over a tree, whose
-            mask must arrive.
+        length: Tokens that it claims to hold, although it holds none; None: it poses as the cache of a step over a
+            tree, and layers must get that step's mask.
         shapes_only: Tensors have no values to compare; the pass ends at the first attention, unless layers keep states.
         mixers: Modules that keep a state, by name.
-        offsets: Whether a step over a tree holds as many tokens before each row as its position says.
+        offsets: Whether a step over a tree reports a number of cached tokens per row that yields the row's position.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class ProbeCache(LayeredCache):
         self.is_initialized = length != 0
         self.names, self._layers = list(layers), list(layers.values())
         self.kinds: list[LayerKind] = []
-        self.cached: list[tuple[Tensor, ...]] = []  # of each layer; none where it attends over another's
+        self.cached: list[tuple[Tensor, ...]] = []  # per layer; empty if it attends over another's KV
         self.selections: list[Selection] = []  # of all indexers
-        self.visible: dict[tuple[Any, int | None], Visible] = {}  # by the mask, which layers share, and the window
-        self.rows: list[Tensor] = []  # of each layer: [ROWS, what a row's query, keys and values are]
+        self.visible: dict[tuple[Any, int | None], Visible] = {}  # by mask (layers share masks) and window
+        self.rows: list[Tensor] = []  # per layer: [ROWS, query, keys and values of a row]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
         return ProbedLayer(self, module)
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Each row is a text of its own for modules that keep a state, which are measured apart."""
+        """Measure a module that keeps a state, apart from attention: each row is a text of its own."""
         name = self.mixers[module]
 
         def refuse(what: str) -> NoReturn:
@@ -71,37 +71,37 @@ class ProbeCache(LayeredCache):
 
         if module in self.states:
             refuse("runs twice in one pass, and a tree holds one state of each module")
-        in_step = self.length is None  # as on a tree; what is true there need not be found in each pass
+        in_step = self.length is None  # states are checked in this pass alone
         made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse if in_step else None)
         return made
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of the layers in the model, where others lie between them."""
+        """The attention layers' numbers in the model if other layers lie between them; else empty."""
         return () if self._numbers == tuple(range(len(self._numbers))) else self._numbers
 
     @property
     def found_states(self) -> States:
-        """What each module that keeps a state keeps, in their order."""
+        """The state tensors of each module that keeps a state, in the order of the modules."""
         return tuple(self.states.get(module, ()) for module in self.mixers)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.length or 0
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Of a long text none, where positions are counted from it: few models with a table of them know so many."""
+        """0 for a long text if the model counts positions from it: few position tables have as many entries."""
         if not self._offsets:
             return self.length or 0
         return self.offsets if self.length is None else 0
 
     @property
     def offsets(self) -> Tensor:
-        """``[ROWS]`` what makes the positions of a step of the numbers of its rows."""
+        """``[ROWS]`` the number added to the index of each row of a step to give its position."""
         device = next(next(iter(self.mixers or self._layers)).parameters()).device
         return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
 
     def text_positions(self) -> Tensor:
-        """Those of a few tokens: keys that an indexer is measured with mean nothing."""
+        """The positions of a few tokens: an indexer is measured with arbitrary keys, whose positions do not matter."""
         self.asks_positions = True
         device = next(next(iter(self.mixers or self._layers)).parameters()).device
         return text_positions(ROWS, device)
@@ -117,12 +117,12 @@ class ProbedLayer:
     def __init__(self, cache: ProbeCache, module: nn.Module) -> None:
         self._cache, self._module = cache, module
         self._cached: tuple[Tensor, ...] = ()
-        self._indexed: Selection | None = None  # by the layer's own indexer
-        self._attended: Selection | None = None  # to which it attends
-        self._own_mask: Tensor | None = None  # in place of the one that it makes of that
-        self._measures = False  # whether it asks for the lengths of texts
-        self._bias: Tensor | None = None  # on its scores
-        self._compressed: ProbedCompressor | None = None  # to whose entries it attends
+        self._indexed: Selection | None = None  # the selection of the layer's own indexer
+        self._attended: Selection | None = None  # the selection that the layer attends to
+        self._own_mask: Tensor | None = None  # replaces the mask that the layer makes of that selection
+        self._measures = False  # whether the layer asks for the lengths of texts
+        self._bias: Tensor | None = None  # added to the layer's scores
+        self._compressed: ProbedCompressor | None = None  # makes the entries that the layer attends to
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -212,7 +212,7 @@ class ProbedLayer:
         )
 
     def _expanded(self, key: Tensor, value: Tensor) -> bool:
-        """Whether K and V are what the layer's ``expand_kv`` makes of what it caches, token by token; or refuse it."""
+        """True if the layer's ``expand_kv`` makes K and V of what it caches, token by token; else refuse the layer."""
         expand = getattr(self._module, EXPAND, None)
         if expand is None or not self._same((key, value), expand(*self._cached)):
             shapes = [[tuple(states.shape) for states in pair] for pair in ((key, value), self._cached)]
@@ -287,13 +287,13 @@ class ProbedLayer:
         return v.repeat_interleave(kind.heads // kind.kv_heads, 1).transpose(1, 2).to(query.dtype).contiguous()
 
     def _absorbs(self, query: Tensor, key: Tensor) -> bool:
-        """Whether queries may attend over what the layer caches, of which it makes a head of K for each."""
+        """Whether queries may attend over the cached tensors, from which the layer makes a head of K per query head."""
         others = self._attended, self._bias, self._compressed
         known = self._expands and not self._cache.shapes_only and all(other is None for other in others)
         return known and key.shape[1] == query.shape[1] and is_affine(self._module, *self._cached)
 
     def _visible(self, window: int | None) -> Visible:
-        """What queries see: by the mask where there is one, else by the window that the attention function is told."""
+        """The range that queries see: read from the mask, or without one from the attention function's window."""
         length, mask = self._cache.length, self._mask
         if length is None:
             return Visible(window)
@@ -315,7 +315,7 @@ class ProbedLayer:
             self._refuse(str(error))
 
     def _beside(self, dtype: torch.dtype) -> list[CachedTensor]:
-        """The keys of the layer's own indexer, as numbers of the pool's dtype, and what its compressors cache."""
+        """What the layer caches in addition: index keys as numbers of the pool's dtype, or its compressors' tensors."""
         if self._compressed is not None:
             if self._compressed.dtype != dtype or self._indexed is not None:
                 self._refuse(

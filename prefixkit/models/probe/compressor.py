@@ -1,4 +1,4 @@
-"""What the compressor of an attention layer caches of tokens, and whether entries can be made of these anew."""
+"""What the compressor of an attention layer caches per token, and whether entries can be recomputed from it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class ProbedCompressor:
 
     Args:
         call: The call.
-        check: Whether to compare what it makes with what its own code makes without a cache.
+        check: Whether to compare the entries with those that the compressor's own code makes without a cache.
 
     Attributes:
-        kinds: What it caches of each token.
-        dtype: Of that.
-        rows: ``[rows, size]`` float32 what it caches of the rows.
-        stand_in: What its module gets in place of entries and a bias.
+        kinds: What the compressor caches of each token.
+        dtype: The dtype of the cached vectors.
+        rows: ``[rows, size]`` float32 what the compressor caches of the rows.
+        stand_in: What the attention module gets in place of entries and a bias.
 
     Raises:
-        ValueError: it is no compressor as :class:`StepCompressor` takes for granted; the message says why.
+        ValueError: the compressor does not do what :class:`StepCompressor` assumes; the message says why.
     """
 
     def __init__(self, call: IndexerCall, check: bool) -> None:
@@ -61,7 +61,7 @@ class ProbedCompressor:
         return kv, gate
 
     def _check(self, call: IndexerCall) -> None:
-        """That the last rows of a text get what the compressor's own code gives them without a cache."""
+        """Check that the last rows of a text get the entries that the compressor's own code makes without a cache."""
         rows, rate = call.total, int(getattr(call.indexer, "compress_rate", 1))
         tokens = _WINDOWS * rate + rate // 2 + 1
         repeated = torch.arange(tokens, device=self.rows.device) % rows

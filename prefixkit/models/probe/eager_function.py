@@ -1,4 +1,4 @@
-"""What a layer's eager attention function makes of its arguments, compared with attention over a tree."""
+"""The result of a layer's eager attention function, compared with that of attention over a tree."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def eager_error(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> float | None:
-    """By how much the function and ``softmax(scale q k) v`` differ for rows of one text, beyond rounding; None if not.
+    """The difference beyond rounding of the function and ``softmax(scale q k) v`` for rows of one text, or None.
 
     Args:
         module: The attention module.
         attended: Query, keys and values ``[1, heads, rows, size]``.
-        scale, window, cap: What it tells its attention function.
+        scale, window, cap: The arguments that the module passes to its attention function.
         sinks: ``[heads]``, or ``[rows, heads]`` for each row.
-        bias: ``[1, heads, rows, rows]`` what is added to scores.
+        bias: ``[1, heads, rows, rows]`` the bias added to scores.
     """
     eager = inspect.unwrap(original_class(module).forward).__globals__.get("eager_attention_forward")
     own = own_code(original_class(module))  # type: ignore[arg-type]  # classes hash
-    if eager is None or own is not None:  # which is compared as a whole
+    if eager is None or own is not None:  # own code is compared as a whole
         return None
     query, key, value = attended
     rows, at = query.shape[2], torch.arange(query.shape[2], device=query.device)
@@ -52,7 +52,7 @@ def eager_error(
     scores = q @ k.transpose(2, 3) * scale
     if bias is not None:
         scores = scores + bias.double()
-    # Products are rounded before the softmax, which is of float32, weights and values after it.
+    # Products are rounded before the softmax, which runs in float32; weights and values are rounded after it.
     eps = max(torch.finfo(dtype).eps for dtype in (smaller(key, value), torch.float32))
     allowed = eps * (16 + 4 * scores.abs().max()) * v.abs().max()
     scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(hidden, -torch.inf)
@@ -66,5 +66,5 @@ def eager_error(
 
 
 def smaller(k: Tensor, v: Tensor) -> torch.dtype:
-    """Under autocast keys that were rotated in float32 are rounded to what values are, when they are used."""
+    """The smaller dtype: under autocast, keys rotated in float32 are rounded to the values' dtype when used."""
     return min(k.dtype, v.dtype, key=lambda dtype: dtype.itemsize)

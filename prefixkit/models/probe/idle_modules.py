@@ -1,4 +1,4 @@
-"""Modules of a model that do not run where it computes text: cross-attention without an encoder, layers for images."""
+"""Modules that do not run when a model computes text: cross-attention without an encoder, layers for images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKENS = 4
 
 
 def idle_modules(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Those of some modules that a pass over a few tokens does not call; none where there can be no such pass."""
+    """Those of ``modules`` that a pass over a few tokens does not call; none if the model cannot run such a pass."""
     called, kept = set[nn.Module](), {of: of.rope_deltas for of in model.modules() if hasattr(of, "rope_deltas")}
 
     def note(module: nn.Module, *given: Any) -> None:

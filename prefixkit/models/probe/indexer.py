@@ -1,4 +1,4 @@
-"""What the indexer of an attention layer selects, measured on keys that mean nothing."""
+"""What the indexer of an attention layer selects, measured on arbitrary keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefixkit.models.indexing.indexers import (
 )
 from prefixkit.models.probe.mask import window_of
 
-_KEYS, _MOST_KEYS = 1 << 12, 1 << 16  # of which it must leave some out
+_KEYS, _MOST_KEYS = 1 << 12, 1 << 16  # numbers of keys; the indexer must leave some out
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +26,10 @@ class Selection:
     """What an indexer does for the rows of a pass.
 
     Attributes:
-        found: What it returns where the rows are one text: ``[1, rows, k]`` indices or ``[1, rows, rows]`` a mask.
-        keys: ``[1, rows, dim]`` the keys that it caches.
-        most: Tokens that it selects of longer texts; 0 where it leaves out some of shorter ones.
-        added: The dtype of a mask that is added to scores; None for another, and for indices.
+        found: The indexer's output if the rows are one text: ``[1, rows, k]`` indices or ``[1, rows, rows]`` a mask.
+        keys: ``[1, rows, dim]`` the keys that the indexer caches.
+        most: Number of tokens that it selects of longer texts; 0 if it also leaves out tokens of shorter texts.
+        added: The dtype of a mask that is added to scores; None for a bool mask and for indices.
     """
 
     found: Tensor
@@ -39,19 +39,19 @@ class Selection:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it returns a mask."""
+        """Whether the indexer returns a mask."""
         return is_selection_mask(self.found)
 
     @property
     def shown(self) -> Tensor:
-        """``[rows, rows]`` bool the tokens that it selects, of those that each row sees."""
+        """``[rows, rows]`` bool the tokens selected for each row, among those that the row sees."""
         rows = self.found.shape[1]
         shown = self.found[0] if self.is_mask else selected_of(self.found, rows)
         at = torch.arange(rows, device=shown.device)
         return shown & (at <= at[:, None])
 
     def mask(self, length: int | None) -> Tensor:
-        """In place of the mask that it returns: that of a step, or after ``length`` tokens one that hides the first."""
+        """Replaces the indexer's mask: a step's mask, or after ``length`` tokens a mask that hides the first token."""
         rows, device = self.found.shape[1], self.found.device
         if length is None:
             return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
@@ -65,7 +65,7 @@ class Selection:
 
     @staticmethod
     def without(mask: Tensor) -> Tensor | None:
-        """A mask to which that of :meth:`mask` was applied, as it was before; None where it was not applied."""
+        """``mask`` as it was before the mask of :meth:`mask` was applied to it; None if that was not applied."""
         first = mask[..., 0]
         hidden = ~first if mask.dtype == torch.bool else first <= torch.finfo(mask.dtype).min / 2
         if not bool(hidden.all()):
@@ -88,14 +88,14 @@ class ProbedIndexer:
     def __init__(self, call: IndexerCall, length: int | None, has_values: bool) -> None:
         self._call, self._length, self._has_values = call, length, has_values
         self._cached: list[Tensor] = []
-        self._masked = False  # whether it is told by a mask what rows see
-        self._looked: dict[Tensor, bool] = {}  # of the tensors that it is called with, which are masks
+        self._masked = False  # whether a mask tells the indexer what rows see
+        self._looked: dict[Tensor, bool] = {}  # whether an argument of the indexer is a mask
 
     def selection(self) -> Selection:
-        """Run it.
+        """Run the indexer.
 
         Raises:
-            ValueError: it is not an indexer as :class:`StepIndexer` takes for granted; the message says why.
+            ValueError: the indexer does not do what :class:`StepIndexer` assumes; the message says why.
         """
         rows = self._call.total
         at = torch.arange(rows, device=self._device)
@@ -122,12 +122,12 @@ class ProbedIndexer:
         return Selection(own, keys, most if whole else 0, added)
 
     def _counts(self, keys: Tensor, count: int) -> Tensor:
-        """``[rows]`` of so many tokens, how many are selected."""
+        """``[rows]`` the number of tokens selected among ``count``."""
         found = self._run(keys, count)
         return (found if is_selection_mask(found) else found >= 0).sum(1)
 
     def _check(self, keys: Tensor, most: int) -> None:
-        """That a row's tokens depend on the row and the keys that it sees alone, wherever these are in a batch."""
+        """Check that a row's tokens depend only on the row and the keys that it sees, not on their place in a batch."""
         count = 4 * most
         hidden = torch.arange(count, device=keys.device) % 2 == 1
         found = self._tokens(self._run(keys, count, hidden), count)
@@ -140,12 +140,12 @@ class ProbedIndexer:
             raise ValueError("an indexer selects other tokens behind padding")
 
     def _tokens(self, found: Tensor, count: int) -> Tensor:
-        """``[rows, count]`` bool."""
+        """``[rows, count]`` bool: which tokens are selected."""
         return found[:, :count] if is_selection_mask(found) else selected_of(found[None], count)
 
     def _run(self, like: Tensor, count: int, hidden: Tensor | None = None, padding: int = 0) -> Tensor:
-        """``[rows, ...]`` what is selected among ``count`` other keys, behind padding: each row is the last of a text,
-        all of whose keys are those.
+        """``[rows, ...]`` the selection among ``count`` arbitrary keys after padding: each row is the last of a text
+        that has exactly these keys.
         """
         call, device = self._call, like.device
         size, rows, total = count * like.shape[2], call.total, padding + count
@@ -168,8 +168,8 @@ class ProbedIndexer:
         return keys
 
     def _is_mask(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the mask of the pass; ValueError where that hides more than what is after a row."""
-        if tensor not in self._looked:  # each run is given the same tensors, and a mask is long
+        """Whether a tensor is the mask of the pass; ValueError if the mask hides more than the tokens after a row."""
+        if tensor not in self._looked:  # all runs get the same tensors, and a mask takes long to check
             self._looked[tensor] = self._looks_like_mask(tensor)
         self._masked = self._masked or self._looked[tensor]
         return self._looked[tensor]

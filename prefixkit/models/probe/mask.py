@@ -1,4 +1,4 @@
-"""The window of attention that a mask shows, which a model made for itself."""
+"""The window of attention, read from a mask that the model made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class UnknownMask(ValueError):
-    """A mask hides or changes what no window of causal attention does."""
+    """A mask hides or changes scores in a way that no window of causal attention does."""
 
 
 def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None:
@@ -20,10 +20,10 @@ def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None
             FlexAttention, or None and ``[1, tokens]`` where the attention function makes the mask itself.
         length: Tokens before the first query.
         rows: Queries.
-        told: The window that the attention function is told of; it counts where the mask shows no other.
+        told: The window passed to the attention function; it counts if the mask shows no other.
 
     Raises:
-        UnknownMask: the mask is none of causal attention in a window.
+        UnknownMask: the mask is not that of causal attention in a window.
     """
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return told
@@ -42,7 +42,7 @@ def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None
 
 
 def chunk_of(mask: Any, length: int, rows: int) -> int | None:
-    """The size of the chunks in which a mask lets queries see, if a chunk begins among them; None if it shows none."""
+    """The size of the chunks that a mask limits queries to; None unless the mask shows a chunk's start among them."""
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return None
     shown = _shown(mask, length, rows)

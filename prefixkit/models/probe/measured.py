@@ -1,4 +1,4 @@
-"""The tokens of a probe, and what it comes to."""
+"""The tokens of a probe, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.kv.state_pool import States
 
-ORDER = (0, 1, 2, 0)  # positions in a step: the last token is the first once more, at its position
+ORDER = (0, 1, 2, 0)  # positions in a step: the last row repeats the first token at its position
 ROWS = len(ORDER)  # tokens of a pass
 TOKENS = ROWS - 1  # of the text of a step
 
@@ -20,14 +20,14 @@ class Probed:
     """What a model's attention layers do.
 
     Attributes:
-        layers: The kind of each.
-        counts_from_zero: Keys are the same without position_ids as with those that count from 0.
-        takes_offsets: The model takes no positions, and counts them from the number of tokens that the cache holds,
-            which may be one for each row.
+        layers: The kind of each layer.
+        counts_from_zero: Keys are the same without position_ids as with position_ids that count from 0.
+        takes_offsets: The model has no argument for positions, and counts them from the number of tokens that the
+            cache reports, which may differ per row.
         asks_positions: The model keeps positions of all tokens in its cache.
-        scales_padded: Queries or what is added to scores change with the number of tokens before, padding included.
-        numbers: Of these layers in the model, where others lie between them.
-        states: Of each module that keeps a state, what it keeps of a sequence.
+        scales_padded: Queries or the bias on scores change with the number of tokens before, padding included.
+        numbers: The layers' numbers in the model if other layers lie between them; else empty.
+        states: For each module that keeps a state, the tensors that it keeps per sequence.
     """
 
     layers: tuple[LayerKind, ...]
@@ -40,11 +40,11 @@ class Probed:
 
 
 class Enough(Exception):
-    """The first layer was seen."""
+    """Ends the pass after the first layer."""
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Far closer than rows of other tokens or positions, if not equal: a product of other rows may round otherwise."""
+    """Whether rows are equal up to rounding, which may differ between matrix products of different rows."""
     error, size = (one - other).abs().max(), one.abs().max()
     return bool(error <= torch.finfo(dtype).eps ** 0.5 * size)
 

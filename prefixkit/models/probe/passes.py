@@ -1,11 +1,11 @@
 """What a model's attention layers do, measured: two forward passes over four tokens.
 
-Attention over a tree takes for granted that a layer attends over the keys and values that it caches, with a causal mask
-and what it tells its attention function, and that nothing else in the model mixes tokens: a token's row depends on the
-token, its position and attention alone.  A probe takes the place of attention and answers each row with its own values,
-so that rows of one token at one position must be equal throughout the model, whatever is around them.  In the second
-pass the cache says that it holds a long text already: the model makes the mask that it would make for that text, and
-windows and chunks show without it.
+Attention over a tree assumes that a layer attends over the keys and values that it caches, with a causal mask and the
+arguments of its attention function, and that nothing else in the model mixes tokens: a token's row depends on the
+token, its position and attention alone.  The probe replaces attention and returns each row's own values as its output,
+so rows of the same token at the same position must be equal throughout the model, whatever other rows are in the pass.
+In the second pass the cache claims to hold a long text: the model makes the mask that it would make for that text, so
+the probe sees windows and chunks without having the text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prefixkit.models.steps.step_cache import empty_mask
 from prefixkit.models.tensor_parallel import agreement_of, is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
 
-_LONGEST = 1 << 17  # tokens that the cache claims to hold, about
+_LONGEST = 1 << 17  # about as many tokens as the cache claims to hold
 _ATTEMPTS = 3
 SCALES_FROM = "log_scaling_n_floor"  # in a config: positions up to which queries are not scaled
 
@@ -45,11 +45,11 @@ SCALES_FROM = "log_scaling_n_floor"  # in a config: positions up to which querie
 def probe(model: nn.Module) -> Probed:
     """Measure the attention layers of a model, patched or not.
 
-    A model whose tensors have shapes but no values runs up to its first attention, and all layers are taken to be like
-    that one.
+    A model whose tensors have shapes but no values runs up to its first attention layer, and all layers are assumed to
+    be of that layer's kind.
 
     Raises:
-        UnsupportedModel: what attention over a tree takes for granted does not hold; the message says what.
+        UnsupportedModel: an assumption of attention over a tree does not hold; the message says which.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
     states, agreement = mixers(inner), agreement_of(inner)
@@ -68,7 +68,7 @@ def probe(model: nn.Module) -> Probed:
             if everywhere(agreement, found is None):  # each process sees its own heads
                 return probed
             found = found or "another process of the model has found a difference"
-            # Experts whose sums come in any order may tip a near tie between two of them, but not thrice in one place.
+            # Sums in nondeterministic order may flip a near tie between two experts, but not three times in one place.
             differing.add(found)
     if everywhere(agreement, len(differing) == 1):
         raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
@@ -78,7 +78,7 @@ def probe(model: nn.Module) -> Probed:
 def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
 ) -> tuple[str | None, Probed]:
-    """:func:`_look`; at a model that takes no positions once more, with offsets, where that finds what is wrong."""
+    """:func:`_look`; for a model without an argument for positions again, with offsets, if the first look fails."""
     if _takes_positions(model):
         return _look(model, layers, states, text)
     first: UnsupportedModel | None = None
@@ -107,7 +107,7 @@ def _look(
     *,
     offsets: bool = False,
 ) -> tuple[str | None, Probed]:
-    """One probe: what is not as it should be, and what layers work on."""
+    """One probe: the difference that it has found, or None, and what it has measured of the layers."""
     length = _length(model)
     order = torch.tensor([ORDER], device=_device(model))
     step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
@@ -121,7 +121,7 @@ def _look(
     if random_part(model) is not None:
         scales = any(kind.biased for kind in long.kinds)  # maybe: rows cannot be compared
         return None, Probed(tuple(long.kinds), True, numbers, kept, asks, offsets, scales)
-    if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # kept of a pass, for the next
+    if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # which a pass leaves for the next
         _run(model, plain, text)
     counts_from_zero = not plain.rows or all(
         close(rows[:-1], others[:-1], kind.dtype)
@@ -139,7 +139,7 @@ def _scales_padded(
     text: Sequence[int],
     step: ProbeCache,
 ) -> bool:
-    """Whether rows behind a long text, at the positions of a step, differ from those of that step."""
+    """Whether rows after a long text, at the positions of a step, differ from the rows of that step."""
     behind = ProbeCache(layers, _length(model), mixers=states)
     _run(model, behind, text, position_ids=torch.arange(ROWS, device=_device(model))[None])
     return not all(
@@ -149,7 +149,7 @@ def _scales_padded(
 
 
 def rows_at(model: nn.Module, positions: Tensor) -> list[Tensor]:
-    """``[4, ...]`` of each layer what the rows of four tokens are at ``positions [4]``: queries, keys and values.
+    """For each layer ``[4, ...]`` the queries, keys and values of four tokens at ``positions [4]``.
 
     Raises:
         UnsupportedModel: as :func:`probe`.
@@ -163,8 +163,8 @@ def rows_at(model: nn.Module, positions: Tensor) -> list[Tensor]:
 
 
 def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
-    """Whether an argument of ``forward`` that is zero for each token, of all or the new ones, changes nothing that a
-    model computes, bit by bit, nor the masks that its layers get.
+    """Whether passing zeros as this argument of ``forward``, one per token (``whole``: of all tokens, else of the new
+    ones), changes no bit of what a model computes, nor the masks that its layers get.
     """
     inner, layers = pretrained_model(model), attention_layers(model)
     states = mixers(inner)
@@ -180,7 +180,7 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
         return kinds == others and all(map(torch.equal, rows, other_rows))
 
     if tp_size(inner) > 1:
-        return False  # a process that sees a difference would look again, without the others
+        return False  # a process that sees a difference would run another pass without the others
     try:
         with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
@@ -191,7 +191,7 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
 def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **given: Any) -> Tensor | None:
     """Run four tokens through a model; returns the logits of the first and the last, ``[2, vocab]``.
 
-    Of a model without a language-model head it is their last hidden states: other heads may take some rows alone.
+    For a model without a language-model head it returns their last hidden states: other heads may use only some rows.
     """
     input_ids = torch.tensor([tokens], device=_device(model))
     given = step_inputs(model, cache, {"input_ids": input_ids, "use_cache": True, **given})
@@ -223,14 +223,14 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
 
 
 def _call_of(model: PreTrainedModel) -> Callable[..., Any]:
-    """What runs a model, which may be running: hooks and contexts that it brings must not be entered twice, but a
-    sharded model needs its own to gather its weights.
+    """The function that runs a model, which may be inside a call already: its hooks and contexts must not be entered
+    twice, but a sharded model needs its hooks to gather its weights.
     """
     return model if is_sharded(model) else forward_below(model)
 
 
 def _place(error: BaseException) -> str:
-    """The innermost module whose forward pass has failed, as the beginning of a message."""
+    """The class name of the innermost module whose forward pass has failed, as the beginning of a message."""
     place = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
@@ -240,7 +240,7 @@ def _place(error: BaseException) -> str:
 
 
 def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
-    """Where rows differ that should be equal, and what that says; None if nowhere."""
+    """A message that says which rows differ that should be equal, and why that may be; None if none differ."""
     for name, rows, kind in zip(step.names, step.rows, step.kinds, strict=True):
         if not close(rows[0], rows[-1], kind.dtype):
             return (
@@ -255,7 +255,7 @@ def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Where a model runs: accelerate brings the weights of an offloaded one there for each call."""
+    """The device that a model runs on: for each call accelerate moves an offloaded model's weights to it."""
     for module in model.modules() if model.device.type == "meta" else ():
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
@@ -265,12 +265,12 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _length(model: PreTrainedModel) -> int:
-    """Tokens that the cache claims to hold: windows show after them, and a chunk begins among the next four."""
+    """Tokens that the cache claims to hold: enough that masks show windows, and a chunk starts in the next four."""
     config = text_config(model)
     names = "attention_chunk_size", "sliding_window", SCALES_FROM
     chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
     most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
-    if not _takes_positions(model):  # it counts on from the cache, and a GPU dies of an index beyond an embedding
+    if not _takes_positions(model):  # it counts from the cache's length; an index beyond an embedding is fatal on a GPU
         most = min(most, max(2 * ROWS, known_positions(model) - 4 * ROWS))
     return most - most % max(chunk, 1) - ROWS // 2
 
@@ -280,13 +280,13 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
-    """``[1, 4]`` positions after ``length`` tokens, or the last that the model surely knows."""
-    # Some models count positions from a padding token's.
+    """``[1, 4]`` positions after ``length`` tokens, or the last positions that the model certainly supports."""
+    # Some models count positions from that of a padding token, so some positions are left as a margin.
     return min(length, max(0, known_positions(model) - 4 * ROWS)) + torch.arange(ROWS, device=_device(model))[None]
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
-    """Token ids that mean nothing special, as far as the config says."""
+    """Token ids that the config does not name as special tokens."""
     text = text_config(model)
     special = set[object]()
     for config in (model.config, text):

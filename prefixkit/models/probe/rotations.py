@@ -1,4 +1,4 @@
-"""How the queries of a model's layers turn with their position, measured: the same tokens at two places in a text."""
+"""How position rotates the queries of a model's layers, measured with the same tokens at two places in a text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FURTHEST = 1 << 14
 
 
 def measure_rotations(model: PreTrainedModel, layers: Sequence[LayerKind]) -> tuple[Rotation | None, ...]:
-    """How the heads of each layer turn; None where queries do not change with their position.
+    """How position rotates the heads of each layer; None if queries do not change with their position.
 
-    What the model's rotary embeddings hold (``inv_freq``) is tried in both orders of pairs, against the queries that
-    the model makes of four tokens here and further on.
+    The frequencies of the model's rotary embeddings (``inv_freq``) are tried in both orders of pairs, and compared with
+    the queries that the model computes for four tokens at two places.
 
     Raises:
         UnsupportedVariant: queries of a layer change in another way, or the model has no weights to run.
@@ -52,7 +52,7 @@ def measure_rotations(model: PreTrainedModel, layers: Sequence[LayerKind]) -> tu
 
 
 def _candidates(model: nn.Module, kind: LayerKind) -> Iterator[Rotation]:
-    """What the model's rotary embeddings hold."""
+    """The rotations given by the frequencies of the model's rotary embeddings."""
     seen = set[Rotation]()
     for module in model.modules():
         for name, value in [*module.named_buffers(recurse=False), *vars(module).items()]:
