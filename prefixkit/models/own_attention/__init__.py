@@ -1,1 +1,1 @@
-"""Attention classes with code of their own, which no attention interface reaches: what runs in its place on a tree."""
+"""Attention classes that bypass transformers' attention interface, and the code that replaces theirs on a tree."""

@@ -1,6 +1,6 @@
-"""The variants of ALiBi that classes use, by the slopes that their own files make.
+"""The variants of ALiBi that classes use, with the slopes that the classes' own files compute.
 
-Each is made once: a step that a CUDA graph captures must not wait for slopes, and one object has one registered key.
+Each variant is made once: a captured step must not wait for slopes, and one object has one registered key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mpt_bias(module: nn.Module, heads: int) -> Bias:
 
 
 def rounded_bias(module: nn.Module, heads: int, factor: float) -> Bias:
-    """ALiBi by ``build_alibi_tensor`` of Falcon's file, which rounds to bfloat16; scores get it times ``factor``."""
+    """ALiBi by ``build_alibi_tensor`` of Falcon's file, rounded to bfloat16; ``factor`` times it is added to scores."""
     return partial(_rounded, function_of_module(module, "build_alibi_tensor"), heads, factor)
 
 
@@ -39,7 +39,7 @@ def _linear(build: Callable[..., Tensor], heads: int) -> Variant:
 
 @once
 def _mpt(build: Callable[..., Tensor], heads: int) -> Variant:
-    return alibi(-build(heads, 2, device="cpu")[:, 0, 0])  # of the token before the last
+    return alibi(-build(heads, 2, device="cpu")[:, 0, 0])  # the bias of the token before the last
 
 
 @once

@@ -36,7 +36,7 @@ def roformer(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``RoFormerSelfAttention.forward``: rotary embedding of queries and keys, and maybe of values."""
+    """``RoFormerSelfAttention.forward``: rotary embedding of queries and keys, and of values if the config says so."""
     assert past_key_values is not None and encoder_hidden_states is None, "a decoder alone"
     q, k, v = _heads(self, hidden_states)
     if self.rotary_value:

@@ -1,4 +1,4 @@
-"""Models whose own code, around their attention, does not take the mask or the positions of a step over a tree.
+"""Models whose code outside their attention layers does not accept the mask or the positions of a step over a tree.
 
 In such a step, and in no other call, the original ``forward`` runs on a shallow copy of the model with other
 attributes.
@@ -18,7 +18,7 @@ Attributes = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 def _falcon(body: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Layers make ALiBi for themselves, and the model, which would for each key, leaves it."""
+    """Layers compute ALiBi themselves, so the model must not build it, which it would do for every key."""
     return {"use_alibi": False}
 
 
@@ -27,7 +27,7 @@ def _bloom(body: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _roformer(body: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """It counts positions from the length of the cache, and passes on those that it is given."""
+    """RoFormer counts positions from the cache's length; here it embeds the positions that it was called with."""
     positions: Tensor | None = given.get("position_ids")
     if positions is None:
         return {}
@@ -36,7 +36,7 @@ def _roformer(body: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _minimax(body: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """It takes its own class of caches alone, where it is told to use one; layers take what they are given."""
+    """MiniMax accepts only its own cache class if ``use_cache`` is true; its layers accept any cache."""
     given["use_cache"] = False
     return {}
 
@@ -50,13 +50,13 @@ _KNOWN: dict[tuple[str, str], tuple[Attributes, bool]] = {
 
 
 def known_bodies(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those modules that need :func:`body_class` for a step over a tree, patched or not."""
+    """The modules that need :func:`body_class` for a step over a tree, patched or not."""
     return [module for module in modules if _key(original_class(module)) in _KNOWN]
 
 
 @functools.cache
 def body_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a model's class that takes steps over a tree; one for each original."""
+    """The subclass of a model's class that accepts steps over a tree; one subclass per original class."""
     attributes, by_mask = _KNOWN[_key(original)]
 
     @functools.wraps(original.forward)

@@ -1,6 +1,6 @@
-"""Replacements against the code that they replace, measured: both attend over a short text.
+"""Compares replacements with the code that they replace: both attend over the same short text.
 
-A class that has changed since its replacement was written gives other results, and is refused.
+A class that has changed since its replacement was written gives different results, and is refused.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.variants.layer_scores import register_variant
 
-_SHORT, _LONG = 12, 512  # tokens of a text; it is longer than windows are that are shorter than this
+_SHORT, _LONG = 12, 512  # tokens of a text; the long text exceeds windows shorter than it
 
 
 def compare_own_code(
     model: PreTrainedModel, call: Callable[..., Any], layers: dict[str, nn.Module], tokens: Tensor
 ) -> None:
-    """Raise UnsupportedModel unless the layers with code of their own compute on a tree what they do without.
+    """Raise UnsupportedModel unless layers with code of their own compute the same on a tree as without one.
 
     Args:
         model: The model.
-        call: Runs it, with a cache of transformers.
-        layers: Its attention modules, by name.
-        tokens: Ids of which to make the text, where the model runs.
+        call: Runs the model, with a cache of transformers.
+        layers: The model's attention modules, by name.
+        tokens: Token ids from which the text is made, on the device that the model runs on.
     """
     classes = {module: original_class(module) for module in layers.values()}
     names = {
@@ -54,7 +54,7 @@ def compare_own_code(
 
 
 class _Seen:
-    """What a comparison sees: the modules' names, and the windows that their replacements ask for."""
+    """What a comparison records: the modules' names, and the windows that their replacements ask for."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self.names, self.windows = names, set[int]()
@@ -87,7 +87,7 @@ def _comparing_class(original: type[nn.Module], seen: _Seen) -> type[nn.Module]:
 def _compare(
     module: nn.Module, seen: _Seen, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any], theirs: Tensor
 ) -> None:
-    """Refuse a module whose replacement, attending in float64, differs by more than rounding makes of its result."""
+    """Refuse a module if its result and its replacement's, which attends in float64, differ by more than rounding."""
     plain, moved = (_ReferenceLayer(moved) for moved in (False, True))
     where = (
         f"{seen.names[module]} ({original_class(module).__name__}) has attention code of its own, and what prefixkit"
@@ -106,10 +106,10 @@ def _compare(
 
 
 class _ReferenceLayer:
-    """A layer's cache over the text of one forward pass, which attends in float64.
+    """A layer's cache over the text of one forward pass; it attends in float64.
 
     Args:
-        moved: Each result is moved by as much as rounding could, up or down.
+        moved: Move each result up or down by as much as rounding could.
     """
 
     def __init__(self, moved: bool) -> None:
@@ -122,7 +122,7 @@ class _ReferenceLayer:
         return key_states, value_states
 
     def check(self, key: Tensor, value: Tensor, attention_mask: Any) -> None:
-        """The probe looks at masks."""
+        """Check nothing: the probe checks masks."""
 
     def attend(
         self,
@@ -147,7 +147,7 @@ class _ReferenceLayer:
         scores = scores.masked_fill(~visible, -torch.inf)
         largest = scores.masked_fill(~visible, 0).abs().max()
         out = (scores.softmax(3) @ v).transpose(1, 2)
-        if self._moved:  # products are rounded before the softmax, weights and values after it
+        if self._moved:  # products round before the softmax, weights and values after it
             signs = torch.randint(0, 2, out.shape, generator=torch.Generator().manual_seed(0)).to(out.device) * 2 - 1
             out = out + signs * eps * (16 + 4 * largest) * v.abs().max()
         return out.to(query.dtype)

@@ -1,4 +1,4 @@
-"""DiffLlama: the scores of a head weigh the values of two, one of each half of the KV heads."""
+"""DiffLlama: the scores of a head weigh the values of two KV heads, one from each half of the KV heads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from prefixkit.models.layered_cache import Bias, LayerCache
 
 
 class TwoValues:
-    """The cache of a layer that attends twice with the same keys, to the values of its first heads and its last.
+    """The cache of a layer that attends twice with the same keys: to its first half of the values, then to its last.
 
-    The pool holds both pairs of K and V, so that one call of the op serves both.
+    The pool holds both pairs of K and V, so that one call of the op computes both.
     """
 
     def __init__(self, layer: LayerCache) -> None:

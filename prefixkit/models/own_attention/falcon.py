@@ -25,7 +25,7 @@ def falcon(
 ) -> tuple[Tensor, None]:
     """``FalconAttention.forward``.
 
-    The newer architecture repeats KV heads before it caches them; a pool holds each once, see :func:`repeated`.
+    The newer architecture repeats KV heads before it caches them; a pool holds each head once, see :func:`repeated`.
     """
     assert layer_past is not None and position_embeddings is not None
     q, k, v = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
@@ -34,7 +34,7 @@ def falcon(
     if not self.config.alibi:
         q, k = function_of_module(self, "apply_rotary_pos_emb")(q, k, *position_embeddings)
     bias = None
-    if self.config.alibi:  # eager attention adds it to the scores, and once more by the mask
+    if self.config.alibi:  # eager attention adds ALiBi to the scores, and again through the mask
         times = 1 if self.config._attn_implementation == "sdpa" else 2
         bias = rounded_bias(self, self.num_heads, times * self.inv_norm_factor)
     return self.dense(attended(self, layer_past, q, k, v, shown(attention_mask), self.inv_norm_factor, bias)), None

@@ -1,4 +1,4 @@
-"""JetMoE: query heads of all experts of a token share KV heads, which it repeats as a whole after caching."""
+"""JetMoE: the query heads of all experts of a token share KV heads, whose whole list is repeated after caching."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The attention classes with code of their own that run on a tree, by file and name.
 
-Nothing of transformers is imported here: a class is looked up once a model brings it.
+No file of transformers is imported here: a class is looked up when a model contains it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KNOWN = {
 
 @functools.cache
 def own_code(cls: type[nn.Module]) -> OwnCode | None:
-    """What runs an attention class on a tree in place of its own code; None for one that needs nothing."""
+    """The replacement for an attention class's own code on a tree; None for a class that needs none."""
     folder = cls.__module__.rpartition(".modeling_")[2]
     if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":
         return None
@@ -48,5 +48,5 @@ def own_code(cls: type[nn.Module]) -> OwnCode | None:
 
 @functools.cache
 def code_of(cls: type[nn.Module]) -> OwnCode:
-    """The same; one that replaces nothing for a class that needs nothing."""
+    """The same; for a class that needs no replacement, an OwnCode that replaces nothing."""
     return own_code(cls) or OwnCode()  # type: ignore[arg-type]  # classes hash

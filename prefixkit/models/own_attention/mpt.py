@@ -1,4 +1,4 @@
-"""MPT: ALiBi, as a bias that counts from the last key."""
+"""MPT: ALiBi, as a bias that counts distances from the last key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of an attention class's own code on a tree, and what replacements have in common."""
+"""What replaces an attention class's own code on a tree, and functions that replacements share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from prefixkit.models.layered_cache import Bias, LayerCache
 
 @dataclass(frozen=True)
 class OwnCode:
-    """How an attention class runs on a tree whose ``forward`` does not leave attention to the attention interface.
+    """How an attention class runs on a tree if its ``forward`` does not call the attention interface on what it caches.
 
-    One of the first three says how; the ``forward`` of the class does the rest.
+    One of the first three attributes replaces its code; the ``forward`` of the class computes the rest.
 
     Attributes:
-        forward: In place of ``forward``: the same arguments, with a :class:`LayerCache` for the cache.
-        core: In place of the method ``_attn``: ``core(module, layer, query, key, value, attention_mask)``.
-        adapt: Makes of a layer's cache the one that ``forward`` gets, where that follows the interface with K and V
-            that are not those it caches.
-        restore: Makes of the K and V of the pool, ``[rows, kv_heads, length, head_dim]``, those that the class caches.
-        index: The attribute with the layer's number.
+        forward: Replaces ``forward``: the same arguments, with a :class:`LayerCache` as the cache.
+        core: Replaces the method ``_attn``: ``core(module, layer, query, key, value, attention_mask)``.
+        adapt: Wraps a layer's cache for a ``forward`` that follows the interface, but attends over other K and V than
+            it caches.
+        restore: Converts the pool's K and V, ``[rows, kv_heads, length, head_dim]``, to those that the class caches.
+        index: The attribute that holds the layer's number.
     """
 
     forward: Callable[..., Any] | None = None
@@ -45,19 +45,19 @@ def attended(
     scale: float,
     bias: Bias | None = None,
 ) -> Tensor:
-    """Cache K and V, and attend to all that is visible: ``[batch, rows, heads * head_dim]``."""
+    """Cache K and V, and attend to all visible tokens: ``[batch, rows, heads * head_dim]``."""
     k, v = layer.update(k, v, module.layer_idx)
     layer.check(k, v, mask)
     return layer.attend(q, scale, None, None, None, bias).flatten(2)
 
 
 def function_of_module(module: nn.Module, name: str) -> Any:
-    """A function of the file that a module's class is in."""
+    """The function of this name in the file that defines a module's class."""
     return getattr(sys.modules[type(module).__module__], name)
 
 
 def shown(mask: Tensor | None) -> Tensor | None:
-    """An additive mask, to which biases may have been added, as a mask that is True where tokens are visible."""
+    """An additive mask, which may include biases, as a bool mask that is True where tokens are visible."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     return mask > torch.finfo(mask.dtype).min / 2
