@@ -1,7 +1,7 @@
-"""transformers' functions for one token of Mamba 2, and ops in their place where states lie in a pool.
+"""Replacements by ops for transformers' functions for one token of Mamba 2, for states that are stored in a pool.
 
-Each takes what transformers' function takes, with a :class:`PoolState` as the state; where the rest of a call is not
-what the op computes, transformers' function runs on a copy of the states.
+Each replacement takes the arguments of transformers' function, with a :class:`PoolState` as the state; if the op does
+not support the other arguments, transformers' function runs on a copy of the states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONVOLUTION, RECURRENCE = "causal_conv1d_update", "mamba2_selective_state_update
 
 @dataclass(frozen=True, eq=False)
 class PoolState:
-    """The states of some sequences where they lie in a pool, in the place of a tensor ``[B, *shape]``.
+    """The states of some sequences in a pool, passed in place of a tensor ``[B, *shape]``.
 
     Attributes:
         tensor: ``[1 + slots, *shape]``.
@@ -47,20 +47,20 @@ class PoolState:
         return self.tensor.device
 
     def by_copy(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        """What a function returns that writes states in place, which takes a copy of them among its arguments."""
+        """Run ``function``, which writes states in place, on a copy of these; store the copy, and return the result."""
         copy = self.tensor.index_select(0, self.source)
         made = function(*(copy if of is self else of for of in args), **kwargs)
-        self.tensor.index_copy_(0, self.target.clamp(min=0), copy)  # slot 0 means nothing
+        self.tensor.index_copy_(0, self.target.clamp(min=0), copy)  # slot 0 holds no state
         return made
 
 
 @dataclass(frozen=True)
 class Made:
-    """An op in the place of a function.
+    """An op that replaces a function.
 
     Attributes:
-        takes: Whether it computes a state of a module in its pool.
-        instead: Makes of transformers' function the one that takes its place.
+        takes: Whether the op can update a state of a module in its pool.
+        instead: Makes the replacement from transformers' function.
         calls: Calls for :func:`differs`: a pool of states, and the other arguments.
     """
 
@@ -81,7 +81,7 @@ def _convolution(theirs: Function) -> Function:
         if not isinstance(conv_state, PoolState):
             return theirs(hidden_states, conv_state, weight, bias, activation, **kwargs)
         dtype = hidden_states.dtype
-        exact = dtype in FLOATS and dtype in (weight.dtype, torch.float32)  # it has all numbers of the weights' dtype
+        exact = dtype in FLOATS and dtype in (weight.dtype, torch.float32)  # weights convert to it exactly
         known = activation in (None, "silu", "swish") and hidden_states.shape[-1] == 1
         if not exact or not known or conv_state.dtype != dtype or conv_state.shape[1:] != weight.shape:
             return conv_state.by_copy(theirs, hidden_states, conv_state, weight, bias, activation, **kwargs)
@@ -124,7 +124,7 @@ def _recurrence(theirs: Function) -> Function:
 
 
 def _of_heads(tensor: Tensor | None, axis: int) -> bool:
-    """Whether a tensor repeats one number of each head along all axes from ``axis`` on."""
+    """Whether a tensor has one number per head, repeated along all axes from ``axis`` on."""
     if tensor is None:
         return True
     return all(
@@ -167,7 +167,7 @@ MADE = {
 
 
 def differs(name: str, torchs: Function) -> str:
-    """How transformers' torch code of a function and the op in its place differ on a few numbers; "" if they do not."""
+    """How transformers' torch code of a function and the op differ on a few random inputs; "" if they do not."""
     generator = torch.Generator("cpu").manual_seed(0)
     source, target = torch.tensor([[2, 1], [2, 3]], device="cpu")
 

@@ -1,10 +1,10 @@
-"""One token of Mamba 2 from states that stay where they lie in a pool.
+"""One token of Mamba 2, computed from states that stay in their pool.
 
-transformers' files of models with Mamba 2 have two functions for it, which run the kernels of ``causal_conv1d`` and
-``mamba_ssm`` where these are installed.  Else they run torch code that reads and writes the state a dozen times.  Here
-the module's own ``forward`` runs with those of the two that are torch code replaced by ops, which read each state once
-from its slot and write it once to its slot.  Nothing of transformers changes: the ``forward`` is a function of the same
-code that looks other functions up.
+transformers' files of models with Mamba 2 have two functions for one token, which run the kernels of ``causal_conv1d``
+and ``mamba_ssm`` if these are installed, and else torch code that reads and writes the state a dozen times.  Here the
+module's own ``forward`` runs, and those of the two functions that are torch code are replaced by ops, which read each
+state once from its slot and write it once to its slot.  transformers itself is not modified: the ``forward`` called
+here is a new function object with the same code, whose globals name the replacements.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from prefixkit.models.states.fused_functions import MADE, RECURRENCE, differs
 log = logging.getLogger("prefixkit")
 
 Function = Callable[..., Any]
-# What transformers' decorator of a ``forward`` makes of it: modules whose weights it reads have their hooks run.
+# The code of transformers' decorator of a ``forward``, which runs the hooks of modules whose weights ``forward`` reads.
 _HOOKED = force_accelerate_hooks([])(lambda: None).__code__
 
 
 @dataclass(frozen=True, eq=False)
 class FusedStep:
-    """What runs one token of a class.
+    """What runs one token of modules of a class.
 
     Attributes:
-        forward: In place of the class's own.
-        replaced: By name, the functions of transformers in whose place ops run.
+        forward: Replaces the class's own ``forward``.
+        replaced: By name, the functions of transformers that ops replace.
     """
 
     forward: Function
@@ -50,8 +50,8 @@ class FusedStep:
 
 
 def fused_step(module: nn.Module) -> FusedStep | None:
-    """What runs one token of a module whose states stay in their pool; None where its own code does all, as it does
-    where gradients may be wanted.
+    """The fused step of a module whose states stay in their pool; None if the module's own code must run, as it must
+    while gradients are enabled.
     """
     found = _fused(original_class(module))  # type: ignore[arg-type]  # classes hash
     if not isinstance(found, FusedStep) or torch.is_grad_enabled() or any(map(_by_hub, found.replaced.values())):
@@ -60,7 +60,7 @@ def fused_step(module: nn.Module) -> FusedStep | None:
 
 
 def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Say once for each class of Mamba 2 among a model's modules what runs its single tokens."""
+    """Log for each class of Mamba 2 among a model's modules what runs its single tokens."""
     for cls in dict.fromkeys(map(original_class, modules)):
         found = _fused(cls)  # type: ignore[arg-type]
         if isinstance(found, FusedStep):
@@ -71,7 +71,7 @@ def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 @functools.cache
 def _fused(cls: type[nn.Module]) -> FusedStep | str:
-    """What runs one token of a class, or why its own code does; "" where it has no such functions."""
+    """The fused step of a class, or the reason why its own code runs; "" if it does not call these functions."""
     own = inspect.unwrap(cls.forward)
     if not isinstance(own, FunctionType) or RECURRENCE not in own.__code__.co_names:
         return ""
@@ -91,13 +91,13 @@ def _fused(cls: type[nn.Module]) -> FusedStep | str:
 
 
 def _by_hub(function: Function) -> bool:
-    """Whether a kernel of the package ``kernels`` has been set in a function's place."""
+    """Whether the package ``kernels`` has replaced a function by a kernel."""
     return isinstance(function, nn.Module) and "forward" in vars(function)
 
 
 def _torchs(function: Function) -> Function | None:
-    """The torch code that a function of transformers runs; None where it runs a kernel, or it is not known what."""
-    if isinstance(function, nn.Module):  # which ``kernels`` makes of it
+    """The torch code that a function of transformers runs; None if it runs a kernel or cannot be inspected."""
+    if isinstance(function, nn.Module):  # made from the function by ``kernels``
         function = inspect.getclosurevars(type(function).forward).nonlocals.get("func", function)
     torchs: Function | None = getattr(function, "__wrapped__", None)
     if torchs is None or not isinstance(function, FunctionType):

@@ -1,4 +1,4 @@
-"""How a module that keeps a state goes on from one, measured on the tokens of a probe."""
+"""How a module that keeps a state continues from a stored state, measured on the tokens of a probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefixkit.kv.state_pool import StateTensor
 from prefixkit.models.states.mixer_class import run_texts
 from prefixkit.torch_private import fake_mode_of
 
-# Of what a lost state would make of the result.
+# The largest allowed error, as a share of the change of the result if the state were lost.
 _ALLOWED = 0.02
 
 Refuse = Callable[[str], None]
@@ -21,12 +21,13 @@ Refuse = Callable[[str], None]
 def measure_state(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, refuse: Refuse | None = None
 ) -> tuple[Any, tuple[StateTensor, ...]]:
-    """What the module returns where each of the tokens is a text, and what it keeps of one.
+    """The module's output if each of the tokens is a text of its own, and the state tensors that it keeps of a text.
 
     Args:
-        module, args, kwargs: As it was called, for ``[1, tokens]``.
-        tokens: At least four.
-        refuse: Raises, where several tokens from a state are not those of one text; None where that is known.
+        module, args, kwargs: The module, and the arguments that it was called with for ``[1, tokens]``.
+        tokens: The number of tokens, at least four.
+        refuse: Raises an error; called if continuing from a state gives another result than one text.  None: not
+            checked.
     """
 
     def run(begin: int, end: int, states: Sequence[StateTensor] = (), values: Sequence[Tensor] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""RecurrentGemma's recurrent block, which stores its states in itself, and whose convolution continues by one token."""
+"""RecurrentGemma's recurrent block, which stores states as attributes, and continues its convolution by one token."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def griffin(
         block: The module.
         input_states: ``[batch, tokens, hidden_size]``.
         position_ids: ``[batch or 1, tokens]``: a token at position 0 begins a text.
-        attention_mask: What attention layers take. Here no token is padding.
-        use_cache: Not looked at.
-        past_key_values: The cache that has the states.
-        kwargs: What other layers take.
+        attention_mask: For attention layers; ignored here, where no token is padding.
+        use_cache: Ignored.
+        past_key_values: The cache that holds the states.
+        kwargs: Arguments for other layers; ignored.
 
     Returns:
-        ``(outputs, None)`` as the original's, ``[batch, tokens, hidden_size]``.
+        ``(outputs, None)`` as the original does; outputs are ``[batch, tokens, hidden_size]``.
     """
     layer = layer_of(block, past_key_values)
     before = state_before(layer)
@@ -45,13 +45,13 @@ def griffin(
     if before is None:
         before = inputs.new_zeros(inputs.shape[:2], dtype=torch.float32)
     unit = _from_state(block.rg_lru, before)
-    recurrent = type(unit).forward(unit, inputs.mT, position_ids)  # not by a hook, which runs the module itself
+    recurrent = type(unit).forward(unit, inputs.mT, position_ids)  # not by a hook, which would run the module itself
     hold(layer, unit.recurrent_states)
     return block.linear_out(recurrent * block.act_fn(block.linear_y(input_states))), None
 
 
 def _from_state(unit: Any, state: Tensor) -> Any:
-    """A recurrent unit with the same weights that runs from a state, and its blocks of tokens at once."""
+    """A recurrent unit with the same weights that starts from ``state``, and runs blocks of tokens side by side."""
     copy = object.__new__(type(unit))
     copy.__dict__.update(unit.__dict__)
     copy.__dict__.update(recurrent_states=state, _rnn_scan=_scan)

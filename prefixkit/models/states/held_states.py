@@ -1,4 +1,4 @@
-"""What bodies of our own read and write of the cache that transformers' own code would use."""
+"""How our replacement bodies read and write states in the cache that transformers' own code would use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def layer_of(module: Any, cache: Any) -> Any:
-    """The ``LinearAttentionLayer`` of a cache that has a module's states.
+    """The ``LinearAttentionLayer`` of a cache that holds a module's states.
 
-    A module that does not know its own index takes the cache's first such layer.
+    A module that does not store its own index uses the cache's first such layer.
     """
     index = getattr(module, "layer_idx", None)
     if index is not None:
@@ -27,4 +27,4 @@ def state_before(layer: Any) -> Tensor | None:
 def hold(layer: Any, state: Tensor) -> None:
     """Store the recurrent state after these tokens."""
     layer.update_recurrent_state(state)
-    layer.has_previous_state[0] = True  # a layer that has no convolution learns of it here
+    layer.has_previous_state[0] = True  # a layer without a convolution sets this flag nowhere else

@@ -1,4 +1,4 @@
-"""MiniMax's lightning attention, which asks a cache class of its own for its state."""
+"""MiniMax's lightning attention, which reads its state from a cache class of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lightning(
     """The body that runs in place of the ``forward`` of ``MiniMaxLightningAttention``.
 
     Its state, ``recurrent_states[0]``, is ``[batch, heads, head_dim, head_dim]`` in the model's dtype. Tokens run in
-    blocks from any state, where transformers takes those that continue one by one.
+    blocks from any state, whereas transformers runs tokens that continue a state one by one.
 
     Returns:
         ``[batch, tokens, hidden_size]``, and None for the state, which no caller reads.

@@ -1,7 +1,7 @@
-"""Mamba 1, where several tokens continue a state: transformers begins its scan from zero then.
+"""Mamba 1 for several tokens that continue a state, for which transformers would start its scan from zero.
 
 The states of a layer are transformers' own: ``conv_states[0] [batch, channels, width]`` in the model's dtype, and
-``recurrent_states[0]`` in float32, ``[batch, channels, state_size]``, with Zamba ``[batch, heads, channels of a head,
+``recurrent_states[0]`` in float32, ``[batch, channels, state_size]``, for Zamba ``[batch, heads, channels of a head,
 state_size]``.
 """
 
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from prefixkit.models.states.held_states import hold, layer_of, state_before
 from prefixkit.models.states.own_scan import causal_conv, selective_scan
 
-# What makes, of a mixer and its convolved inputs [batch, heads, channels, tokens], the time steps of the same shape,
-# then B and C, [batch, heads, tokens, state_size].
+# A function of a mixer and its convolved inputs [batch, heads, channels, tokens] that returns time steps of the same
+# shape, and B and C, [batch, heads, tokens, state_size].
 Parameters = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -29,10 +29,10 @@ def plain(mixer: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normed(mixer: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a norm for each, as FalconMamba and Jamba have them."""
+    """The same with a norm on each parameter, as in FalconMamba and Jamba."""
     time_step, inward, outward = _split(mixer, mixer.x_proj(inputs.mT))
     time_step, bias = mixer.dt_layernorm(time_step), mixer.dt_proj.bias
-    if hasattr(mixer.config, "_is_quantized"):  # no matrix to multiply by: transformers calls the module as well
+    if hasattr(mixer.config, "_is_quantized"):  # no plain weight matrix: transformers calls the module too
         time_step = (mixer.dt_proj(time_step) - bias).mT
     else:
         time_step = mixer.dt_proj.weight @ time_step.mT
@@ -40,7 +40,7 @@ def normed(mixer: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_each_head(mixer: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with weights for each head, as Zamba has them."""
+    """The same with separate weights for each head, as in Zamba."""
     time_step, inward, outward = _split(mixer, (mixer.x_proj_weight @ inputs).mT)
     return _positive(mixer.dt_proj_weight @ time_step.mT, mixer.dt_proj_bias), inward, outward
 
@@ -49,8 +49,8 @@ def mamba(original: Callable[..., Tensor], parameters: Parameters, heads: bool =
     """The body that runs in place of a Mamba mixer's ``forward``.
 
     Args:
-        original: That ``forward``, which is right for one token, and runs kernels where they are installed.
-        parameters: What makes the parameters of the scan.
+        original: That ``forward``, which is correct for one token, and runs kernels where they are installed.
+        parameters: Computes the parameters of the scan.
         heads: Whether the mixer has heads.
     """
 
@@ -62,7 +62,7 @@ def mamba(original: Callable[..., Tensor], parameters: Parameters, heads: bool =
         if tokens == 1 and before is not None:
             return original(mixer, hidden_states, cache_params=cache_params, **kwargs)
         projected = mixer.in_proj(hidden_states).mT
-        # Where there are heads, each input stands next to its gate.
+        # In mixers with heads, inputs and gates alternate.
         inputs, gate = projected.unflatten(1, (-1, 2)).unbind(2) if heads else projected.chunk(2, 1)
         context = layer.update_conv_state(inputs, conv_kernel_size=mixer.conv_kernel_size)
         inputs = mixer.act(causal_conv(context, mixer.conv1d.weight, mixer.conv1d.bias, tokens))

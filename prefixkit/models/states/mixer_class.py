@@ -1,8 +1,8 @@
 """The replacement class of modules that keep a state in place of KV, made from the original one.
 
 When one of our caches arrives, the packed tokens of a step go through the original ``forward`` in batches of sequences
-of equal length, each from the state before it; see ``attention/state_batches.py``.  With any other cache the original
-``forward`` runs as it is.
+of equal length, each sequence from the state before it; see ``attention/state_batches.py``.  With any other cache the
+original ``forward`` runs as it is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _INDEX = "layer_idx"
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that keep a state in place of KV, patched or not, by name; what such a module calls keeps
-    its own in the same cache, and is not among them.
+    """The modules of a model that keep a state in place of KV, patched or not, by name; submodules of such a module
+    are left out, although they may keep states in the same cache.
     """
     found = dict[str, nn.Module]()
     inside = set[nn.Module]()
-    for name, module in model.named_modules():  # which has a module before what is in it
+    for name, module in model.named_modules():  # a module comes before its submodules
         if is_mixer(module) and module not in inside:
             found[name] = module
             inside.update(module.modules())
@@ -61,7 +61,7 @@ def keeps_state(cls: type[nn.Module]) -> bool:
 
 @functools.cache
 def mixer_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a class that also understands our caches; the same for one original."""
+    """The subclass of a class that also accepts our caches; one subclass per original class."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -101,15 +101,15 @@ def run_texts(
     plain: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, SegmentCache]:
-    """The original ``forward`` for some sequences of a step, and the cache with the states after them.
+    """The output of the original ``forward`` for some sequences of a step, and the cache with the states after them.
 
     Args:
-        module, args, kwargs: As it was called, for ``[1, tokens]``.
-        tokens: Of the step.
-        select: From ``[1, tokens, ...]`` to ``[sequences, length, ...]``.
+        module, args, kwargs: The module, and the arguments that it was called with for ``[1, tokens]``.
+        tokens: Tokens of the step.
+        select: Selects the sequences' rows: ``[1, tokens, ...]`` to ``[sequences, length, ...]``.
         states, values: See :class:`SegmentCache`.
-        plain: Without any cache, by the original code.
-        forward: What runs in place of the original.
+        plain: Run the original code without a cache.
+        forward: Replaces the original ``forward``.
     """
     original = original_class(module)
     cache = SegmentCache(getattr(module, _INDEX, 0), states, values)

@@ -1,10 +1,10 @@
 """Linear recurrences from an initial state, in plain torch.
 
-A recurrence is ``state[t] = decay[t] * state[t - 1] + added[t]``, elementwise. Where a state is large, tokens run one
-after the other. Where it is so small that a step would be the launch of a kernel and little else, they form up to
-``sqrt(tokens)`` blocks. All blocks run side by side, each as if no token came before it; then the state at the start of
-each block follows from the blocks before; then each token's state receives what its block's start still weighs there.
-So 1,024 tokens take 64 steps, and each element is read a few times. Nothing is divided, so decays may underflow.
+A recurrence is ``state[t] = decay[t] * state[t - 1] + added[t]``, elementwise. If a state is large, tokens run one
+after the other. If it is so small that kernel launches would take most of the time, tokens form up to ``sqrt(tokens)``
+blocks. All blocks run side by side, each from a zero state; then the state at the start of each block is computed from
+the blocks before; then that state, multiplied by the decays in between, is added to the state of each token of the
+block. So 1,024 tokens take 64 steps, and each element is read a few times. Nothing is divided, so decays may underflow.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# By device: how many elements a step should have at least, and how many elements of states one pass makes at most: on a
-# CPU they should stay in its cache, on a GPU they take 128 MiB in float32.
+# By device: the least number of elements that a step should have, and the largest number of elements of states that one
+# pass computes: on a CPU they should stay in its cache, on a GPU they take 128 MiB in float32.
 _STEP = {"cpu": 2**12, "cuda": 2**18}
 _PASS = {"cpu": 2**18, "cuda": 2**25}
 
@@ -25,9 +25,9 @@ def scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
     """The state after each token.
 
     Args:
-        decay: What is left of the state before each token, ``[tokens, ...]``.
-        added: What each token adds, ``[tokens, ...]``.
-        state: The state before the first token, ``[...]``, of the dtype of the others.
+        decay: The factor of each token on the state before it, ``[tokens, ...]``.
+        added: The term that each token adds, ``[tokens, ...]``.
+        state: The state before the first token, ``[...]``, in the dtype of ``decay`` and ``added``.
 
     Returns:
         ``[tokens, ...]``.
@@ -36,7 +36,7 @@ def scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
     blocks = min(math.ceil(math.sqrt(tokens)), math.ceil(_STEP.get(state.device.type, _STEP["cuda"]) / state.numel()))
     width = math.ceil(tokens / blocks)
     blocks = math.ceil(tokens / width)
-    after = blocks * width - tokens  # tokens after the last, which no result depends on
+    after = blocks * width - tokens  # dummy tokens after the last, on which no result depends
     if after:
         decay, added = (torch.cat([each, each.new_zeros(after, *each.shape[1:])]) for each in (decay, added))
     decay, added = (each.reshape(blocks, width, *each.shape[1:]) for each in (decay, added))
@@ -56,9 +56,9 @@ def scan(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
 def selective_scan(
     inputs: Tensor, time_step: Tensor, rate: Tensor, inward: Tensor, outward: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba 1 from an initial state, which all tokens and groups of channels take at once.
+    """The scan of Mamba 1 from an initial state, for all tokens and groups of channels at once.
 
-    Computes in float32, or in float64 where the arguments are.
+    Computes in float32, or in float64 if the arguments are float64.
 
     Args:
         inputs: x, ``[batch, groups, channels, tokens]``.
@@ -94,10 +94,10 @@ def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, tokens: int
     """A depthwise causal convolution: its outputs for the last ``tokens`` tokens.
 
     Args:
-        inputs: ``[batch, channels, tokens or more]``: the tokens after those before them, as far as any are.
+        inputs: ``[batch, channels, tokens or more]``: the tokens, preceded by earlier ones if there are any.
         weight: ``[channels, 1, width]``.
         bias: ``[channels]``, or None.
-        tokens: How many outputs are wanted.
+        tokens: The number of outputs.
 
     Returns:
         ``[batch, channels, tokens]``.

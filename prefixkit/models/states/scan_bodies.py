@@ -1,6 +1,6 @@
-"""The classes with states whose own code does not continue a state by several tokens, by file and name.
+"""The classes with states whose own code cannot continue a state by several tokens, by file and name.
 
-No file of a model is imported here: a class is looked up once a model brings it.
+No file of a model is imported here: a class is looked up when a model contains it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain
 
 Body = Callable[..., Any]
 
-# What makes a body of the class's own ``forward``, and the modules whose weights the body reads without a call of them.
+# What wraps the class's own ``forward`` in a body, and the modules whose weights the body reads without calling them.
 _KNOWN: dict[tuple[str, str], tuple[Callable[[Body], Body], list[str]]] = {
     ("falcon_mamba", "FalconMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
     ("jamba", "JambaMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
@@ -31,13 +31,14 @@ _KNOWN: dict[tuple[str, str], tuple[Callable[[Body], Body], list[str]]] = {
 
 @functools.cache
 def states_body(cls: type[nn.Module]) -> Body | None:
-    """What to call in place of ``cls.forward``, with the same arguments, where the cache holds states of segments.
+    """The function to call instead of ``cls.forward``, with the same arguments, if the cache holds states of segments.
 
-    The cache has one layer of transformers' ``LinearAttentionLayer`` for the module, with the states of each segment of
-    the batch or, at the start of texts, with none; the states after the segments are read from it. No token is padding.
+    The cache has one ``LinearAttentionLayer`` of transformers for the module, with the states of each segment of the
+    batch or, at the start of texts, without states; the states after the segments are read from it. No token is
+    padding.
 
     Returns:
-        The body; None for a class whose own ``forward`` does all that.
+        The body; None for a class whose own ``forward`` can continue states.
     """
     folder = cls.__module__.rpartition(".modeling_")[2]
     if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":

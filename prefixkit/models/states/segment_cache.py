@@ -1,4 +1,4 @@
-"""The cache that a module which keeps a state gets for some tokens of a step, as transformers' own caches are."""
+"""The cache that a module with a state gets for some tokens of a step, with the interface of transformers' caches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SegmentCache(Cache):
 
     Args:
         layer_idx: The module's layer.
-        states: What it keeps; None: it is not known yet.
-        values: ``[sequences, *shape]`` of each, or where they lie in a pool; None at the beginning of texts.
+        states: The state tensors that the module keeps; empty if they are not known yet.
+        values: ``[sequences, *shape]`` for each of them, or its place in a pool; None at the start of texts.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class SegmentCache(Cache):
             else:
                 layer.conv_states[state.index], layer.is_conv_states_initialized[state.index] = value, True
                 layer.conv_kernel_size[state.index] = value.shape[-1]
-        if values is not None:  # of all: 5.17 asks for none in particular
+        if values is not None:  # for all states: 5.17 asks without an index
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
 
     def found(self) -> list[StateTensor]:
-        """What the module keeps, after a call for texts."""
+        """The state tensors that the module keeps, read after a call for texts."""
         kinds = (False, self.layer.conv_states), (True, self.layer.recurrent_states)
         return [
             StateTensor(recurrent, index, tuple(value.shape[1:]), value.dtype)
@@ -50,7 +50,7 @@ class SegmentCache(Cache):
         ]
 
     def values(self, states: Sequence[StateTensor]) -> list[Tensor]:
-        """``[sequences, *shape]`` of each after the call, or what it was given where they lie in a pool."""
+        """``[sequences, *shape]`` for each state after the call, or the place in a pool that was passed for it."""
         kinds = self.layer.conv_states, self.layer.recurrent_states
         return [kinds[one.recurrent][one.index] for one in states]
 

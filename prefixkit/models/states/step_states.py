@@ -1,4 +1,4 @@
-"""The tokens of a step through one module that keeps a state."""
+"""Runs the tokens of a step through one module that keeps a state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from prefixkit.models.states.mixer_class import run_texts
 def run_step(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, pool: StatePool, number: int
 ) -> Any:
-    """What the module returns for the rows of a step; its states go from the slots before them to those after.
+    """The module's output for the rows of a step; states are read from source slots and written to target slots.
 
     Args:
-        module, args, kwargs: As it was called, for ``[1, T]``.
-        step: Which rows run, in batches.
-        pool: Where states lie.
-        number: Which of its modules this is.
+        module, args, kwargs: The module, and the arguments that it was called with for ``[1, T]``.
+        step: The step, which says which rows run in which batches.
+        pool: The pool that holds the states.
+        number: The module's index in the pool.
     """
     states, tensors = pool.states[number], pool.tensors[number]
     made: list[Any] = []
@@ -38,7 +38,7 @@ def run_step(
         out, cache = run(states, before, forward=forward)
         for tensor, after in zip(tensors, cache.values(states), strict=True):
             if isinstance(after, PoolState):
-                continue  # it is there already
+                continue  # the op has written it to its slot
             tensor.index_copy_(0, batch.target, after if batch.writes is None else after.index_select(0, batch.writes))
         parts = out if isinstance(out, tuple) else (out,)
         made = made or [_empty(part, batch, step.num_rows) for part in parts]
@@ -54,7 +54,7 @@ def _before(
     source: Tensor,
     fused: FusedStep | None,
 ) -> list[Tensor | PoolState]:
-    """The states before a batch: copies, or where they lie if that is what runs its tokens."""
+    """The states before a batch: copies, or their places in the pool if an op updates them there."""
     target = batch.target
     if fused is not None and batch.writes is not None:
         target = torch.full_like(source, -1).index_copy_(0, batch.writes, target)
@@ -67,24 +67,24 @@ def _before(
 
 
 def _select(batch: StateBatch, packed: Tensor) -> Tensor:
-    """``[1, T, ...]`` to ``[B, L, ...]``."""
+    """The rows of a batch: ``[1, T, ...]`` to ``[B, L, ...]``."""
     rows = packed[0] if batch.rows is None else packed[0].index_select(0, batch.rows)
     return rows.view(-1, batch.length, *rows.shape[1:])
 
 
 def _of_tokens(part: Any, batch: StateBatch) -> bool:
-    """Whether a part of what a module returns is ``[B, L, ...]``, of each token."""
+    """Whether a part of a module's output is ``[B, L, ...]``, with an entry per token."""
     return isinstance(part, Tensor) and part.ndim > 2 and part.shape[1] == batch.length
 
 
 def _empty(part: Any, batch: StateBatch, rows: int) -> Any:
-    """Where ``[1, T, ...]`` of all batches comes, unless one batch has all rows."""
+    """The tensor ``[1, T, ...]`` for the outputs of all batches; None if one batch has all rows."""
     whole = batch.rows is None or not _of_tokens(part, batch)
     return None if whole else part.new_empty(1, rows, *part.shape[2:])
 
 
 def _put(made: Any, part: Any, batch: StateBatch) -> Any:
-    """The rows of a batch among those of all, or what is not of tokens as it is."""
+    """Write a batch's rows to the rows of all batches; a part without an entry per token is returned as it is."""
     if not _of_tokens(part, batch):
         return part
     rows = part.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Which cache a model takes: models without attention have another keyword for it, some have a class of their own."""
+"""The cache that a model accepts: models without attention name it otherwise, some have a cache class of their own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from prefixkit.models.attention_class import original_class
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """The keyword of a model's ``forward`` that takes a cache: models without attention have another."""
+    """The keyword for the cache in a model's ``forward``: models without attention use another name."""
     names = inspect.signature(original_class(model).forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache for a model: of the class of its own that its body takes by its annotation, else the usual one."""
+    """A cache for a model: of the model's own class if an annotation in its body names one, else the usual one."""
     try:
         hint = typing.get_type_hints(inspect.unwrap(original_class(model.base_model).forward)).get("past_key_values")
-    except (NameError, TypeError):  # annotations that name what is not there
+    except (NameError, TypeError):  # annotations with undefined names
         hint = None
     own = [one for one in typing.get_args(hint) if isinstance(one, type) and issubclass(one, DynamicCache)]
     if own and own[0] is not DynamicCache:
@@ -31,7 +31,7 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a step for a model: one without attention may have no positions, and another name for a cache."""
+    """The keywords of a step: models without attention may accept no positions, and name the cache otherwise."""
     keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
     if keyword != "past_key_values":
         given = {name: value for name, value in given.items() if name in names}
