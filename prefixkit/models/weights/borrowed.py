@@ -1,4 +1,4 @@
-"""The memory of weights: tensors over memory that others hold, and writes that torch counts nowhere else."""
+"""The memory of weights: tensors over memory that others own, and writes that torch's version counters miss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WITH_MEMORY = frozenset({Tensor, nn.Parameter})  # classes whose tensors do not 
 def borrowed(
     begin: int, device: torch.device, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor over memory that others hold: contiguous rows from an address on, valid for as long as they hold it."""
+    """A tensor over memory that others own: contiguous rows from an address on, valid while they own the memory."""
     size = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
     memory = storage_over(begin, device, size)
     return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape), tuple(stride))
 
 
 def optimizer_steps() -> int:
-    """Steps of all optimizers since the first question, by torch's hook for it.
+    """Steps of all optimizers since the first call of this function, counted by torch's hook.
 
     Fused optimizers write to parameters and leave torch's version counters as they are.
     """

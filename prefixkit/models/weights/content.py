@@ -1,12 +1,12 @@
-"""Whether KV of earlier calls may be used: the version of the weights, and a comparison of what their memory holds.
+"""Whether KV of earlier calls may be used: the version of the weights, and a comparison of their memory's content.
 
 torch counts most writes to a tensor, and these counters are read.  It does not count a write through
 ``tensor.data``, another tensor over the same memory, a numpy view or a raw pointer.  So memory is compared too, by
 digests in integer arithmetic: each 64-bit word is multiplied by an odd number that depends on its place, modulo 2**64,
-so a change of one word always changes the sum, and words that change places do.
+so a change of one word always changes the sum, and so does exchanging words.
 
-A sample of every tensor is compared at each call; all of the memory where that costs less than the KV saves, and at
-most for 1/100 of the time, as long as it finds nothing.
+A sample of every tensor is compared at each call.  All memory is compared if that costs less than the KV saves, and for
+at most 1/100 of the time while no comparison finds a change.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from prefixkit.models.weights.state import ModelState, state_of
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
-SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention modules that has the choice
+SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention modules that holds the setting
 
-# 64-bit words of a sample of a tensor; models of so few words are compared whole at each call.
+# 64-bit words in the sample of a tensor; the most words of a model that is compared whole at each call.
 _SAMPLE, _SMALL = 64, 1 << 17
-# Words of the accumulator of a digest of all memory: it stays in the cache while memory streams by.
+# Words of the accumulator of a digest of all memory: the accumulator stays in the cache while weights stream through.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-# To compare all memory reads each weight once, and a token of a prompt multiplies by it once: this many tokens take as
-# long on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
+# Comparing all memory reads each weight once, and a token of a prompt multiplies by each weight once: this many tokens
+# take as long as a comparison on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
 _TOKENS_WORTH = {"cpu": 32, "cuda": 512}
 # All memory is compared for at most this share of the time; and at most ``_BURST`` times in a row.
 _SHARE, _BURST = 1 / 100, 3
@@ -48,20 +48,20 @@ _VERSIONS_KNOWN = 4
 def kv_version(model: nn.Module, found: Callable[[], int] = lambda: 0, state: ModelState | None = None) -> int:
     """A number that differs from an earlier one whenever what the model computes may have changed in between.
 
-    ``docs/howto/memory.md`` lists what it sees.  Weights that lie elsewhere with the same values, as packed ones, have
-    the version of before, and so have adapters that are switched back.
+    ``docs/howto/memory.md`` lists the changes that it detects.  Weights that move without a change of values, as packed
+    weights do, keep their version, and adapters that are switched back get their earlier version again.
 
-    What the sample can miss is a write to some elements alone, such as one row of a matrix, that torch does not count,
-    where the KV found is short or all memory was compared three times in short succession;
+    The sample can miss a write that torch does not count and that changes only some elements, such as one row of a
+    matrix, if the KV found is short or all memory was compared three times in short succession;
     ``prefixkit.patch(model, compare_weights="always")`` compares all memory.  Changes that are undone before the next
-    question are not seen.  A model whose weights are loaded anew for each step, as accelerate's offloading does, has a
-    new version after each.
+    call of this function are not detected.  A model whose weights are loaded anew for each step, as by accelerate's
+    offloading, has a new version after each step.
 
-    No two models have a number in common.  The model is not kept alive.
+    No two models share a number.  The model is not kept alive.
 
     Args:
-        found: How many tokens' KV of earlier calls this call would use; asked for where it matters.
-        state: The model's, where it is known.
+        found: Returns how many tokens' KV of earlier calls this call would use; called only if that matters.
+        state: The model's state, if the caller has it.
     """
     with _lock:
         content = _contents.setdefault(model, _Content())
@@ -79,11 +79,11 @@ class _Known:
     """A version that a model had.
 
     Attributes:
-        facts: What is compared at once: how modules run, torch's counters of writes, dtypes and strides.
-        objects: Functions that ran in the place of modules' own ``forward``, and tensors that had no memory to read.
-        places, steps: Where the weights lay, and steps of optimizers: where these differ, all memory is compared.
-        sample, whole: Digests of the memory; None where the sample is all of it.
-        number: What :func:`kv_version` has returned.
+        facts: What is compared first: how modules run, torch's counters of writes, dtypes and strides.
+        objects: Functions that replaced modules' own ``forward``, and tensors without readable memory.
+        places, steps: Addresses of the weights, and steps of optimizers: if these differ, all memory is compared.
+        sample, whole: Digests of the memory; ``whole`` is None if the sample covers all memory.
+        number: The number that :func:`kv_version` has returned.
     """
 
     facts: list[Hashable]
@@ -100,7 +100,7 @@ class _Known:
 
 
 class _Content:
-    """The versions that a model had lately, and what reads its memory."""
+    """The latest versions of a model, and the reader of its memory."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -128,7 +128,7 @@ class _Content:
         return known.number
 
     def _agrees(self, state: ModelState, known: _Known, moved: bool, found: Callable[[], int]) -> bool:
-        """Whether all memory holds what it held, if it is worth the time to compare it."""
+        """Whether all memory is unchanged; True without a comparison if comparing is not worth its time."""
         if known.whole is None:
             return True
         if moved:
@@ -146,14 +146,14 @@ class _Content:
 
 
 def _with_memory(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors with memory of their own that these are or consist of; none of sparse ones."""
+    """The tensors with memory of their own that these tensors are or consist of, without sparse ones."""
     if not WITH_MEMORY.issuperset(map(type, tensors)):
         tensors = [part for tensor in tensors for part in parts_of(tensor)]
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
 def _writes(tensors: list[Tensor]) -> list[int]:
-    """torch's counters; none where some tensors were made in inference mode, in which it counts no writes."""
+    """torch's version counters; empty if a tensor was made in inference mode, in which torch counts no writes."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -161,7 +161,7 @@ def _writes(tensors: list[Tensor]) -> list[int]:
 
 
 class _Allowance:
-    """How many comparisons of all memory may run: some at once, and as many as take a share of the time."""
+    """How many comparisons of all memory may run: a burst at first, then as many as fit a share of the time."""
 
     def __init__(self) -> None:
         self._left, self._seconds, self._at = float(_BURST), float("inf"), 0.0
@@ -173,20 +173,20 @@ class _Allowance:
         return self._left >= 1
 
     def spend(self, seconds: float) -> None:
-        """Count a comparison that took ``seconds``; the fastest so far sets the rate, because others were held up."""
+        """Count a comparison that took ``seconds``; the fastest so far sets the rate, because slower ones waited."""
         self._left, self._seconds = self._left - 1, min(self._seconds, seconds)
 
     def restore(self) -> None:
-        """As if none had run: weights do change here in ways that torch does not count."""
+        """Allow a full burst again: weights of this model change in ways that torch may not count."""
         self._left = float(_BURST)
 
 
 class _Words:
-    """The memory of tensors as words, without a hold on it: what is read is read while the tensors live.
+    """The memory of tensors as words; it does not keep the memory alive, so it is read only while the tensors live.
 
     Attributes:
-        places: Where each tensor begins, and how long it is.
-        small: Whether a sample is all there is.
+        places: Address and bytes of each tensor.
+        small: Whether the sample covers all memory.
         tokens_worth: Tokens of a prompt that are computed in the time that :meth:`all` takes.
     """
 
@@ -197,7 +197,7 @@ class _Words:
         self.small, self.tokens_worth = True, 0
 
     def update(self, tensors: Sequence[Tensor]) -> None:
-        """Take the tensors that the next digests are of; their memory is looked up again where it is elsewhere."""
+        """Set the tensors of the next digests; their memory is looked up again if any of them has moved."""
         places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         if places == self.places:
             return
@@ -233,13 +233,13 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _spread(words: Tensor) -> Tensor:
-    """Some words from all over a tensor; an odd stride, so that they are not all of one column."""
+    """Some words from all over a tensor; their stride is odd, so that they are not all from one column."""
     stride = max(1, ((len(words) - 1) // (_SAMPLE - 1) - 1) | 1) if len(words) > _SAMPLE else 1
     return words.as_strided((min(_SAMPLE, len(words)),), (stride,))
 
 
 def _words_of(tensor: Tensor) -> list[Tensor]:
-    """The memory from a tensor's first element to its last, as 64-bit words, or as bytes where it has none."""
+    """The memory from a tensor's first element to its last, as 64-bit words, or as bytes if words do not fit it."""
     if not tensor.numel() or tensor.device.type not in _BLOCK:
         return []
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

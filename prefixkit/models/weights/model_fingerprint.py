@@ -1,4 +1,4 @@
-"""Whether a model is that of another run, without reading all of it."""
+"""Whether a model is the same as in another run, without reading all of it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from prefixkit.models.variants.layer_variants import variants_text
 from prefixkit.models.weights.state import adapter_states
 
 ELEMENTS = 256  # of each tensor
-# Fields of a config that change nothing of what a layer computes.
+# Fields of a config that do not affect what a layer computes.
 _NO_PART_OF_KV = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 def model_fingerprint(model: Any, stop_token_ids: tuple[int, ...]) -> str:
     """SHA-256 of a model's parameters and buffers by name, shape and type, of some elements of each, and of its stops.
 
-    256 elements, evenly spaced, stand for a tensor: training changes some of them, a single weight written by hand may
-    not be among them.  A model that is split over processes has the fingerprint that it has in one; all of them ask.
+    Of each tensor, 256 evenly spaced elements are read: training changes some of them, but a single weight written by
+    hand may not be among them.  A model that is split over processes has the same fingerprint as in one process; all
+    processes must call this function.
 
     Args:
         model: A loaded model.
@@ -45,12 +46,12 @@ def model_fingerprint(model: Any, stop_token_ids: tuple[int, ...]) -> str:
 
 
 def kv_fingerprint(model: Any) -> str:
-    """SHA-256 of what a model's KV depends on: weights, as :func:`model_fingerprint` takes them, config and adapters.
+    """SHA-256 of what a model's KV depends on: weights, read as by :func:`model_fingerprint`, config and adapters.
 
-    Tokens that end samples are no part of it: they change which tokens follow, not their KV.
+    Tokens that end samples are not included: they change which tokens follow, not their KV.
 
     Raises:
-        UnsupportedModel: it holds no transformers model.
+        UnsupportedModel: ``model`` contains no transformers model.
     """
     config = {
         name: value
@@ -64,5 +65,5 @@ def kv_fingerprint(model: Any) -> str:
 
 
 def kv_origin(facts: ModelFacts) -> Origin:
-    """What the KV of a model is of: :func:`kv_fingerprint`, and the variants of attention that its layers apply."""
+    """The origin of a model's KV: its :func:`kv_fingerprint`, and the variants of attention that its layers apply."""
     return Origin(kv_fingerprint(facts.model), variants_text(facts.variants))

@@ -1,4 +1,4 @@
-"""What a model computes with: its tensors, how its modules run, and the numbers that they keep."""
+"""What a model computes with: its tensors, how its modules run, and the numbers that modules store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from prefixkit.models.weights.borrowed import WITH_MEMORY, parts_of
 # Types of plain attributes that a module may compute with.
 _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int32, np.int64})
 _CONTAINERS = frozenset({list, tuple, dict})
-# What every module has, and what of it is read.
+# The attributes of every module, and those of them that are read.
 _COMMON = frozenset(nn.Module().__dict__)
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-# What reads a module's attributes, its class's name and whether that is an adapter's, by class and number of
-# attributes: modules of one class mostly have the same.
+# By class and number of attributes (modules of one class mostly have the same attributes): the function that reads a
+# module's attributes, the name of the class, and whether the class is an adapter's.
 _readers: dict[tuple[type[nn.Module], int], tuple[Callable[[dict[str, Any]], Any], str, bool]] = {}
 
 
@@ -33,12 +33,12 @@ class ModelState:
     """What a model computes with, in a fixed order.
 
     Attributes:
-        tensors: Parameters and buffers, and what variants of attention capture.
+        tensors: Parameters and buffers, and the tensors that variants of attention capture.
         modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config, the code
             of its variant of attention; autocast.
-        forwards: Functions that run in the place of modules' own ``forward``.
-        plain: Tensors that modules keep as plain attributes.
-        modules: The modules; one that is in two places twice.
+        forwards: Functions that replace modules' own ``forward``.
+        plain: Tensors that modules store as plain attributes.
+        modules: The modules; a module that is in two places is listed twice.
     """
 
     tensors: list[Tensor]
@@ -49,9 +49,9 @@ class ModelState:
 
 
 def weights_places(model: nn.Module) -> Hashable:
-    """Where parameters and buffers lie, and how modules use them: a CUDA graph of the model is invalid once it differs.
+    """Addresses of parameters and buffers, and how modules use them; CUDA graphs of the model are stale if it changes.
 
-    Unlike the version, it differs where weights were packed, and not where they were written to in place.
+    Unlike the version, it changes when weights are packed, and stays when weights are written in place.
     """
     state = state_of(model)
     tensors = state.tensors
@@ -61,14 +61,14 @@ def weights_places(model: nn.Module) -> Hashable:
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
-    """Which adapters are active, disabled and merged, and their scales, by the names of the modules that have some."""
+    """Which adapters are active, disabled and merged, and their scales, by the names of modules with adapters."""
     named = model.named_modules()
     found = [(name, module) for name, module in named if _is_adapter(type(module))]  # type: ignore[arg-type]
     return {name: (*_adapter_state(module),) for name, module in found}
 
 
 def state_of(model: nn.Module) -> ModelState:
-    """What a model computes with; nothing of it is kept from an earlier question."""
+    """What a model computes with, read anew at each call."""
     found: list[Tensor | None] = []
     modes: list[Hashable] = []
     forwards: list[Callable[..., Any]] = []
@@ -82,7 +82,7 @@ def state_of(model: nn.Module) -> ModelState:
             getter, name, adapts = _readers.get((type(module), len(module.__dict__))) or _reader(module)
             try:
                 parameters, buffers, children, hooks, pre_hooks, *values = getter(module.__dict__)
-            except KeyError:  # other attributes than the last of its class with as many
+            except KeyError:  # other attributes than the last module of its class had
                 getter, name, adapts = _reader(module)
                 parameters, buffers, children, hooks, pre_hooks, *values = getter(module.__dict__)
             modules.append(module)
@@ -95,7 +95,7 @@ def state_of(model: nn.Module) -> ModelState:
                 left += children.values()
             if hooks or pre_hooks:
                 modes.append((*hooks, None, *pre_hooks))  # numbers, never reused
-            if _NUMBERS.issuperset(map(type, values)):  # whether it is in training mode, too
+            if _NUMBERS.issuperset(map(type, values)):  # including whether the module is in training mode
                 modes += values
                 values = []
             else:
@@ -125,7 +125,7 @@ def state_of(model: nn.Module) -> ModelState:
 
 
 def plain_numbers(owner: Any) -> list[Hashable]:
-    """The numbers that a module or a config keeps as plain attributes, in lists, tuples and dicts too."""
+    """The numbers that a module or a config stores as plain attributes, also those in lists, tuples and dicts."""
     found: list[Hashable] = []
     for value in vars(owner).values():
         if (kind := type(value)) in _NUMBERS:
@@ -142,25 +142,25 @@ def _numbers_in(values: Any) -> list[Hashable]:
 
 
 def _reader(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], str, bool]:
-    """What reads a module's attributes, those of ``_READ``, its mode and what not every module has; its class's name,
-    and whether it is an adapter.
+    """The function that reads a module's attributes (those of ``_READ``, its mode, and attributes that not every module
+    has); the name of its class; and whether the class is an adapter's.
     """
     kind, parts = type(module), module.__dict__
-    # A module that torch.compile has made keeps no mode of its own.
+    # A module made by torch.compile stores no mode of its own.
     getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON or name == "training"])
     found = _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
     return found
 
 
 def adapters_by_row(state: ModelState) -> bool:
-    """Whether PEFT has been told which adapter each row of a batch takes, which it says to its layers by hooks."""
+    """Whether PEFT has been told which adapter each row of a batch uses, which it passes to its layers by hooks."""
     return any(module._forward_pre_hooks for module in state.modules if _is_adapter(type(module)))  # type: ignore[arg-type]
 
 
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # some weights have no memory to speak of
+    except RuntimeError:  # some weights have no memory with an address
         return id(tensor)
 
 
@@ -168,7 +168,7 @@ def _address(tensor: Tensor) -> int:
 def _is_adapter(kind: type[nn.Module]) -> bool:
     """Whether modules of a class choose between adapters: tuner layers of PEFT, and its wrappers of whole modules.
 
-    They are known by their place: PEFT need not be installed.
+    The module that defines a class identifies it, so PEFT need not be installed.
     """
     return any(cls.__module__.startswith("peft.") and hasattr(cls, "set_adapter") for cls in kind.__mro__)
 
@@ -178,7 +178,7 @@ def _adapter_state(module: nn.Module) -> list[Hashable]:
         _frozen(getattr(module, name, None)) for name in ("_active_adapter", "_disable_adapters", "merged_adapters")
     ]
     for name, value in module.__dict__.items():
-        if "scal" in name:  # `scaling` of LoRA; other tuners have names of their own for it
+        if "scal" in name:  # `scaling` of LoRA; other tuners name it differently
             state += (name, _frozen(value))
     return state
 
