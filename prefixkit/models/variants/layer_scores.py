@@ -1,4 +1,4 @@
-"""What an attention layer does to scores, as one variant: what it asks for itself, and what its user adds."""
+"""All changes of an attention layer's scores as one variant: those of the layer itself, and its user's variant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefixkit.attention.variants import (
 )
 from prefixkit.attention.visible import Visible
 
-# By the user's variant, whose tensors are free once it goes: what layers apply, which is known while it exists.
+# Per user's variant (weakly, so that its tensors are freed with it): the variants composed with it, and their keys.
 _Asked = tuple[Visible, float | None, bool, Variant | None]
 _composed: WeakKeyDictionary[Variant, dict[_Asked, tuple[Variant | None, str]]] = WeakKeyDictionary()
 
@@ -24,16 +24,16 @@ _composed: WeakKeyDictionary[Variant, dict[_Asked, tuple[Variant | None, str]]] 
 def register_variant(
     visible: Visible, cap: float | None, sinks: bool, bias: Variant | None = None, user: Variant | None = None
 ) -> str:
-    """The key of causal attention with what a layer asks for: what is visible, a cap, None for none, sinks, and a
-    variant besides, which is first; and with its user's variant, which is last (:func:`prefixkit.patch` says why).
+    """The key of causal attention with what a layer applies: first a bias, then a cap (None: no cap), the visible range
+    and sinks, and last its user's variant (:func:`prefixkit.patch` explains the order).
 
-    The key is good as long as the user's variant exists, of which it takes what an op computes (``Variant.parts``).
+    The key is valid while the user's variant exists; ``user`` is a part that an op computes (``Variant.parts``).
     """
     asked = visible, cap, sinks, bias
     known = _composed.setdefault(CAUSAL if user is None else user, {})
     if asked not in known:
         parts: list[Variant] = [] if bias is None else [bias]
-        causal = user is None or not user.looks_ahead  # a layer's own range then bounds only what is before a query
+        causal = user is None or not user.looks_ahead  # else a layer's own range bounds only tokens before a query
         if cap is not None:
             parts.append(soft_cap(cap))
         if visible.window is not None:

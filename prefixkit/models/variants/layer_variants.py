@@ -1,8 +1,8 @@
 """Variants of attention that users give to the layers of a patched model.
 
-A variant is an attribute of the attention module that it is for, beside what :func:`prefixkit.patch` keeps there.  What
-a layer caches depends on the variants of the layers before it, so they are part of a layer's kind, by which calls share
-KV; and what their functions capture counts as weights do, so that a change in place is noticed at the next call.
+A variant is stored as an attribute of its attention module.  What a layer caches depends on the variants of the layers
+before it, so variants are part of a layer's kind, and calls share KV only between equal kinds.  Tensors and numbers
+that a variant's functions capture count as weights, so that a change in place is noticed at the next call.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from prefixkit.models.own_attention.known import own_code
 
 log = logging.getLogger("prefixkit")
 
-LAYER_VARIANT = "_prefixkit_variant"  # the attribute of patched attention modules that have one
+LAYER_VARIANT = "_prefixkit_variant"  # the attribute of patched attention modules with a variant
 
-# What users say: one variant for all attention layers, or for each layer number its own or none.
+# What users pass: one variant for all attention layers, or per layer number a variant or None.
 LayerVariants = Variant | Mapping[int, Variant | None] | Callable[[int], Variant | None]
 
 _measuring: ContextVar[bool] = ContextVar("prefixkit_measuring", default=False)
@@ -35,7 +35,7 @@ _measuring: ContextVar[bool] = ContextVar("prefixkit_measuring", default=False)
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """In this block layers may run without a tree, and then without their variants: what the model itself does is
+    """In this block layers may run without a tree, and then without their variants: the model's own attention is
     measured.
     """
     token = _measuring.set(True)
@@ -46,8 +46,8 @@ def measuring() -> Iterator[None]:
 
 
 def refuse_without_tree(module: nn.Module) -> None:
-    """Raise UnsupportedVariant where an attention module with a variant is called without a tree, which would leave its
-    variant out.
+    """Raise UnsupportedVariant if an attention module with a variant is called without a tree, because it would run
+    without its variant.
     """
     if not _measuring.get():
         raise UnsupportedVariant(
@@ -59,7 +59,7 @@ def refuse_without_tree(module: nn.Module) -> None:
 
 
 def _check_asks_one(function: Callable[..., object]) -> None:
-    """Raise TypeError for what cannot be called with a layer's number alone, as a ``score_mod`` cannot."""
+    """Raise TypeError unless ``function`` can be called with a layer's number alone, as a ``score_mod`` cannot."""
     try:
         signature(function).bind(0)
     except TypeError:
@@ -76,12 +76,12 @@ def chosen_variants(given: LayerVariants | None, numbers: Sequence[int]) -> dict
 
     Args:
         given: See :func:`prefixkit.patch`.
-        numbers: Those of the attention layers.
+        numbers: The numbers of the attention layers.
 
     Raises:
-        TypeError: it is none of these, or what it gives for a layer is no variant; or a function of a variant captures
-            something that has no content to go by.
-        UnsupportedVariant: it names a layer that is no attention layer.
+        TypeError: ``given`` is of another type, or gives a layer something that is no variant; or a function of a
+            variant captures an object whose content cannot be compared.
+        UnsupportedVariant: ``given`` names a layer that is no attention layer.
     """
     if given is None or isinstance(given, Variant):
         found: dict[int, object] = dict.fromkeys(numbers, given)
@@ -124,11 +124,11 @@ def with_variants(
     """The kinds of attention layers that apply variants.
 
     Args:
-        kinds: As measured.
-        numbers: Of the layers.
-        classes: Those of their attention modules without the patch, by layer number.
-        variants: By layer number.
-        rotations: Measures how the queries of each layer turn with their position.
+        kinds: The kinds as measured.
+        numbers: The numbers of the layers.
+        classes: The classes of their attention modules without the patch, by layer number.
+        variants: The variants, by layer number.
+        rotations: Measures how position rotates the queries of each layer.
 
     Raises:
         UnsupportedVariant: a layer cannot apply its variant.
@@ -143,7 +143,7 @@ def with_variants(
                 f"layer {number} ({classes[number].__name__}) cannot apply the variant {variant.name!r}: {why}; leave "
                 "the layer out, with patch(model, variant={layer number: variant, ...})"
             )
-        # Queries that attend over latents as they are have no kernel that changes scores.
+        # No kernel that attends over latents without expanding them can change scores.
         rotation = None if variant.streaming is None else rotations()[place]
         found.append(replace(kind, variant=variant, absorbs=False, rotation=rotation))
     return tuple(found)
@@ -171,7 +171,7 @@ def _obstacle(kind: LayerKind, cls: type, variant: Variant) -> str | None:
 
 
 def _obstacle_to_streaming(kind: LayerKind, own_code: bool, streaming: Streaming | None) -> str | None:
-    """Why a layer cannot attend at positions in the cache; None if it can, or is not asked to."""
+    """Why a layer cannot attend at positions in the cache; None if it can, or does not have to."""
     if streaming is None:
         return None
     if kind.expands or kind.biased or own_code:
@@ -186,7 +186,7 @@ def _obstacle_to_streaming(kind: LayerKind, own_code: bool, streaming: Streaming
 
 
 def same_variant(one: Variant | None, other: Variant | None) -> bool:
-    """Whether two variants do the same, also when a tensor that one captures changes in place."""
+    """Whether two variants compute the same, even after a tensor that one of them captures changes in place."""
     if one is None or other is None or one is other:
         return one is other
     ours, theirs = parts_of(one), parts_of(other)
@@ -199,8 +199,8 @@ def same_variant(one: Variant | None, other: Variant | None) -> bool:
 
 
 def set_variants(modules: Mapping[int, nn.Module], variants: Mapping[int, Variant]) -> bool:
-    """Give attention modules, by layer number, the variants of these layers, and the others none; whether any layer now
-    computes something else.
+    """Set the variants of attention modules, by layer number, and remove those of the others; returns whether any layer
+    now computes something else.
     """
     changed = False
     for number, module in modules.items():
@@ -234,7 +234,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def refuse_changed(before: str, now: str) -> NoReturn:
-    """UnsupportedVariant: a cache goes on whose KV is of other variants than the model applies now."""
+    """Raise UnsupportedVariant for a cache whose KV was computed under other variants than the model applies now."""
     raise UnsupportedVariant(
         f"TreeCache: its KV was computed with {before or 'no variant'}, and the model now applies "
         f"{now or 'no variant'}; reset() the cache, or patch the model as it was"

@@ -1,4 +1,4 @@
-"""Plans with classes of blocks under a variant's mask, which the layers of a kind share."""
+"""Plans that classify their blocks under a variant's mask; the layers of a kind share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefixkit.ops.attention_ops import plan_under_mask
 
 
 def mask_of(layer: LayerPages) -> str:
-    """Key of the variant whose masks hide KV from a layer's queries, whatever cap and sinks it has; made once."""
+    """Key of a variant with all masks that hide KV from a layer's queries, without cap and sinks; made once."""
     if "masks" not in layer.keys:
         user = None if layer.kind.variant is None else layer.kind.variant.parts[0]
         layer.keys["masks"] = (register_variant(layer.kind.visible, None, False, None, user),)
@@ -24,14 +24,14 @@ def masked_plan(
 ) -> list[Tensor]:
     """A plan of a step with classes of its blocks (``classify_blocks``), made once for all layers of a kind.
 
-    Decode steps go without where masks depend on positions alone: kernels then know which blocks are hidden from ranges
-    of these, and classes would cost more than they save.  Under other masks, such as documents, a layer takes less time
-    (``h200_variants.json``), for one launch a step, which a captured step repeats.
+    Decode steps use no classes if masks depend on positions alone: kernels then find hidden blocks from ranges of
+    positions, and classes would cost more than they save.  Under other masks, such as document masks, classes reduce a
+    layer's time (``h200_variants.json``) for one launch per step, which a captured step replays.
 
     Args:
         step, plan: The step, and its plan for these layers.
-        layer: One of them.
-        known: What was made in this step, by plan and mask.
+        layer: One of these layers.
+        known: The plans made in this step, by plan and mask.
     """
     at = layer.plan, mask_of(layer)
     variant = lookup(at[1])
