@@ -34,11 +34,11 @@ def attend_latents(
 
     Args:
         module: The attention module, whose ``expand_kv`` makes K and V.
-        pages: Of latents and of rotary keys.
+        pages: The pages of latents and of rotary keys.
         shape: The heads of K and V.
         step: The step in progress.
-        plans: Of its expanded and its absorbed part.
-        q, scale, variant: As ``tree_attention`` takes them; the variant leaves scores alone and has no sinks.
+        plans: The plans of the expanded and of the absorbed part.
+        q, scale, variant: As for ``tree_attention``; the variant does not change scores and has no sinks.
     """
     expanded, absorbed = plans
     if len(expanded.tensors) > 1:  # made for kernels
@@ -58,7 +58,7 @@ def attend_latents(
 
 
 def plain_plans(shape: HeadShape, sizes: Sequence[int], plans: tuple[StepPlan, ...], q: Tensor) -> list[StepPlan]:
-    """The same for plain torch, where the layer's maps are not as they were measured; with a line in the log."""
+    """The plans of both parts for plain torch, if the layer's maps are not as they were measured; logs that."""
     log.warning("attention over latents runs in plain torch: K and V are no longer linear in what is cached")
     parts = [LatentPart(part, shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
     planners = [plain_torch().latent_parts[part.part].planner_for(part, q.device, q.dtype, 1) for part in parts]
@@ -66,7 +66,7 @@ def plain_plans(shape: HeadShape, sizes: Sequence[int], plans: tuple[StepPlan, .
 
 
 def _rows(plan: StepPlan, q: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
-    """The queries of a part and their positions; None where it has none."""
+    """The queries of a part and their positions; None if the part has no queries."""
     if plan.rows is None:
         return q, step.positions
     return (q[plan.rows], step.positions[plan.rows]) if len(plan.rows) else None
@@ -99,7 +99,7 @@ def _absorb(
     q, positions = rows
     latent, rotary = (of.shape[3] for of in pages)
     maps = maps_of(module, latent, rotary, pages[0], lambda: plan.kv_tokens_read(plan.tree.length))
-    if maps is None:  # the same rows, but K and V are made
+    if maps is None:  # the same rows, by expanding K and V
         attend = plain_torch().latent_parts[Part.EXPANDED].attend
         return _expand(attend, module, pages, rows, plan, scale, variant, shape=shape)
     attend = part_backend(q.device, Part.ABSORBED).attend

@@ -1,10 +1,10 @@
-"""The linear maps by which an attention module's ``expand_kv`` makes K and V of a latent and rotary keys.
+"""The linear maps by which an attention module's ``expand_kv`` makes K and V from a latent and rotary keys.
 
-K of head h is ``A_h [c; r]`` and V is ``D_h c``.  Both are measured: the module expands the basis vectors.  Mostly they
-are rows of a weight, which is found by comparing, and nothing else of the module is read.  Then its place is kept, and
-each call views the weight as it is.  Else (adapters, quantised weights) no map is kept: the module expands the basis
-again at each call, which takes as long as expanding ``latent + rotary`` tokens, and no write to any weight can make the
-maps stale.
+K of head h is ``A_h [c; r]`` and V is ``D_h c``.  Both maps are measured: the module expands the basis vectors.  Mostly
+the maps are rows of a weight, which is found by comparison, and ``expand_kv`` reads nothing else of the module.  Then
+the place of these rows is cached, and each call views the weight as it is.  Else (adapters, quantised weights) no map
+is cached: the module expands the basis again at each call, which takes as long as expanding ``latent + rotary`` tokens,
+and no write to any weight can make the maps stale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from prefixkit.models.weights.state import ModelState, state_of
 
-EXPAND = "expand_kv"  # the method of an attention module that makes K and V of cached latents
+EXPAND = "expand_kv"  # the method of an attention module that makes K and V from cached latents
 _PLAIN = (nn.Parameter, Tensor)  # classes whose tensors do not consist of others
 
 
@@ -30,11 +30,11 @@ class LatentMaps:
     """The maps of one module, for one call of its attention.
 
     Attributes:
-        key: ``[heads, made, latent]`` from a latent to the elements of K at ``made``.
-        value: ``[heads, v_dim, latent]`` from a latent to V.
-        made, copied: Which elements of K; at ``copied`` are the rotary keys as they are.
-        rotary: ``[heads, made, rotary]`` from rotary keys to the elements at ``made``, where none are copied.
-        key_bias, value_bias: ``[heads, k_dim]`` and ``[heads, v_dim]`` what K and V have besides; None for nothing.
+        key: ``[heads, made, latent]`` maps a latent to the elements of K at ``made``.
+        value: ``[heads, v_dim, latent]`` maps a latent to V.
+        made, copied: Indices of elements of K: computed ones, and at ``copied`` those that are the rotary keys.
+        rotary: ``[heads, made, rotary]`` maps rotary keys to the elements at ``made``; None if they are copied.
+        key_bias, value_bias: ``[heads, k_dim]`` and ``[heads, v_dim]`` constants added to K and V; None for none.
     """
 
     key: Tensor
@@ -46,9 +46,9 @@ class LatentMaps:
     value_bias: Tensor | None = None
 
     def absorb(self, q: Tensor) -> Tensor:
-        """``[rows, heads, k_dim]`` to ``[rows, heads, latent + rotary]``: what meets ``[c; r]`` as q meets K.
+        """``[rows, heads, k_dim]`` to ``[rows, heads, latent + rotary]``, whose product with ``[c; r]`` is q times K.
 
-        It is float32 on a CPU, where attention is too, and else in q's dtype.
+        The result is float32 on a CPU, as attention is, and elsewhere in q's dtype.
         """
         q = _computed(q)
         made = q[..., self.made].transpose(0, 1)
@@ -59,21 +59,21 @@ class LatentMaps:
         return torch.cat((of_latent, of_rotary), dim=2).transpose(0, 1)
 
     def values(self, out: Tensor) -> Tensor:
-        """``[rows, heads, latent]`` means of latents to ``[rows, heads, v_dim]`` those of V, float32."""
+        """``[rows, heads, latent]`` means of latents to ``[rows, heads, v_dim]`` means of V, float32."""
         weight = _computed(self.value)
         made = torch.bmm(out.to(weight.dtype).transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).float()
         return made if self.value_bias is None else made + self.value_bias
 
     def shift(self, q: Tensor) -> Tensor | None:
-        """``[rows, heads]`` float32 what all scores of a query have besides, before they are scaled."""
+        """``[rows, heads]`` float32 the constant that K's bias adds to all scores of a query, before scaling."""
         return None if self.key_bias is None else (q.float() * self.key_bias).sum(2)
 
 
 def is_affine(module: nn.Module, latent: Tensor, rotary: Tensor) -> bool:
-    """Whether some tokens show that ``expand_kv`` is affine in what it expands, and makes V of the latent alone.
+    """Whether some tokens show that ``expand_kv`` is affine in its arguments, and makes V from the latent alone.
 
     Args:
-        latent, rotary: ``[1, heads, tokens, dim]`` what it expands, of three different tokens or more.
+        latent, rotary: ``[1, heads, tokens, dim]`` its arguments, for three different tokens or more.
     """
     if latent.shape[1] != 1 or rotary.shape[1] != 1:
         return False
@@ -86,12 +86,12 @@ def is_affine(module: nn.Module, latent: Tensor, rotary: Tensor) -> bool:
 
 
 def maps_of(module: nn.Module, latent: int, rotary: int, kv: Tensor, tokens: Callable[[], int]) -> LatentMaps | None:
-    """The maps of a module by its weights as they are; None where there are none, or they cost more than they save.
+    """The maps of a module with its present weights; None if it has no maps, or they cost more than they save.
 
     Args:
-        latent, rotary: Elements of what it caches of a token.
-        kv: Some tensor of the dtype and on the device of what it caches.
-        tokens: How many it would expand without.
+        latent, rotary: Elements of the latent and of the rotary keys that the module caches per token.
+        kv: A tensor with the dtype and device of the cached tensors.
+        tokens: Returns how many tokens the module would expand without maps.
     """
     state = state_of(module)
     known = _known.get(module)
@@ -107,14 +107,14 @@ def maps_of(module: nn.Module, latent: int, rotary: int, kv: Tensor, tokens: Cal
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which elements of K are made of a latent, and which are rotary keys as they are."""
+    """Which elements of K are computed from a latent, and which are copies of rotary keys."""
 
     made: slice
     copied: slice
     copies: bool
 
     def maps(self, k: Tensor, v: Tensor, rotary: int) -> LatentMaps:
-        """The maps, from what a module has made of the basis vectors and of zeros."""
+        """The maps, read from a module's K and V of the basis vectors and of zeros."""
         latent = k.shape[1] - rotary - 1
         key = (k[:, :-1] - k[:, -1:]).transpose(1, 2)
         value = (v[:, :latent] - v[:, -1:]).transpose(1, 2)
@@ -125,7 +125,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """Rows of a module's weight, the same number for each head, each head's ``step`` rows after those before."""
+    """Rows of a module's weight, the same number per head; those of head ``h`` start at row ``first + h * step``."""
 
     module: int  # in ``ModelState.modules``
     name: str
@@ -148,13 +148,13 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What is known of a module's maps, as long as its modules are these and run as they did.
+    """What is known of a module's maps; valid while its submodules are the same and run the same way.
 
     Attributes:
-        modules, forwards: Of the state; what runs.
-        facts: How it runs, and the tensors' dtypes, devices and shapes.
-        layout: None: there are no maps.
-        places: Of the maps for K and for V in the weights; None: they are in none.
+        modules, forwards: Those of the module's state.
+        facts: How the modules run, and the tensors' dtypes, devices and shapes.
+        layout: The layout of K; None: the module has no maps.
+        places: The places of the maps for K and for V in the weights; None: they are rows of no weight.
     """
 
     modules: tuple[weakref.ref[Any], ...]
@@ -174,7 +174,7 @@ class _Known:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that torch's functions are given.
+    """Records the tensors that are passed to torch's functions.
 
     Attributes:
         seen: Their ids.
@@ -206,7 +206,7 @@ def _measured(module: nn.Module, state: ModelState, latent: int, rotary: int, kv
         k, v = _basis(module, latent, rotary, kv)
     layout = _layout(k, rotary)
     maps = layout.maps(k, v, rotary)
-    # No random numbers: samples of the model's own generate() would be others.
+    # No random numbers are drawn: they would change samples of the model's own generate().
     numbers = torch.arange(8 * (latent + rotary), device=kv.device).square_().cos().view(1, 1, 8, -1).to(kv.dtype)
     c, r = numbers[..., :latent], numbers[..., latent:]
     fits = all(_near(*pair, kv.dtype) for pair in zip(_expanded(module, c, r), _applied(maps, c, r), strict=True))
@@ -214,7 +214,7 @@ def _measured(module: nn.Module, state: ModelState, latent: int, rotary: int, kv
     if fits and layout.copies and not k[:, -1].any() and not v[:, -1].any():
         found = [next(_places(state, part), None) for part in (maps.key, maps.value)]
         weights = {id(place.weight(state)) for place in found if place is not None}
-        # What is read besides, such as an adapter that is zero now, may not stay so.
+        # If another tensor is read, such as an adapter that is zero now, it may change the maps later.
         if None not in found and weights == reads.seen & set(map(id, [*state.tensors, *state.plain])):
             places = cast(tuple[_Place, _Place], tuple(found))
     modules, forwards = (tuple(map(weakref.ref, of)) for of in (state.modules, state.forwards))
@@ -222,7 +222,7 @@ def _measured(module: nn.Module, state: ModelState, latent: int, rotary: int, kv
 
 
 def _basis(module: nn.Module, latent: int, rotary: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V ``[heads, latent + rotary + 1, ...]`` that a module makes of the basis vectors, and of zeros."""
+    """K and V ``[heads, latent + rotary + 1, ...]`` that a module makes from the basis vectors and from zeros."""
     size = latent + rotary
     vectors = torch.eye(size + 1, size, dtype=kv.dtype, device=kv.device)[None, None]
     return _expanded(module, vectors[..., :latent], vectors[..., latent:])
@@ -234,7 +234,7 @@ def _expanded(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor
 
 
 def _layout(k: Tensor, rotary: int) -> _Layout:
-    """By what a module has made of the basis vectors and of zeros."""
+    """The layout of K, found from a module's K of the basis vectors and of zeros."""
     size, latent = k.shape[2], k.shape[1] - rotary - 1
     unit = torch.eye(rotary, dtype=k.dtype, device=k.device).expand(k.shape[0], -1, -1)
     for begin in (size - rotary, 0):
@@ -247,7 +247,7 @@ def _layout(k: Tensor, rotary: int) -> _Layout:
 
 
 def _applied(maps: LatentMaps, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V by the maps, of few tokens."""
+    """K and V of a few tokens, computed by the maps."""
     c, r = latent[0].float(), rotary[0].float()
     k, v = (torch.matmul(c, weight.float().transpose(1, 2)) for weight in (maps.key, maps.value))
     if maps.rotary is not None:
@@ -261,7 +261,7 @@ def _applied(maps: LatentMaps, latent: Tensor, rotary: Tensor) -> tuple[Tensor, 
 
 
 def _places(state: ModelState, part: Tensor) -> Iterator[_Place]:
-    """Where rows of a weight, the only parameter of its module, are ``part [heads, rows, latent]``."""
+    """Places where rows of a weight, the only parameter of its module, equal ``part [heads, rows, latent]``."""
     heads, rows, latent = part.shape
     for index, module in enumerate(state.modules):
         held = [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
@@ -279,7 +279,7 @@ def _places(state: ModelState, part: Tensor) -> Iterator[_Place]:
 
 
 def _computed(tensor: Tensor) -> Tensor:
-    """In the dtype of products: float32 on a CPU."""
+    """The tensor in the dtype of products: float32 on a CPU."""
     return tensor.float() if tensor.device.type == "cpu" else tensor
 
 
