@@ -1,4 +1,4 @@
-"""Methods of a tree cache that its fallback answers, once the cache has become that."""
+"""Methods of a tree cache that run on its fallback cache once the tree cache has fallen back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class FallsBack(Protocol):
-    """A cache that may become another one."""
+    """A cache that may fall back to another one."""
 
-    fallback: Any  # the other cache
-    fell_back: bool  # whether it has become that
+    fallback: Any  # the cache to fall back to
+    fell_back: bool  # whether it has fallen back
 
 
 def or_of_fallback(method: Method) -> Method:
-    """A method of a tree cache; of the cache that it has become, once it fell back."""
+    """``method`` of a tree cache; once the cache has fallen back, the fallback's method of that name."""
 
     @functools.wraps(method)
     def of_present(self: FallsBack, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A forward pass of a patched model over the tree of its rows, or the reason why it cannot be one."""
+"""A forward pass of a patched model over the tree of its rows, or the reason why it cannot run on a tree."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
 
-# A tree pays from so many prompt tokens on that need not be computed again, if they are this share of all; and from so
-# many new tokens on where steps replay CUDA graphs, which are captured once.
+# A tree pays if at least this many prompt tokens, and at least this share of all, need not be computed again; and from
+# this number of new tokens on if steps replay CUDA graphs, which are captured once.
 _FEWEST_SHARED, _SHARE, _FEWEST_REPLAYED = 32, 0.25, 32
-# Arguments of a forward pass that attention over a tree understands, and those that change nothing it does.
+# Arguments of a forward pass that attention over a tree supports, and those that do not affect it.
 _UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 _UNDERSTOOD |= {"cache_params", "cache_position", "return_dict", "num_items_in_batch"}
-# What generate() needs for itself, and passes on to models that do not ask for it.
+# Arguments that generate() itself needs, and passes also to models whose forward does not name them.
 _OF_GENERATE = {"tokenizer", "assistant_tokenizer"}
-# The kind of each token, which processors give: of text it is 0.
+# Names of the kind of each token, which processors return: text has kind 0.
 _KINDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 @dataclass
 class _OutputWithStates(ModelOutput):
-    """What a model without attention returns."""
+    """The output of a model without attention."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -59,7 +59,7 @@ class NotOnTree(ValueError):
 
 
 class FedAgain(NotOnTree):
-    """Tokens do not go on from those in the cache, as those of a prompt that is given with its own cache."""
+    """Tokens do not continue those in the cache, as when a prompt is passed again with its own cache."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -89,12 +89,12 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
 
 
 def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> Tensor:
-    """``[rows, kept, vocab]``.
+    """``[rows, kept, vocab]`` logits.
 
     Raises:
         NotOnTree, DoesNotFit: nothing has changed.
-        ValueError: the attention mask would bring padding back, which was never computed.
-        UnsupportedVariant: the KV in the cache is of another variant than the model applies now.
+        ValueError: the attention mask shows padding that was masked before, and so was never computed.
+        UnsupportedVariant: the KV in the cache was computed under another variant than the model applies now.
     """
     if cache.model is not model:
         raise NotOnTree(f"the cache belongs to another {type(cache.model).__name__}; make one for this model")
@@ -134,9 +134,9 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
         )
     if (
         mask is None and cache_keyword(model) != "past_key_values"
-    ):  # generate() gives these models one for prompts alone
+    ):  # generate() passes these models a mask with prompts alone
         pad = cache.padding
-    elif mask is not None and cache.repeats:  # what is before was checked when the first of these steps came
+    elif mask is not None and cache.repeats:  # the first of these steps checked the mask before
         pad = cache.padding if bool(mask[:, length:].all()) else np.full(len(tokens), until)
     else:
         pad = _padding(mask, tokens)
@@ -158,7 +158,7 @@ def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     """The token ids of a forward pass.
 
     Raises:
-        NotOnTree: it asks for more than logits after tokens, or could not be the same twice.
+        NotOnTree: the call asks for more than logits after tokens, or its result is random.
     """
     tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
     if given.get("inputs_embeds") is not None or not isinstance(tokens, Tensor):
@@ -187,7 +187,7 @@ def _checked(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
 
 
 def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tensor) -> bool:
-    """Whether an argument asks for nothing that a tree does not do, or is of kinds for :func:`_check_model`."""
+    """Whether a tree may ignore an argument, or :func:`_check_model` checks it, as kinds of tokens that are all 0."""
     if value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value):
         return True
     if name in _KINDS:
@@ -197,7 +197,7 @@ def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tens
 
 
 def _check_model(cache: TreeCache, given: dict[str, Any], until: int) -> None:
-    """Raise NotOnTree where padding changes results, or token kinds of 0 do."""
+    """Raise NotOnTree if padding changes results, or if passing token kinds of 0 does."""
     steps = cache.steps
     if steps.scales_from is not None and cache.padding.any() and until > steps.scales_from:
         raise NotOnTree(f"the model scales queries after {steps.scales_from} tokens, padding counted")
@@ -230,7 +230,7 @@ def _padding(mask: Any, tokens: Tensor) -> NDArray[np.int64]:
 
 
 def _check_positions(counts_from_zero: bool, position_ids: Any, pad: NDArray[np.int64], begin: int, end: int) -> None:
-    """Raise NotOnTree unless positions, of images as of text, count the tokens after the padding."""
+    """Raise NotOnTree unless all positions, including those for images, count the tokens after the padding."""
     if position_ids is None:
         if not counts_from_zero:
             raise NotOnTree("there are no position_ids, and without them the model counts from elsewhere than 0")
@@ -245,7 +245,7 @@ def _check_positions(counts_from_zero: bool, position_ids: Any, pad: NDArray[np.
 
 
 def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32], pad: NDArray[np.int64]) -> None:
-    """Raise NotOnTree where rows share too little, and their steps are too few or cannot replay graphs."""
+    """Raise NotOnTree if rows share too little, and their steps are too few or cannot replay CUDA graphs."""
     if cache.final_length - tokens.shape[1] >= _FEWEST_REPLAYED and _replays(facts):
         return
     total, distinct = distinct_tokens(tokens, pad)

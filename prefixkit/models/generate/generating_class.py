@@ -1,4 +1,4 @@
-"""The class of a patched model: its ``generate()`` makes tree caches, and its ``forward`` takes them."""
+"""The class of a patched model: its ``generate()`` makes tree caches, and its ``forward`` accepts them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = logging.getLogger("prefixkit")
 Mode = Literal["auto", "always", "never"]
 MODES = ("auto", "always", "never")
 _SEED = "call torch.manual_seed with one number in each of them before generate()"
-ONLY = "only"  # for layers that apply variants, which they would not do in another cache: what is no tree is an error
+ONLY = "only"  # if layers apply variants, which need a tree: a call that cannot run on a tree raises an error
 _MODE = "_prefixkit_tree_cache"
 
 
 @functools.cache
 def generating_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a model's class that takes tree caches; always the same for one original."""
+    """The subclass of a model's class that accepts tree caches; one subclass per original class."""
     signature = inspect.signature(original.forward)
 
     @functools.wraps(original.forward)
@@ -58,7 +58,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Let transformers make a cache, and put a tree cache in its place where a tree may pay."""
+        """Let transformers make a cache, and replace it by a tree cache if a tree may pay."""
         keyword = cache_keyword(self)
         before, beams = model_kwargs.get(keyword), generation_config.num_beams or 1
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -73,7 +73,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         if wanted and generation_config.do_sample:
             agreement.check("states of torch's generator", partial(_random_state, self.device), _SEED)
         if made is None and before is None and generation_config.use_cache and generation_mode is not None:
-            made = empty_cache(self)  # of a model that makes its own later
+            made = empty_cache(self)  # for a model that makes its cache later
         plain = before is None and generation_config.cache_implementation in (None, "dynamic")
         if wanted and not plain and not isinstance(before, TreeCache):
             given = f"a {type(before).__name__} is given" if before is not None else None
@@ -92,7 +92,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
             use(made.in_use)
-            made.flush()  # what is given for the first step is checked
+            made.flush()  # the arguments of the first step are checked
             if made.fallback is not None and not made.fell_back and made.of_another_kind():
                 log.info("generate() keeps transformers' own cache: the model's KV has another dtype or device now")
                 made.fall_back()
@@ -111,7 +111,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    """What the tokens that ``generate()`` samples on a device depend on, beside logits."""
+    """The state of torch's generator, on which the tokens that ``generate()`` samples on a device depend."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
@@ -121,15 +121,15 @@ def _blank(original: type[nn.Module]) -> nn.Module:
 
 
 def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:
-    """Say when ``generate`` is to make a tree cache, from now on with no KV of before; ``applies``: whether layers
-    apply variants of attention.
+    """Set when ``generate`` makes a tree cache, and drop the KV retained so far; ``applies``: whether layers apply
+    variants of attention.
     """
     model.__dict__[_MODE] = ONLY if applies and mode != "never" else mode
     drop_stores(model)
 
 
 def wrap_forward(model: nn.Module) -> None:
-    """Get before a forward that the model itself was given, as by accelerate for mixed precision."""
+    """Wrap a ``forward`` that was set on the model itself, as by accelerate for mixed precision."""
     forward = model.__dict__.get("forward")
     if forward is not None and not _takes_caches(model):
         model.__dict__[WRAPPED] = forward
@@ -137,7 +137,7 @@ def wrap_forward(model: nn.Module) -> None:
 
 
 def _takes_caches(model: nn.Module) -> bool:
-    """Whether a call of the model comes to the forward of its patched class."""
+    """Whether a call of the model reaches the ``forward`` of its patched class."""
     held = "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
     ours, forward = type(model).forward, model.__dict__.get(held, type(model).forward)
     while forward is not None:
@@ -148,7 +148,7 @@ def _takes_caches(model: nn.Module) -> bool:
 
 
 def drop_mode(model: nn.Module) -> None:
-    """Leave no trace of :func:`set_mode` and :func:`wrap_forward`."""
+    """Undo :func:`set_mode` and :func:`wrap_forward`, and leave no trace of them."""
     model.__dict__.pop(_MODE, None)
     if (wrapped := model.__dict__.pop(WRAPPED, None)) is not None:
         model.__dict__["forward"] = wrapped

@@ -1,4 +1,4 @@
-"""Whether a call uses a cache, or it rests between two; and which caches a call of ``generate()`` uses."""
+"""Whether a call uses a cache or the cache is idle between calls; and which caches a call of ``generate()`` uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 
 class InUse:
-    """Calls that use a cache, which stays in its KV store for the length of ``generate()`` and of each method."""
+    """Counts calls that use a cache, which stays in its KV store during ``generate()`` and during each method."""
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
@@ -23,7 +23,7 @@ class InUse:
 
     @contextmanager
     def unless(self) -> Iterator[bool]:
-        """Whether no call uses the cache; then none begins inside the context."""
+        """Yield whether no call uses the cache; if so, no call starts to use it inside the context."""
         if not self._lock.acquire(blocking=False):
             yield False
             return
@@ -38,7 +38,7 @@ _calls = threading.local()
 
 @contextmanager
 def generating() -> Iterator[None]:
-    """A call of ``generate()``: the caches that it uses stay in their KV stores until its end."""
+    """The context of a call of ``generate()``: the caches that the call uses stay in their KV stores until its end."""
     outer = getattr(_calls, "uses", None)
     try:
         with ExitStack() as _calls.uses:
@@ -48,6 +48,6 @@ def generating() -> Iterator[None]:
 
 
 def use(cache: InUse) -> None:
-    """The call of ``generate()`` under way, if there is one, uses this cache."""
+    """Register this cache as used by the call of ``generate()`` in progress, if there is one."""
     if (uses := getattr(_calls, "uses", None)) is not None:
         uses.enter_context(cache)

@@ -1,4 +1,4 @@
-"""A layer of a tree cache as other caches show theirs."""
+"""A layer of a tree cache with the attributes that layers of other caches have."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerView:
-    """A layer to look at: copies, made when they are asked for.
+    """A read-only view of a layer: keys and values are copied when they are read.
 
     Args:
-        length: Says how many tokens each row has.
+        length: Returns the number of tokens of each row.
         kv: Makes the copies of keys and values.
     """
 
@@ -26,10 +26,10 @@ class LayerView:
 
     @property
     def keys(self) -> Tensor:
-        """``[rows, kv_heads, length, head_dim]``; what is before a row's first token is not defined."""
+        """``[rows, kv_heads, length, head_dim]``; keys before a row's first token are undefined."""
         return self.kv()[0]
 
     @property
     def values(self) -> Tensor:
-        """The same of the values."""
+        """The same for values."""
         return self.kv()[1]

@@ -1,4 +1,4 @@
-"""Rows of a padded batch over a KV store that they borrow: which tokens run, and the logits that come of them."""
+"""Rows of a padded batch over a KV store that they borrow: which tokens run, and the resulting logits."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from prefixkit.tree.pages import OutOfPages, pages_for
 from prefixkit.tree.rows import Rows, pages_of_rows
 
 log = logging.getLogger("prefixkit")
-_SPARE = 8  # slots for states where prompts part
+_SPARE = 8  # slots for states at the ends of shared prefixes
 _RUNNER, _ZEROS, _PADDING = "runner of rows", "ignores zeros", "ignores padding"
 
 
 class RowSteps:
-    """Rows whose KV is in the tree of a KV store that they borrow, and the steps that bring it there.
+    """Rows whose KV is in the tree of a KV store that they borrow, and the steps that compute it.
 
-    While rows only grow, a decode step is the last one repeated: the tree takes the tokens of such steps later, when
-    something asks for it (:meth:`flushed`).
+    While rows only grow, a decode step repeats the last step: the tokens of such steps are inserted into the tree
+    later, when the tree is next read (:meth:`flushed`).
 
     Args:
-        facts, page_size: Of a patched model; tokens per KV page.
-        borrower: The cache that has the rows; its ``vacate`` moves them, for a session that asks for the store.
+        facts, page_size: The facts of a patched model; tokens per KV page.
+        borrower: The cache that owns the rows; its ``vacate`` moves them if a session asks for the store.
         tokens, pad, fork, text: See :class:`Rows`.
-        new: Tokens that each row will grow by, as far as is known.
+        new: Tokens that each row is expected to grow by.
 
     Attributes:
         rows: The rows, over the tree of ``store``, without the tokens of repeated steps.
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         index_dtypes: See :func:`index_dtypes`.
-        compresses: Whether layers attend to compressed tokens, among them those of padding.
-        keeps_more: Whether caches of transformers keep more than KV and index keys: states, positions or entries.
-        dtype: Of the model's weights, to which logits are converted.
+        compresses: Whether layers attend to compressed tokens, which may include padding.
+        keeps_more: Whether caches of transformers hold more than KV and index keys: states, positions or entries.
+        dtype: The dtype of the model's weights, to which logits are converted.
 
     Raises:
-        DoesNotFit: the rows take more than their share of the memory that is free; nothing has changed.
+        DoesNotFit: the rows need more than their share of the free memory; nothing has changed.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class RowSteps:
         self.keeps_more = self.compresses or facts.probed.asks_positions or bool(facts.spec.states)
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
-        self._order: tuple[Tensor, Tensor] | None = None  # the runner's rows and ours, while steps are repeated
-        self._ahead: list[Tensor] = []  # tokens of the steps that the tree has not taken yet
+        self._order: tuple[Tensor, Tensor] | None = None  # while steps repeat: the runner's order, its inverse
+        self._ahead: list[Tensor] = []  # tokens of steps that are not in the tree yet
         self._stores.agreement.check("rows of generate()", lambda: (tokens, pad, new, fork))
         pages = pages_of_rows(tokens, pad, new, page_size, fork=fork, shared=not facts.looks_ahead)
         prompts = [row[of:] for row, of in zip(tokens, pad, strict=True)]
@@ -101,9 +101,9 @@ class RowSteps:
             states = len(prompts) * (3 if fork else 2) + _SPARE
             try:
                 self.store.have_slots(states, states)
-            except KVBudgetTooSmall as error:  # there is no such budget here
+            except KVBudgetTooSmall as error:  # the error names a budget that callers cannot set
                 raise DoesNotFit(str(error)) from error
-            # Tokens that see one another are computed in one step, whatever its length: no user has set another limit.
+            # Tokens that see one another are computed in one step of any length: the user has set no limit here.
             if (spelling := self.store.tree.spelling) is not None:
                 self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
@@ -118,7 +118,7 @@ class RowSteps:
         store.fits(first, pages - sum(pages_for(len(tokens), store.tree.page_size) for tokens in first))
         try:
             return Rows(store.tree, tokens, pad, fork=fork, text=text)
-        except OutOfPages:  # what was found lies on more pages than it needs
+        except OutOfPages:  # cached KV that was found occupies more pages than it needs
             store.cache.clear()
             return Rows(store.tree, tokens, pad, fork=fork, text=text)
 
@@ -126,7 +126,7 @@ class RowSteps:
 
     @property
     def runner(self) -> Runner:
-        """Runs steps over the store."""
+        """The runner of steps over the store."""
         runner: Runner = self.store.runners[_RUNNER]
         return runner
 
@@ -138,7 +138,7 @@ class RowSteps:
         return self._measured((_ZEROS, name, whole), partial(ignores_zeros, self.model, name, whole))
 
     def ignores_padding(self, until: int) -> bool:
-        """Whether rows of ``until`` tokens, padding included, may do without position_ids; see
+        """Whether rows of ``until`` tokens, padding included, may run without position_ids; see
         :func:`~prefixkit.models.generate.unplaced.ignores_padding`.
         """
         known = known_positions(self.model)
@@ -150,14 +150,14 @@ class RowSteps:
         return until <= known and self._measured((_PADDING, reach), measure)
 
     def keeps_padding_out(self) -> bool:
-        """Whether padding that is masked changes no state of the model."""
+        """Whether masked padding changes no state of the model."""
         if not self.store.pool.spec.states:
             return True
         example = self._example.to(self.store.pool.spec.device)
         return self._measured((_PADDING, "states"), partial(keeps_padding_out, self.model, example))
 
     def _measured(self, what: tuple[Hashable, ...], measure: Callable[[], bool]) -> bool:
-        """What was measured of the model with its present weights, or is now."""
+        """The cached result of a measurement of the model with its present weights, or else of a new one."""
         known = self.store.notes.get(what)
         if known is None or known[0] != self.store.version:
             known = self.store.notes[what] = self.store.version, measure()
@@ -165,43 +165,43 @@ class RowSteps:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model computes what it computed when these rows came."""
+        """Whether the model still computes what it computed when these rows started."""
         return kv_version(self.model) == self._version
 
     def check_variants(self) -> None:
-        """Raise UnsupportedVariant where layers apply other variants now than when these rows came."""
+        """Raise UnsupportedVariant if layers apply other variants now than when these rows started."""
         if any(module.__dict__.get(LAYER_VARIANT) is not variant for module, variant in self._patched):
             refuse_changed(variants_text(self._variants), variants_text(facts_of(self.model).variants))
 
     def mark_stale(self) -> None:
-        """Some KV is of other weights from now on: none of it is retained for other rows."""
+        """Mark the KV stale, some of which was computed with other weights: none is retained for other rows."""
         self._version = self.store.version = None
 
     @property
     def _rests(self) -> bool:
-        """Whether the store is for later calls: while the model is patched and not trained, which needs memory."""
+        """Whether to retain the store for later calls: not for an unpatched model, nor in training, for its memory."""
         return takes_trees(self.model) and not self.model.training and self.store.version is not None
 
     def end(self) -> None:
-        """Give the store back, where the rows' KV is retained, unless it cannot be used again."""
+        """Return the store, which retains the rows' KV unless it cannot be used again."""
         drop = self.store.retain
         try:
             rows = self.flushed()
-        except (RuntimeError, OutOfPages):  # the device has failed, or the tree is not what was computed
+        except (RuntimeError, OutOfPages):  # the device failed, or the tree does not match what was computed
             rows, drop = self.rows, self.store.tree.release
         for sequence in rows.detach():
             drop(sequence)
         self._return()
 
     def abandon(self) -> None:
-        """Give the store back with a new tree: an interrupt may have left the present one half changed."""
+        """Return the store with a new tree: an interrupt may have left the present tree half changed."""
         self.store.restart()
         self._return()
 
     def _return(self) -> None:
         try:
             current = self.is_current
-        except RuntimeError as error:  # a cache may be collected while its model is taken apart
+        except RuntimeError as error:  # a cache may be collected while its model is being freed
             log.info("a KV store is given back, and its KV dropped: the model's weights cannot be read (%s)", error)
             current = False
         if not current:
@@ -217,17 +217,17 @@ class RowSteps:
 
     @property
     def repeats(self) -> bool:
-        """Whether the next decode step is the last one repeated."""
+        """Whether the next decode step repeats the last one."""
         return self._order is not None
 
     def flushed(self) -> Rows:
-        """The rows, once the tree holds all tokens that were computed; the next decode step is not repeated."""
+        """The rows, after all computed tokens are inserted into the tree; the next decode step repeats none."""
         rows, self._order = self.rows, None
         if self._ahead:
             tokens = torch.stack(self._ahead, 1).cpu().numpy().astype(np.int32)
             self._ahead = []
             nodes = [sequence.node for sequence in rows.sequences]
-            states = [node.state for node in nodes]  # which are after the last of these tokens by now
+            states = [node.state for node in nodes]  # already the states after the last of these tokens
             for node in nodes:
                 node.state = -1
             rows.extend(tokens)
@@ -240,8 +240,8 @@ class RowSteps:
         """Append ``[rows, count]`` tokens; nothing is computed yet.
 
         Raises:
-            DoesNotFit: the pool has to grow, and there is no memory for it; nothing has changed.
-            UnsupportedVariant: they are several, and see later ones, or are seen by tokens before them.
+            DoesNotFit: the pool would have to grow, and there is no memory for that; nothing has changed.
+            UnsupportedVariant: several tokens are appended that see later ones, or that earlier tokens see.
         """
         rows, own = self.flushed(), tokens.cpu().numpy().astype(np.int32)
         if own.shape[1] > 1:
@@ -253,7 +253,7 @@ class RowSteps:
                 if self.store.cache.free_pages(error.asked):
                     continue
                 self._stores.grow(self.store, error.asked - error.free + self.store.pool.num_pages // 4)
-                self._attach_runner(facts_of(self.model))  # to the larger pool
+                self._attach_runner(facts_of(self.model))  # for the larger pool
 
     def trim(self, length: int) -> None:
         """See :meth:`Rows.trim`; raises as :func:`check_cut`."""
@@ -261,9 +261,9 @@ class RowSteps:
         rows.trim(length)
 
     def decode(self, tokens: Tensor, final_length: int, fork: bool) -> Tensor:
-        """Append ``[rows]`` tokens, on the model's device, and compute them; ``[rows, vocab]`` the logits after them.
+        """Append ``[rows]`` tokens on the model's device, compute them, and return ``[rows, vocab]`` logits after them.
 
-        ``final_length``: that rows will reach, as far as is known; ``fork``: whether they part as beams do.
+        ``final_length``: the length that rows are expected to reach; ``fork``: whether rows fork as beams do.
         """
         if self._order is None:
             self.extend(tokens[:, None])
@@ -273,13 +273,13 @@ class RowSteps:
         self.runner.repeat(tokens.index_select(0, order))
         self._ahead.append(tokens)
         if self.length >= final_length:
-            self._order = None  # no leaf holds more pages
+            self._order = None  # leaves have no pages for more tokens
         return self.runner.logits.index_select(0, place)
 
     def _launch(self, left: int, fork: bool) -> Tensor | None:
-        """Compute the last token of each row, if that is all there is to compute and each has a leaf of its own.
+        """Compute the last token of each row; None if more tokens are uncomputed or rows share leaves.
 
-        Where rows only grow, their leaves take the pages of all ``left`` tokens to come, and this step is repeated.
+        If rows only grow, their leaves reserve pages for all ``left`` tokens to come, and later steps repeat this one.
         """
         tree, runner = self.store.tree, self.runner
         nodes = [sequence.node for sequence in self.rows.sequences]
@@ -306,16 +306,16 @@ class RowSteps:
         return runner.logits.index_select(0, place)
 
     def compute(self, count: int) -> Tensor:
-        """Compute what is uncomputed, in steps of at most a prefill chunk.
+        """Compute all uncomputed tokens, in steps of at most a prefill chunk.
 
         Returns ``[rows, count, vocab]``, the logits after the last ``count`` tokens of each row; zeros after padding.
         """
         rows = self.flushed()
         row, from_end, nodes, offsets = zip(*rows.last_tokens(count), strict=True)
-        self.store.tree.snapshot()  # which numbers the nodes
+        self.store.tree.snapshot()  # sets the nodes' indices
         node, offset = np.array([node.index for node in nodes]), np.array(offsets)
         parts, computed = list[Tensor](), 0
-        source = np.empty(len(row), np.int64)  # where the logits of each place are among all
+        source = np.empty(len(row), np.int64)  # the row of all computed logits for each output
 
         def outputs(query_rows: Longs, which: Longs) -> Outputs:
             nonlocal computed
@@ -333,7 +333,7 @@ class RowSteps:
         return out
 
     def copy_kv(self, other: RowSteps) -> None:
-        """Give another cache's rows of the same tokens a copy of the KV."""
+        """Copy the KV to another cache's rows of the same tokens."""
         rows, theirs, store = self.flushed(), other.rows, other.store
         own = np.arange(rows.length) >= rows.pad[:, None]
         target, first = np.unique(theirs.slots()[own], return_index=True)

@@ -1,4 +1,4 @@
-"""Rows of a TreeCache whose tokens may see later ones: what would change the text that they are is refused."""
+"""Rows of a TreeCache whose tokens may see later ones: operations that would change which tokens they see raise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prefixkit.tree.rows import Rows
 
 
 def check_followed(rows: Rows, tokens: Ints) -> None:
-    """Raise UnsupportedVariant where rows and ``[rows, count]`` tokens that follow them are not, as one text, what they
-    are apart.
+    """Raise UnsupportedVariant if rows and the ``[rows, count]`` tokens appended to them would see other tokens as one
+    text than as two separate texts.
     """
     if rows.tree.spelling is None:
         return
@@ -25,8 +25,8 @@ def check_followed(rows: Rows, tokens: Ints) -> None:
 
 
 def check_cut(rows: Rows, length: int) -> None:
-    """Raise UnsupportedVariant where the first ``length`` tokens of rows, padding included, would end inside of tokens
-    that see one another.
+    """Raise UnsupportedVariant if a cut after the first ``length`` tokens of rows, padding included, would separate
+    tokens that see one another.
     """
     if rows.tree.spelling is None:
         return

@@ -64,12 +64,12 @@ class TreeCache(DynamicCache):
             raise NotPatched(
                 f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
             )
-        self.fallback: Cache | None = None  # what it becomes where its rows cannot be on a tree
-        self.fell_back = False  # whether it has become that
-        self.always = True  # whether it is a tree wherever it can be, not only where that pays
-        self.fork = False  # whether rows part as beams do
-        self.unplaced = False  # whether its rows are padded, and the model counts their positions by itself
-        self.final_length = 0  # that rows will reach, as far as is known
+        self.fallback: Cache | None = None  # the cache to use if rows cannot run on a tree
+        self.fell_back = False  # whether it has fallen back
+        self.always = True  # whether to use a tree wherever possible, not only where it pays
+        self.fork = False  # whether rows fork as beams do
+        self.unplaced = False  # whether rows are padded, and the model counts their positions
+        self.final_length = 0  # the length that rows are expected to reach
         self._steps: RowSteps | None = None
         self.in_use = InUse()
 
@@ -91,11 +91,11 @@ class TreeCache(DynamicCache):
 
     @property
     def repeats(self) -> bool:
-        """Whether the next decode step is the last one repeated."""
+        """Whether the next decode step repeats the last one."""
         return self._steps is not None and self._steps.repeats
 
     def flush(self) -> None:
-        """Bring the tokens of repeated steps into the tree, before another call goes on with it."""
+        """Insert the tokens of repeated steps into the tree, before another call continues the cache."""
         with self.in_use:
             if self._steps is not None:
                 self._steps.flushed()
@@ -104,12 +104,12 @@ class TreeCache(DynamicCache):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV is held: those that rows share once."""
+        """Tokens whose KV is held; tokens that rows share count once."""
         return 0 if self._steps is None else int(self._steps.flushed().tree.snapshot().length.sum())
 
     @property
     def steps(self) -> RowSteps:
-        """Its rows, once they were started."""
+        """The cache's rows, after :meth:`start`."""
         assert self._steps is not None
         return self._steps
 
@@ -123,7 +123,7 @@ class TreeCache(DynamicCache):
 
     @or_of_fallback
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Select these rows, in this order."""
         self.reorder_cache(torch.arange(len(self.padding))[indices.cpu()])
 
     @or_of_fallback
@@ -141,7 +141,7 @@ class TreeCache(DynamicCache):
             )
         if tokens_to_remove and self._steps is not None:
             with self.in_use:
-                length = self.get_seq_length() + int(tokens_to_remove)  # transformers gives a tensor in places
+                length = self.get_seq_length() + int(tokens_to_remove)  # transformers sometimes passes a tensor
                 self._steps.trim(max(0, length))
 
     def reset(self) -> None:
@@ -151,13 +151,13 @@ class TreeCache(DynamicCache):
             steps.end()
 
     def abandon(self) -> None:
-        """The same after an interrupt, which may have left the tree half changed: no KV is retained."""
+        """Reset after an interrupt, which may have left the tree half changed: no KV is retained."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.abandon()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeCache:
-        """A cache with KV of its own, of the same model: for scripts that copy a prompt's cache for each use."""
+        """A cache of the same model with a copy of the KV: for scripts that copy a prompt's cache for each use."""
         other = TreeCache(self.model, page_size=self.page_size)
         other.fallback, other.fell_back = copy.deepcopy(self.fallback, memo), self.fell_back
         other.always, other.fork, other.final_length = self.always, self.fork, self.final_length
@@ -167,8 +167,8 @@ class TreeCache(DynamicCache):
         return other
 
     def vacate(self) -> bool:
-        """Move to another KV store, with a copy of the KV, for a call that asks for the present one; False where the
-        cache is in use, or there is no memory for another.
+        """Move the KV to another KV store, because a call asks for the present one; returns False if the cache is in
+        use, or there is no memory for another store.
         """
         before = self._steps
         with self.in_use.unless() as free:
@@ -194,7 +194,7 @@ class TreeCache(DynamicCache):
         steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad, rows.text))
 
     def fall_back(self) -> Cache:
-        """Become a cache of transformers, with the KV that there is."""
+        """Fall back to a cache of transformers, which gets a copy of the KV."""
         if self.fallback is None:
             self.fallback = empty_cache(self.model)
         if not self.fell_back:
@@ -204,14 +204,14 @@ class TreeCache(DynamicCache):
         return self.fallback
 
     def of_another_kind(self) -> bool:
-        """Whether the model now computes KV that the pool does not take."""
+        """Whether the model now computes KV that does not suit the pool."""
         try:
             return self._steps is not None and self._steps.store.pool.spec != facts_of(self.model).spec
         except UnsupportedModel:
             return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the cache of transformers with the same KV: a tree belongs to a model of this process."""
+        """Pickle a cache of transformers with the same KV instead: a tree belongs to a model of this process."""
         if self.fell_back:
             return copy.copy, (self.fallback,)
         self.copy_to(cache := empty_cache(self.model))
@@ -223,17 +223,17 @@ class TreeCache(DynamicCache):
                 self.reset()
 
     def activate_past_recording(self) -> None:
-        """For the fallback: all that was computed on a tree can be cropped."""
+        """Forward the call to the fallback; tokens computed on a tree can always be cropped."""
         if self.fallback is not None:
             self.fallback.activate_past_recording()  # type: ignore[no-untyped-call]
 
     # -- what a forward pass does --------------------------------------------------------------------------------------
 
     def start(self, facts: ModelFacts, tokens: Ints, pad: NDArray[np.int64], text: int | None = None) -> RowSteps:
-        """Take the rows of a batch, ``tokens [rows, length]`` of which the first ``pad [rows]`` are padding, and the
-        first ``text`` a text whose tokens may see later ones (None: all).
+        """Start the rows of a batch, ``tokens [rows, length]``: the first ``pad [rows]`` tokens are padding, and the
+        first ``text`` tokens are a text whose tokens may see later ones (None: all).
 
-        Nothing is computed yet.  DoesNotFit: there is no memory for their KV; the cache is empty then.
+        Nothing is computed yet.  Raises DoesNotFit if there is no memory for the rows' KV; the cache is then empty.
         """
         self.reset()
         new = max(self.final_length - tokens.shape[1], 0)
@@ -241,7 +241,7 @@ class TreeCache(DynamicCache):
         return self._steps
 
     def go_on(self, tokens: Tensor, count: int) -> Tensor:
-        """Append ``[rows, new]`` tokens to rows, compute them, and return ``[rows, count, vocab]``: the last logits."""
+        """Append ``[rows, new]`` tokens to rows, compute them, and return the last logits, ``[rows, count, vocab]``."""
         assert self._steps is not None, "started before"
         steps, before = self._steps, self.get_seq_length()
         try:
@@ -253,12 +253,12 @@ class TreeCache(DynamicCache):
             self.abandon()
             raise
         except BaseException:
-            with suppress(RuntimeError, OutOfPages):  # where the device has failed
+            with suppress(RuntimeError, OutOfPages):  # if the device has failed
                 steps.flushed().trim(min(before, self.get_seq_length()))
             raise
 
     def copy_to(self, cache: Cache) -> None:
-        """Put the KV of all rows into an empty cache of transformers, anything in place of padding."""
+        """Copy the KV of all rows to an empty cache of transformers; the KV of padding is undefined."""
         if self._computes_again and self._steps is not None:
             with self.in_use:
                 rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
@@ -273,11 +273,11 @@ class TreeCache(DynamicCache):
 
     @property
     def _computes_again(self) -> bool:
-        """Whether the pool does not hold what another cache of the same rows does."""
+        """Whether a cache of transformers with the same rows must be computed anew, because the pool lacks its data."""
         return self.unplaced or (self._steps is not None and self._steps.keeps_more)
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, anything in place of padding."""
+        """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, undefined in place of padding."""
         if self._steps is None:
             raise ValueError("TreeCache: it is empty, so no layer has keys or values")
         if self._computes_again:
@@ -294,14 +294,14 @@ class TreeCache(DynamicCache):
     # -- what a cache says of itself -----------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """NotPatched: only a model that is not patched gets here, or another than the cache is for."""
+        """Raise NotPatched: only a model that is not patched, or a model other than the cache's, calls this."""
         raise NotPatched(
             f"layer {layer_idx} was given a TreeCache of {type(self.model).__name__}, but the model that it belongs to "
             "does not take one: call prefixkit.patch(model), and pass the cache to the model itself"
         )
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As :meth:`update`: a model that is not patched asks for it first."""
+        """Raise NotPatched as :meth:`update`: a model that is not patched calls this method first."""
         self.update(torch.empty(0), torch.empty(0), 0)
 
     @or_of_fallback
@@ -310,14 +310,14 @@ class TreeCache(DynamicCache):
 
     @property
     def layers(self) -> list[Any]:
-        """Each layer's KV as other caches keep it, to look at."""
+        """Read-only views of the layers' KV, as other caches present it."""
         if self.fallback is not None and self.fell_back:
             return self.fallback.layers
         return [LayerView(self.get_seq_length, functools.partial(self.kv, layer)) for layer in range(len(self))]
 
     @layers.setter
     def layers(self, none: list[Any]) -> None:
-        """What the base class would keep."""
+        """Ignore the layers that the base class would store."""
 
     def __repr__(self) -> str:
         return f"TreeCache({len(self.padding)} rows of {self.get_seq_length()} tokens)"
@@ -332,7 +332,7 @@ class TreeCache(DynamicCache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Windows are the attention variants' business; every layer keeps all its KV."""
+        """False for each layer: attention variants apply windows, and every layer retains all its KV."""
         return [False] * len(self)
 
     is_linear = is_dummy = is_sliding

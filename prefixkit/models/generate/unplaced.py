@@ -1,8 +1,8 @@
-"""Rows behind padding, for a model that is given no positions and so counts them by itself.
+"""Padded rows of a model that gets no ``position_ids`` and so counts positions itself.
 
-Most models then count padding as text: a row's first token is where its padding ends.  With rotary embedding that is
-the same to attention, which knows distances alone, and a tree may count each row from its first token.  Whether it is
-the same is measured; keys at positions of the model's own are computed again where transformers is to go on with them.
+Most models then count padding as text: the position of a row's first token is the row's padding.  With rotary embedding
+attention depends on distances alone, so its result is the same if a tree counts each row from its first token.  This is
+measured; if transformers is to continue the rows, keys are computed again at the positions that the model counts.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _RESERVED = 16  # positions that a model may use up before its first token
 
 
 def example_of(tokens: Ints, pad: Longs) -> Tensor:
-    """``[6]`` int64: what stands for padding, and the beginning of the row that has most of it."""
+    """``[6]`` int64: a token used as padding, and the first tokens of the row with the most padding."""
     row = int(pad.argmax())
     return torch.from_numpy(np.append(tokens[row, 0], np.resize(tokens[row, pad[row] :], _TEXT))).long()
 
 
 def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool:
-    """Whether a row behind padding, without ``position_ids``, gets what it gets at positions from zero.
+    """Whether a padded row without ``position_ids`` gets the same logits as the row at positions from zero.
 
-    That is so for a model that does not count padding; and for one that does, but to which only distances matter.
-    Equal to rounding: a product of rotated keys and queries rounds otherwise elsewhere.
+    It does if the model does not count padding, or if it counts padding but depends on distances alone.  Logits are
+    compared up to rounding: the product of rotated keys and queries rounds differently at other positions.
 
     Args:
-        model: A model that is in evaluation mode, or has nothing random.
-        example: See :func:`example_of`; where the model runs.
-        reach: Positions that rows may come to, at most :func:`known_positions`.
+        model: A model in evaluation mode, or without random parts.
+        example: See :func:`example_of`; on the model's device.
+        reach: Positions that rows may reach, at most :func:`known_positions`.
     """
     pad = min(_PADDING, reach - _TEXT, known_positions(model) - _TEXT - _RESERVED)
-    if is_sharded(model) or tp_size(model) > 1 or pad < 1:  # a part's forward pass would wait for the others'
+    if is_sharded(model) or tp_size(model) > 1 or pad < 1:  # one process's forward pass would wait for the others
         return False
     before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
     try:
@@ -55,7 +55,7 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
                 return _unmoved(model, example, pad)
             own, counted = _states(model, example, pad, None), _states(model, example, 0, 0)
             if any(module.rope_deltas is not None for module in before):
-                return False  # it keeps positions of a pass for the next
+                return False  # the model stores positions of a pass for the next
             return _equal(own, counted) or (
                 _equal(own, _states(model, example, 0, pad))
                 and all(_same_at(model, example, counted[0], first) for first in (pad, reach - _TEXT))
@@ -68,10 +68,10 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
 
 
 def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
-    """Whether a row behind padding that is masked, at positions from zero, gets what it gets without padding.
+    """Whether a row after masked padding, at positions from zero, gets the same logits as without padding.
 
-    Some layers that keep a state let padding into it.  Not measured, and so taken to be false, under tensor
-    parallelism.
+    Some layers that keep a state let padding change the state.  Under tensor parallelism this is not measured, and the
+    result is False.
     """
     if tp_size(model) > 1:
         return False
@@ -82,8 +82,8 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
 
 
 def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torch.device, *, placed: bool) -> None:
-    """Fill an empty cache of transformers with what it keeps of rows: at positions that count each row's text from zero
-    where they are ``placed`` so and the model takes positions, else at those that it counts by itself.
+    """Compute rows again into an empty cache of transformers.  Positions count each row's text from zero if the rows
+    are ``placed`` so and the model accepts positions; else the model counts them.
     """
     own = np.arange(rows.length) - rows.pad[:, None]
     tokens, mask = torch.from_numpy(rows.tokens()).long().to(device), torch.from_numpy(own >= 0).long().to(device)
@@ -93,8 +93,8 @@ def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torc
 
 
 def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None, count: int = _TEXT) -> list[Tensor]:
-    """Logits ``[count, vocab]`` of the example's text, of which the last token comes in a pass of its own, and each
-    layer's keys of it; at positions from ``first`` on, or at those that the model counts by itself.
+    """Logits ``[count, vocab]`` and each layer's keys for the example's text, whose last token runs in a pass of its
+    own; positions start at ``first``, or the model counts them (None).
     """
     device, cache, length = example.device, empty_cache(model), pad + count
     tokens = torch.cat((example[:1].expand(pad), example[1 : 1 + count]))[None]
@@ -115,7 +115,7 @@ def _call(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, at: Tensor | None, cache: Cache, keep: int = 0
 ) -> Tensor:
     if cache_keyword(model) != "past_key_values" and mask is not None and mask.shape[1] > tokens.shape[1]:
-        mask = None  # as generate() has it: such a model takes a mask for new tokens alone
+        mask = None  # as in generate(): such a model accepts a mask of new tokens alone
     given: dict[str, Any] = {
         "input_ids": tokens,
         "attention_mask": mask,
@@ -132,16 +132,17 @@ def _call(
 
 
 def _same_at(model: PreTrainedModel, example: Tensor, counted: Tensor, first: int) -> bool:
-    """Whether a text gets the same logits at positions from ``first`` on; a token alone, whose distance is 0, must get
-    them bit by bit, which no embedding of positions does that is added to it.
+    """Whether a text gets the same logits at positions from ``first`` on.  A single token, at distance 0 from itself,
+    must get the same bits, which excludes position embeddings that are added to tokens.
     """
     alone = (torch.equal(*(_states(model, example, 0, at, 1)[0] for at in (0, first))) for _ in range(_ATTEMPTS))
     return any(alone) and _close(_states(model, example, 0, first)[0], counted)
 
 
 def _unmoved(model: PreTrainedModel, example: Tensor, pad: int) -> bool:
-    """Whether a model that takes no positions gives a text the same logits behind padding; and a token alone, whose
-    distance is 0, bit by bit, unless nothing attends: then there are no positions, and padding shifts how scans round.
+    """Whether a model without an argument for positions returns the same logits for a text after padding, and for a
+    single token the same bits.  Models without attention have no positions, and padding changes the rounding of their
+    scans, so their bits are not compared.
     """
     if cache_keyword(model) != "past_key_values":
         return _close(*(_states(model, example, of, None)[0] for of in (0, pad)))
@@ -154,9 +155,9 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Far closer than at other positions, if not equal."""
+    """Whether logits or keys are equal up to a rounding far smaller than the effect of other positions."""
     if one.shape != other.shape:
         return False
-    shown = one.abs() < 1e30  # some hide tokens behind the least number
+    shown = one.abs() < 1e30  # some models set the logits of hidden tokens to the least number
     eps, one, other = torch.finfo(one.dtype).eps, one.float().where(shown, 0), other.float().where(shown, 0)
     return bool((one - other).abs().max() <= eps**0.5 * (one - one.mean(-1, keepdim=True)).abs().max())
