@@ -1,1 +1,1 @@
-"""A patched model as the function that the loop calls: the cache of a step, and what runs it."""
+"""A patched model as the function that the generation loop calls: the cache of a step, and the step's runner."""

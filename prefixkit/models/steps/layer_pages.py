@@ -1,4 +1,4 @@
-"""Where each attention layer finds what it attends over."""
+"""The pages and plans that each attention layer attends with."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class LayerPages:
     Attributes:
         index: The layer's number in the model.
         kind: Its kind.
-        plan: Which of a step's plans is for it; where it attends over latents in two parts, for the expanded one.
-        absorbed: Which is for the absorbed part; None where there is none.
+        plan: Index of the layer's plan among a step's plans; of its expanded part if it attends over latents.
+        absorbed: Index of the plan of the absorbed part; None if the layer has none.
         pages: The tensors of the pool that it attends over: its own, or those of the layer that it reads.
-        index_pages: That of its indexer's keys; None where it has no indexer.
-        compressed_pages: Those of what its compressors make of tokens.
-        keys: Of the variants that it applies, by what it has asked for.
-        sinks: Which is for the sinks, where it attends at positions in the cache; None where it does not.
-        frequencies: ``[pairs]`` float32 by which its queries turn; None where they do not.
-        heads: How many of what size a token has in each of ``pages``.
+        index_pages: The tensor with its indexer's keys; None if it has no indexer.
+        compressed_pages: The tensors with the vectors that its compressors make of tokens.
+        keys: Keys of the variants that it applies, by the arguments that it has passed.
+        sinks: Index of the plan for the sinks if it attends at positions in the cache; else None.
+        frequencies: ``[pairs]`` float32 the frequencies that rotate its queries; None if they are not rotated.
+        heads: Number and size of a token's heads in each of ``pages``.
         plain: See :class:`LayerKind`.
         masked: Whether a window, a chunk or a variant's masks may hide KV that it reads.
     """
@@ -42,7 +42,7 @@ class LayerPages:
     keys: dict[Hashable, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
     sinks: int | None = None
     frequencies: Tensor | None = None
-    heads: tuple[tuple[int, int], ...] = field(init=False)  # every step asks for these
+    heads: tuple[tuple[int, int], ...] = field(init=False)  # read in every step
     plain: bool = field(init=False)
     masked: bool = field(init=False)
 
@@ -57,7 +57,7 @@ class LayerPages:
 def layer_pages(
     kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool, numbers: Sequence[int] = ()
 ) -> list[LayerPages]:
-    """Of each attention layer, its kind, plan and pages; ``numbers``: of the layers, where others lie between them."""
+    """The kind, plan and pages of each attention layer; ``numbers``: layer numbers if other layers lie between them."""
     names = numbers or range(len(kinds))
     number = iter(range(len(kinds)))
     own = {index: next(number) for index, kind in enumerate(kinds) if kind.cached}

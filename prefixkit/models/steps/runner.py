@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps through a patched model: a causal language model, or one that gives hidden states alone.
+    """Runs steps through a patched model: a causal language model, or a model that returns only hidden states.
 
     Args:
         model: The model.
-        pool: Made for its ``kv_spec``.
+        pool: A pool made for the model's ``kv_spec``.
         compiled: Run the decoder layers through torch.compile: for steps of these numbers of rows, or of any (True).
             The model's first such step takes seconds; see :class:`CompiledLayers`.
-        compiler: Compiles a layer's graph; None for ``compile_layer``, which takes Inductor.
-        call: Calls the model; None: itself.  A model that is being called already must not run its hooks again.
-        facts: The model's, where they are known; None: it is looked up.
+        compiler: Compiles a layer's graph; None for ``compile_layer``, which uses Inductor.
+        call: Calls the model; None: the model itself.  Inside a call of the model its hooks must not run again.
+        facts: The model's facts, if the caller has them; None: they are read.
 
     Attributes:
         model: The patched model.
@@ -46,7 +46,7 @@ class ModelRunner:
 
     Raises:
         NotPatched: ``patch(model)`` was not called.
-        UnsupportedModel: see :func:`kv_spec`; or an adapter puts learned tokens before every prompt.
+        UnsupportedModel: see :func:`kv_spec`; or an adapter prepends learned tokens to every prompt.
         ValueError: the pool was made for a model of another shape.
     """
 
@@ -77,13 +77,13 @@ class ModelRunner:
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
         self._has_lm_head = inner.can_generate()
         warn_of_moving_rotary(inner)
-        # Of a step whose experts our op runs.
+        # The most rows of a step in which our op runs the experts.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.compute_dtype)
         self.compiled: CompiledLayers | None = None
         self._head: GatheredHead | None = None
         if compiled is not False:
             from prefixkit.models.compile.gathered_head import gathered_head
-            from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # the compiler takes a second
+            from prefixkit.models.compile.layers import CompiledLayers, compile_layer  # takes a second to import
 
             rows = None if compiled is True else compiled
             compiler = compile_layer if compiler is None else compiler
@@ -92,7 +92,7 @@ class ModelRunner:
         self._turn: AbstractContextManager[object] = nullcontext() if self.compiled is None else self.compiled.made.lock
 
     def __call__(self, step: Step) -> Tensor:
-        """Compute a step: its KV goes to the pool, and the logits of ``step.logit_rows`` come back.
+        """Compute a step: write its KV to the pool, and return the logits of ``step.logit_rows``.
 
         Returns:
             Float32 ``[rows, vocab_size]``, an inference tensor: clone it before changing it in place outside of
@@ -100,18 +100,18 @@ class ModelRunner:
 
         Raises:
             TypeError: the model has no language-model head.
-            ValueError: the model is in training mode, and drops something at random.
-            IncompleteStep: a layer was not reached exactly once; or tokens see later ones, and it is not known which.
+            ValueError: the model is in training mode, and drops values at random.
+            IncompleteStep: a layer did not run exactly once; or tokens see later ones, and the step does not say which.
         """
         with torch.inference_mode():
             return self.compute(step).float()
 
     def serves(self, step: Step, compiling: bool) -> bool:
-        """See :meth:`CompiledLayers.serves`; False where layers are not compiled at all."""
+        """See :meth:`CompiledLayers.serves`; False if layers are not compiled at all."""
         return self.compiled is not None and self.compiled.serves(step, compiling)
 
     def compute(self, step: Step) -> Tensor:
-        """The same, but the logits in the dtype that the model gives them."""
+        """The same, but with logits in the dtype that the model returns."""
         if not self._has_lm_head:
             raise TypeError(f"ModelRunner: {no_lm_head(pretrained_model(self.model))}")
         kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
@@ -124,10 +124,10 @@ class ModelRunner:
         return self._run(step, logits)
 
     def hidden(self, step: Step) -> Tensor:
-        """The same, but ``[rows, hidden_size]`` what the language-model head would take: the last hidden states.
+        """The same, but returns the language-model head's input, ``[rows, hidden_size]``: the last hidden states.
 
         Raises:
-            UnsupportedModel: the model below the head gives none.
+            UnsupportedModel: the model below the head returns none.
         """
         body = pretrained_model(self.model).base_model
 
@@ -138,7 +138,7 @@ class ModelRunner:
         return self._run(step, states)
 
     def _run(self, step: Step, compute: Callable[..., Tensor | None]) -> Tensor:
-        """A step through the model, or a part of it that has all attention layers."""
+        """Run a step through the model, or through a part of it with all attention layers."""
         if (dropout := random_part(self.model)) is not None:
             raise ValueError(
                 f"ModelRunner: the model is in training mode, where {dropout} is random; call model.eval() first"

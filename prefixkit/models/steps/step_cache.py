@@ -25,9 +25,9 @@ from prefixkit.models.variants.masked_plans import masked_plan
 
 
 def empty_mask(device: torch.device) -> Tensor:
-    """A mask of no elements, which asks for none.
+    """A mask without elements, which makes models apply none.
 
-    Models pass a 4-D mask on as it is, so that no mask of T x KV elements is built, and its arrival at a layer proves
+    Models pass a 4-D mask on as it is, so that they build no mask of T x KV elements, and its arrival at a layer proves
     that no padding was dropped before.
     """
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
@@ -47,11 +47,11 @@ class StepCache(LayeredCache):
 
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
-        layer_pages: Of each attention layer, its kind, plan and pages.
-        mixers: The modules that keep a state, and which of the pool's they are.
+        layer_pages: The kind, plan and pages of each attention layer.
+        mixers: The modules that keep a state, with their indices in the pool.
         attended: ``[layers + mixers]`` how often each has run in the current step.
         given_positions: ``[1, T]`` int64 positions of the current step.
-        takes: The model whose keywords :meth:`inputs` are for; None: as most models have them.
+        takes: The model whose keywords :meth:`inputs` uses; None: the keywords of most models.
         takes_offsets: See ``Probed``.
     """
 
@@ -67,13 +67,13 @@ class StepCache(LayeredCache):
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
         self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
-        self.turned: dict[Hashable, Angles] = {}  # the angles that turn the step's queries
+        self.turned: dict[Hashable, Angles] = {}  # the angles that rotate the step's queries
         self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
         self.equal_blocks: dict[int, list[Block]] = {}  # and compressors
 
     @property
     def step(self) -> Step:
-        """The step in progress; between steps, asking for it raises ValueError."""
+        """The step in progress; raises ValueError between steps."""
         if self._step is None:
             raise ValueError("StepCache: no step in progress; call cache.begin(step) before the model")
         return self._step
@@ -82,7 +82,7 @@ class StepCache(LayeredCache):
         """Start a step.
 
         Raises:
-            ValueError: the step before was neither ended nor abandoned; see also ``CompiledLayers.begin``.
+            ValueError: the last step was neither ended nor abandoned; see also ``CompiledLayers.begin``.
         """
         if self._step is not None:
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
@@ -103,7 +103,7 @@ class StepCache(LayeredCache):
         return {"past_key_values": self, **given} if self.takes is None else step_inputs(self.takes, self, given)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """0; or for a model that counts positions from it ``[T]``, which makes those of the numbers of rows."""
+        """0; for a model that counts positions from it, ``[T]`` the difference of each row's position and index."""
         if not self.takes_offsets or self._step is None:
             return 0
         positions = self._step.positions
@@ -121,7 +121,7 @@ class StepCache(LayeredCache):
         return layer
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tokens of the step through a module that keeps a state, which goes on in the pool's slots."""
+        """Run the step's tokens through a module that keeps a state, which is read from and written to the pool."""
         number = self.mixers[module]
         self.attended[len(self.layer_pages) + number] += 1
         return run_step(module, args, kwargs, self.step, self.pool.states, number)
@@ -131,7 +131,7 @@ class StepCache(LayeredCache):
 
         Raises:
             ValueError: no step is in progress.
-            IncompleteStep: a layer was not reached exactly once, so the KV of this step is not complete.
+            IncompleteStep: a layer did not run exactly once, so the KV of this step is not complete.
         """
         if self._step is None:
             raise ValueError("StepCache.end: no step in progress; call cache.begin(step) first")
@@ -145,7 +145,7 @@ class StepCache(LayeredCache):
             )
 
     def abandon(self, step: Step | None = None) -> None:
-        """Drop the step in progress without a check, after an error; or only this one, if it has begun."""
+        """Drop the step in progress without a check, after an error; with ``step``, only if that is in progress."""
         if step is None or self._step is step:
             self._step = self.given_positions = None
             self.blocks, self.equal_blocks, self.masked_plans, self.turned = {}, {}, {}, {}
@@ -159,7 +159,7 @@ def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoRetur
     raise TypeError(f"StepCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
 
 
-# What would change which KV is kept.  The base class, which sees no layers, would silently do nothing.
+# Methods that would change which KV is retained.  The base class, which sees no layers, would silently do nothing.
 for _method in ("reorder_cache", "crop", "reset", "batch_repeat_interleave", "batch_select_indices"):
     setattr(StepCache, _method, partialmethod(_refuse, method=_method))
 
@@ -205,11 +205,11 @@ class CacheLayer(PlainLayer):
                 )
         super().update(*made, layer_idx)
         self.appended = True
-        # Where the layer's own code makes K and V of this, attention does so for all tokens, and one is enough here.
+        # If the layer's own code expands K and V from these, attention expands them for all tokens: one is enough here.
         return (made[0][:, :, :1], made[1][:, :, :1]) if self.own.kind.expands else made
 
     def _rounded(self, states: Tensor) -> Tensor:
-        """Under autocast, which does so in the products of attention, in the dtype that attention computes in."""
+        """Under autocast, round to the dtype that attention computes in, as autocast does in attention's products."""
         return (
             states.to(self.cache.pool.spec.compute_dtype) if torch.is_autocast_enabled(states.device.type) else states
         )
@@ -247,22 +247,22 @@ class CacheLayer(PlainLayer):
         return masked_plan(self.cache.step, plan, self.own, self.cache.masked_plans) if self.own.masked else plan
 
     def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
-        """The same, made once in a step for all layers that turn alike."""
+        """The same, made once in a step for all layers with the same rotation."""
         asked, made = (self.own.kind.rotation, self.own.kind.variant), self.cache.turned
         if asked not in made:
             made[asked] = super().turned(frequencies, target)
         return made[asked]
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :meth:`StepCache.run_state`, of a module inside an attention module."""
+        """As :meth:`StepCache.run_state`, for a module inside an attention module."""
         return self.cache.run_state(module, args, kwargs)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
-        """Raise ValueError if the model says that its position embeddings were made for other positions."""
+        """Raise ValueError if the model passes other positions than the step's, for which it made its embeddings."""
         given = self.cache.given_positions
         if position_ids is None or position_ids is given or (given is not None and _repeats(position_ids, given)):
             return
-        positions = self.step.positions  # several rows of them are for images, which are nowhere
+        positions = self.step.positions  # several rows of positions are for images, which a step has none of
         if position_ids.shape[-1:] != positions.shape or not bool((position_ids == positions).all()):
             raise ValueError(
                 "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
@@ -271,7 +271,7 @@ class CacheLayer(PlainLayer):
 
 
 def _repeats(position_ids: Tensor, given: Tensor) -> bool:
-    """Whether positions are a view that repeats ``[1, T]`` others, which takes no look at them."""
+    """Whether positions are a view that repeats the ``[1, T]`` positions ``given``, found without reading values."""
     here = position_ids.data_ptr() == given.data_ptr() and position_ids.dtype == given.dtype
     same = here and position_ids.shape[-1:] == given.shape[-1:] and position_ids.stride(-1) == given.stride(-1)
     return same and all(

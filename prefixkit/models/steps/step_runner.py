@@ -1,4 +1,4 @@
-"""What runs the steps of a patched model: eager or by CUDA graphs, with a planner for each kind of its layers."""
+"""The runner of a patched model's steps, eager or with CUDA graphs, with a planner for each kind of its layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("prefixkit")
 
 
 def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
-    """What plans attention for each kind of a model's layers."""
+    """The planners of attention, one for each kind of a model's layers."""
     spec, made = facts.spec, list[Planner]()
     counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)
     for kind in facts.plan_kinds:
@@ -42,7 +42,7 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
 
 
 def _log_plain(layers: Sequence[LayerKind]) -> None:
-    """Say why attention runs in plain torch on a GPU, where it does."""
+    """Log for which layers attention runs in plain torch on a GPU, and why."""
     reasons = {
         "over latents": (
             "K and V are not linear in them, or layers see a part",
@@ -68,13 +68,13 @@ def runner_of(
     compiled: bool = False,
     call: Callable[..., Any] | None = None,
 ) -> EagerRunner | GraphRunner:
-    """What runs a patched model's steps: decode steps by CUDA graphs where that can be, with a line in the log if not.
+    """The runner of a patched model's steps: decode steps run as CUDA graphs if possible; else it logs why not.
 
     Args:
-        facts: Of the patched model.
-        pool: Where its KV goes.
-        graphs: Whether CUDA graphs are wanted.
-        compiled: Whether layers in these graphs go through torch.compile, and, once they are compiled, those of other
+        facts: The facts of the patched model.
+        pool: The pool that holds its KV.
+        graphs: Whether to use CUDA graphs.
+        compiled: Whether layers in these graphs run through torch.compile, and, once they are compiled, those of other
             steps too.
         call: See :class:`ModelRunner`.
     """
@@ -104,7 +104,7 @@ def runner_of(
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
         return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts, agreement=agreement)
-    # For one row torch would compile a graph of its own.
+    # torch would compile a separate graph for one row.
     steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
     through = steps if compiled else None
     eager = EagerRunner(
@@ -116,7 +116,7 @@ def runner_of(
         layer_counts=layer_counts,
         agreement=agreement,
     )
-    # The sampler takes logits as they are: to convert them to float32 would copy them.
+    # The sampler accepts the model's dtype: converting logits to float32 would copy them.
     return GraphRunner(
         eager,
         steps.compute,

@@ -1,4 +1,4 @@
-"""The step in progress as layers that torch.compile traces see it."""
+"""The step in progress, as seen by layers that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixkit.torch_private import mark_dynamic
 
 
 class TracedStep:
-    """The tensors of the step in progress, one object for all layers: inputs of graphs, read again at every call."""
+    """The tensors of the step in progress, in one object for all layers; graphs read them as inputs at every call."""
 
     slots: Tensor
     positions: Tensor
@@ -25,7 +25,7 @@ class TracedStep:
         self._masks: dict[tuple[int, str], LayerPages] = {}
 
     def place_under_mask(self, layer: LayerPages) -> int | None:
-        """Where ``masked`` has the layer's plan with classes of blocks; None where decode steps have none."""
+        """Index in ``masked`` of the layer's plan with classes of blocks; None if decode steps use no classes."""
         at = layer.plan, mask_of(layer)
         if lookup(at[1]).hides_by_position:
             return None
@@ -33,9 +33,9 @@ class TracedStep:
         return list(self._masks).index(at)
 
     def load(self, step: Step) -> None:
-        """Take a step's tensors."""
+        """Set the tensors of a step."""
         self.slots, self.positions, self.plans = step.slots, step.positions, [plan.tensors for plan in step.plans]
-        # Numbers of rows, and a tree's and a plan's sizes, change from step to step: graphs are made for any.
+        # Numbers of rows, and a tree's and a plan's sizes, change from step to step: graphs are made for any sizes.
         for tensor in (self.slots, self.positions, *chain(*self.plans)):
             if len(tensor) > 1:
                 mark_dynamic(tensor, 0)
@@ -43,5 +43,5 @@ class TracedStep:
         masks, of_steps = self._masks.values(), {id(tensor) for tensor in chain(*self.plans)}
         self.masked = [masked_plan(step, self.plans[layer.plan], layer, known) for layer in masks]
         for tensor in chain(*self.masked):
-            if id(tensor) not in of_steps and tensor.numel():  # classes, whose rows have any length
+            if id(tensor) not in of_steps and tensor.numel():  # classes, whose rows may have any length
                 mark_dynamic(tensor, [0, 1])
