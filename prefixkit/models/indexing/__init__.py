@@ -1,1 +1,1 @@
-"""Indexers of sparse attention: which tokens each row of a step selects, and the keys by which it does."""
+"""Indexers of sparse attention: which tokens each row of a step selects, and the index keys used for that."""

@@ -1,10 +1,10 @@
 """Compressors of attention layers on a tree: entries that each stand for a run of tokens of a text.
 
-The attention module of such a model (DeepSeek-V4) has a compressor.  It makes two vectors of each token, of which it
-makes one entry for each whole window of tokens, and says which entries each row sees; the module attends to these
-beside the tokens of its own window.  A tree caches the vectors of tokens, which texts share, and no entries.  In a step
-the module's own compressor runs on blocks of rows, each a batch of texts of one length, on the vectors of all their
-tokens, and so makes all entries of a text at once, as it does without a cache.
+The attention module of such a model (DeepSeek-V4) has a compressor.  The compressor makes two vectors of each token,
+combines them to one entry for each whole window of tokens, and determines which entries each row sees; the module
+attends to these entries and to the tokens of its own window.  A tree caches the vectors of tokens, which texts share,
+and no entries.  In a step the module's own compressor runs on blocks of rows, each a batch of texts of equal length,
+over the vectors of all their tokens, and so makes all entries of a text at once, as it does without a cache.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from torch import Tensor, nn
 from prefixkit.kv.layer_kinds import Compressed
 from prefixkit.models.indexing.indexers import AnyIndex, Block, IndexerCall
 
-# Of a compressor's name, and its two vectors ``[texts, S, size]`` of each row: those of all tokens of the texts.
+# A function of a compressor's name and of two vectors ``[texts, S, size]`` of each row that returns those of all tokens
+# of the texts.
 Exchange = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @functools.cache
 def is_compressor(cls: type[nn.Module]) -> bool:
-    """Whether the code of a class's ``forward`` gives what it compresses to a layer of a cache."""
+    """Whether the code of a class's ``forward`` stores what it compresses in a layer of a cache."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return code is not None and "store_compression_weights" in code.co_names
 
 
 class WholeTexts:
-    """In place of a cache for a compressor that runs on a block: every layer takes its vectors and returns those of
-    all tokens of the texts, of which the compressor makes all entries.
+    """The cache of a compressor that runs on a block: every layer stores the rows' vectors and returns those of all
+    tokens of the texts, from which the compressor makes all entries.
     """
 
     def __init__(self, exchange: Exchange, rate: int) -> None:
@@ -48,21 +49,21 @@ class WholeTexts:
         return kv[:, :usable], gate[:, :usable], 0
 
     def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, head_dim: int) -> tuple[None, None]:
-        """There is no window before."""
+        """No window comes before the text."""
         return None, None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """There are no entries before."""
+        """No entries come before those of the text."""
         return compressed
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What a compressor makes for a block.
+    """The entries that a compressor makes for a block.
 
     Attributes:
         block: The block.
-        kv: ``[texts, entries, head_dim]`` K, and V.
+        kv: ``[texts, entries, head_dim]`` the entries, each both K and V.
         hidden: ``[texts, 1 or S, entries]`` bool the entries that a row does not see.
     """
 
@@ -75,7 +76,7 @@ def compress(call: IndexerCall, block: Block, exchange: Exchange) -> Entries:
     """Run a compressor on a block.
 
     Raises:
-        ValueError: it returns something else than entries, and a bias of 0 or -inf.
+        ValueError: the compressor returns something other than entries and a bias of 0 or -inf.
     """
     rate: Any = getattr(call.indexer, "compress_rate", None)
     if not isinstance(rate, int):
@@ -92,7 +93,7 @@ def compress(call: IndexerCall, block: Block, exchange: Exchange) -> Entries:
 
 
 def sizes_of(kinds: tuple[Compressed, ...], name: str) -> Compressed:
-    """What a layer caches for a compressor of this name; ValueError where it caches nothing."""
+    """The sizes of what a layer caches for a compressor of this name; ValueError if it caches nothing for it."""
     found = next((kind for kind in kinds if kind.name == name), None)
     if found is None:
         raise ValueError(f"a compressor {name!r} runs that was not there when the model was measured")
@@ -102,13 +103,13 @@ def sizes_of(kinds: tuple[Compressed, ...], name: str) -> Compressed:
 def with_entries(
     query: Tensor, out: Tensor, lse: Tensor, entries: list[Entries], scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """``[T, heads, head_dim]`` attention to tokens, ``out`` and ``lse [T, heads]``, merged with that to entries.
+    """``[T, heads, head_dim]``: attention to tokens (``out`` and ``lse [T, heads]``), merged with attention to entries.
 
     Args:
         query: ``[T, heads, head_dim]``.
-        out, lse: Of attention to tokens, without sinks.
-        entries: Of blocks that have each row once.
-        scale: On the query times an entry.
+        out, lse: The partial state of attention to tokens, without sinks.
+        entries: The entries of blocks that contain each row once.
+        scale: The factor on the query times an entry.
         sinks: ``[heads]`` logits that join the softmax's denominator; None for none.
     """
     theirs, own = torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, -torch.inf)

@@ -1,4 +1,4 @@
-"""Index keys of a tree cache in caches of transformers."""
+"""Copies index keys of a tree cache to caches of transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from prefixkit.tree.rows import Rows
 
 
 def index_dtypes(kinds: Sequence[LayerKind]) -> dict[int, torch.dtype]:
-    """Of the layers that cache index keys, by number, the dtype of these."""
+    """The dtype of the index keys of each layer that caches index keys, by layer number."""
     found = {layer: kind.index_dtype for layer, kind in enumerate(kind for kind in kinds if kind.cached)}
     return {layer: dtype for layer, dtype in found.items() if dtype is not None}
 
 
 def copy_index_keys(dtypes: dict[int, torch.dtype], pool: KVPool, rows: Rows, cache: Any) -> None:
-    """Put the index keys of rows, which lie in a pool, into a cache of transformers; zeros in place of padding."""
+    """Copy the index keys of rows from a pool to a cache of transformers; padding gets zeros."""
     slots, padding = torch.from_numpy(rows.slots()), torch.from_numpy(np.arange(rows.length) < rows.pad[:, None])
     for layer, dtype in dtypes.items():
         pages = pool.pages(layer)[-1]

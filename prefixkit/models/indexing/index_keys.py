@@ -1,4 +1,4 @@
-"""Index keys of one layer in the pool, and the layer's indexer over them in a step."""
+"""Index keys of one layer in the pool, and the layer's indexer, which reads them in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixkit.models.steps.layer_pages import LayerPages
 
 
 class _Appended(Exception):
-    """The index keys are in the pool, and nothing has to be scored."""
+    """Ends a call of the indexer after its keys are appended to the pool, because nothing has to be scored."""
 
 
 class StepIndexer:
@@ -24,10 +24,10 @@ class StepIndexer:
     Args:
         own: The layer.
         step: The step.
-        blocks: The rows as :func:`blocks_of` makes them, by the number of a plan; made for the first layer of a step.
+        blocks: The blocks of rows that :func:`blocks_of` makes, by plan index; made by the first layer of a step.
 
     Raises:
-        IncompleteStep: the probe of the model has seen no indexer in the layer.
+        IncompleteStep: the probe of the model has found no indexer in the layer.
     """
 
     def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
@@ -51,7 +51,7 @@ class StepIndexer:
         return joined(parts)
 
     def _all(self, call: IndexerCall) -> Tensor:
-        """No indices, or a mask of no tokens: no text is longer than what is selected of it, so nothing is scored."""
+        """No indices, or a mask of no tokens: texts are so short that all tokens are selected, and none is scored."""
         rows = self._step.slots.shape[0]
         at = torch.arange(rows, device=self._pages.device)
         none = at.new_empty((1, rows, 0), dtype=torch.bool)
@@ -77,16 +77,16 @@ class StepIndexer:
         torch.ops.prefixkit.index_append(rows[:, None], self._pages, self._step.slots[block.first : block.last])
 
     def _exchange(self, block: Block, keys: Tensor) -> Tensor:
-        """Append a block's index keys ``[texts, S, dim]``; those of its texts come back, ``[texts, T, dim]``."""
+        """Append a block's index keys ``[texts, S, dim]``, and return all keys of its texts, ``[texts, T, dim]``."""
         self._append(block, keys)
         return index_keys_at(self._pages, block.slots, self._dtype).masked_fill_((block.places < 0)[..., None], 0)
 
 
 class StepCompressor:
-    """A layer's compressor in a step; arguments as :class:`StepIndexer` takes them, except for blocks without padding.
+    """A layer's compressor in a step; arguments as for :class:`StepIndexer`, but blocks have no padding.
 
     Raises:
-        IncompleteStep: the probe of the model has seen no compressor in the layer.
+        IncompleteStep: the probe of the model has found no compressor in the layer.
     """
 
     def __init__(self, own: LayerPages, step: Step, blocks: dict[int, list[Block]]) -> None:
@@ -99,7 +99,7 @@ class StepCompressor:
         self._blocks = blocks[own.plan]
 
     def entries(self, call: IndexerCall) -> list[Entries]:
-        """What the compressor makes of each block; IncompleteStep where it does not cache what it did."""
+        """The compressor's entries for each block; IncompleteStep if it does not cache what it did when measured."""
         names = set[str]()
         made = [compress(call, block, partial(self._exchange, names, block)) for block in self._blocks]
         if len(names) != len(self._own.compressed_pages):
@@ -119,11 +119,11 @@ class StepCompressor:
 
 
 def index_keys_at(pages: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[..., dim]`` of ``dtype`` the index keys in slots ``[...]`` of ``pages``, which hold them as other numbers."""
+    """``[..., dim]`` the index keys in slots ``[...]`` of ``pages``, whose bytes are read as ``dtype``."""
     size = pages.shape[1]
     return pages[slots // size, slots % size].squeeze(-2).contiguous().view(dtype)
 
 
 def is_empty(tensor: Tensor) -> bool:
-    """Whether it is of the mask of a step, which has no elements."""
+    """Whether a tensor is the mask of a step, which has no elements."""
     return not tensor.numel()

@@ -1,11 +1,12 @@
 """Indexers of sparse attention on a tree: which tokens each row of a step selects.
 
-The attention module of such a model has an indexer: it gives its keys to the cache's ``update_indexer``, scores every
-key that comes back for each row, or groups of them, and returns the indices of the best or a mask that shows them.
-Rows of a step are of many texts, so the module's own indexer runs on blocks of rows, each a batch, padded on the left,
-of the texts that its rows belong to: their index keys are gathered from the pool, zeros in place of padding, and a mask
-shows each row its own token and those before it.  What comes back is moved to positions in a row's text.  Where scores
-tie, ``torch.topk`` takes any: which, depends on the length of the batch, with and without a tree.
+The attention module of such a model has an indexer: it passes its keys to the cache's ``update_indexer``, scores all
+returned keys, or groups of them, for each row, and returns the indices of the best or a mask that shows them.
+Rows of a step belong to many texts, so the module's own indexer runs on blocks of rows.  A block is a batch, padded on
+the left, of the texts that its rows belong to: the index keys of these texts are gathered from the pool, with zeros for
+padding, and a mask shows each row its own token and earlier ones.  The returned indices are converted to positions in
+a row's text.  Among equal scores ``torch.topk`` selects any: which depends on the batch's length, with and without a
+tree.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from torch import Tensor, nn
 from prefixkit.attention.queries import StepTree
 from prefixkit.tree.arrays import Longs
 
-# Rows times texts' tokens of a block: each head's scores of them are in memory at once, and a mask.  With 64 heads they
-# take 128 MiB on a CPU; on a GPU 512 MiB, for the host launches each block.
+# The most rows times tokens of texts in a block: the scores of all heads, and a mask, are in memory at once.  With 64
+# heads they take 128 MiB on a CPU, and 512 MiB on a GPU, because the host launches each block.
 _MOST_SCORES = {"cpu": 1 << 19, "cuda": 1 << 21}
-# Rows times tokens of a block are at most this multiple of those without padding.
+# Rows times tokens of a block are at most this multiple of the same number without padding.
 _MOST_PADDING = 2
 
 
 @functools.cache
 def is_indexer(cls: type[nn.Module]) -> bool:
-    """Whether the code of a class's ``forward`` gives index keys to a cache."""
+    """Whether the code of a class's ``forward`` stores index keys in a cache."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return code is not None and "update_indexer" in code.co_names
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows that an indexer takes at once, the last ones of each text, as a batch that is padded on the left.
+    """Rows that an indexer processes at once, the last rows of each text, as a batch that is padded on the left.
 
     Attributes:
         first, last: The rows are those from ``first`` to before ``last``.
         rows: ``[texts, S]`` int64; each text's first row repeats as padding.
-        real: ``[last - first]`` int64 where the rows are in a flat ``[texts * S]``.
-        slots: ``[texts, T]`` int64 of each text's tokens; that of its first stands for padding.
-        padding: ``[texts]`` int64 how much of a text's ``T`` is padding.
-        visible: ``[texts, S, T]`` bool: a row sees itself and what is before it.
+        real: ``[last - first]`` int64 indices of the rows in a flat ``[texts * S]``.
+        slots: ``[texts, T]`` int64 the slots of each text's tokens; padding repeats the slot of the first token.
+        padding: ``[texts]`` int64 the number of padding tokens among a text's ``T``.
+        visible: ``[texts, S, T]`` bool: a row sees its own token and earlier ones.
     """
 
     first: int
@@ -60,24 +61,24 @@ class Block:
 
     @property
     def places(self) -> Tensor:
-        """``[texts, T]`` int64 the position of each token in its text; below 0 where it is padding."""
+        """``[texts, T]`` int64 the position of each token in its text; below 0 for padding."""
         tokens = torch.arange(self.slots.shape[1], device=self.slots.device)
         return tokens - self.padding[:, None]
 
 
 class _IndexLayer:
-    """The layer of :class:`IndexKeys`, as far as indexers ask it: how many tokens its texts have."""
+    """The layer of :class:`IndexKeys`, with what indexers read of it: the number of tokens of its texts."""
 
     def __init__(self, slots: Tensor) -> None:
         self.keys = slots[:, None, :, None]
 
     def get_seq_length(self) -> int:
-        """With the rows that run."""
+        """Tokens of the texts, including the rows that run."""
         return self.keys.shape[2]
 
 
 class AnyIndex(tuple[Any, ...]):
-    """One layer, whatever its number."""
+    """One layer, returned for any index."""
 
     __slots__ = ()
 
@@ -86,8 +87,8 @@ class AnyIndex(tuple[Any, ...]):
 
 
 class IndexKeys:
-    """In place of a cache for an indexer that runs on a block: ``exchange`` takes its keys ``[texts, S, dim]`` and
-    returns all keys of the texts, ``[texts, T, dim]``.
+    """The cache of an indexer that runs on a block: ``exchange`` stores its keys ``[texts, S, dim]`` and returns all
+    keys of the texts, ``[texts, T, dim]``.
     """
 
     def __init__(self, exchange: Callable[[Tensor], Tensor], block: Block) -> None:
@@ -95,21 +96,20 @@ class IndexKeys:
         self.layers = AnyIndex((_IndexLayer(block.slots),))
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """What transformers' caches have by this name."""
+        """The method of transformers' caches with this name."""
         return self._exchange(indexer_key_states)
 
 
 @dataclass(frozen=True, eq=False)
 class IndexerCall:
-    """An indexer as its attention module calls it for all rows.
+    """The call of an indexer by its attention module, for all rows.
 
     Attributes:
         indexer: The module.
-        args, kwargs: What it is called with.
-        cache: What stands for the cache among these.
+        args, kwargs: The arguments of the call.
+        cache: The object among the arguments that is passed as the cache.
         total: Rows.
-        before: Positions that stand before those of the rows where a tensor is of positions 0, 1, 2, ... and then of
-            each row.
+        before: Number of positions 0, 1, 2, ... that precede the rows' own positions in tensors that hold both.
     """
 
     indexer: nn.Module
@@ -120,21 +120,21 @@ class IndexerCall:
     before: int
 
     def run(self, keys: IndexKeys, block: Block, is_mask: Callable[[Tensor], bool]) -> Tensor:
-        """What the indexer selects for a block: ``[texts, S, k]`` indices, below 0 for none, or ``[texts, S, T]`` bool
-        a mask that shows the tokens; arguments and errors as :meth:`returned`.
+        """The indexer's selection for a block: ``[texts, S, k]`` indices, below 0 for none, or a ``[texts, S, T]`` bool
+        mask that shows the tokens; arguments and errors as :meth:`returned`.
         """
         return checked_selection(self.returned(keys, block, is_mask), block)
 
     def returned(self, keys: object, block: Block, is_mask: Callable[[Tensor], bool]) -> Any:
-        """What the indexer returns for a block.
+        """The indexer's output for a block.
 
         Args:
-            keys: In place of the cache.
+            keys: The object to pass as the cache.
             block: The block.
-            is_mask: Whether a tensor is the mask, for which the block's takes its place.
+            is_mask: Whether a tensor is the mask, which the block's mask replaces.
 
         Raises:
-            ValueError: it is called with what is of no row.
+            ValueError: an argument is a tensor without an entry per row.
         """
 
         def of_block(value: Any) -> Any:
@@ -160,7 +160,7 @@ class IndexerCall:
 
 
 def _shown_as(mask: Tensor, visible: Tensor) -> Tensor:
-    """What is visible as a mask of a kind: bool, or what is added to scores."""
+    """``visible`` as a mask of the same kind as ``mask``: bool, or added to scores."""
     if mask.dtype == torch.bool:
         return visible
     hidden = torch.finfo(mask.dtype).min
@@ -168,12 +168,12 @@ def _shown_as(mask: Tensor, visible: Tensor) -> Tensor:
 
 
 def is_selection_mask(found: Tensor) -> bool:
-    """Whether what :meth:`IndexerCall.run` returns is a mask."""
+    """Whether a result of :meth:`IndexerCall.run` is a mask."""
     return found.dtype == torch.bool
 
 
 def checked_selection(found: Any, block: Block) -> Tensor:
-    """What an indexer has returned, as :meth:`IndexerCall.run` does; ValueError where that is no tokens."""
+    """An indexer's output in the form of :meth:`IndexerCall.run`; ValueError if it is no selection of tokens."""
     shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
     texts, rows, tokens = block.visible.shape
     if isinstance(found, Tensor) and found.shape == (texts, 1, rows, tokens):
@@ -190,8 +190,8 @@ def checked_selection(found: Any, block: Block) -> Tensor:
 
 
 def in_texts(block: Block, found: Tensor) -> Tensor:
-    """What :meth:`IndexerCall.run` returns for the rows of a block, by positions in their texts: indices ``[rows, k]``,
-    below 0 for none, or a mask ``[rows, T]``.
+    """A result of :meth:`IndexerCall.run` for the rows of a block, converted to positions in their texts: indices
+    ``[rows, k]``, below 0 for none, or a mask ``[rows, T]``.
     """
     if not is_selection_mask(found):
         return (found - block.padding[:, None, None]).flatten(0, 1)[block.real]
@@ -202,7 +202,7 @@ def in_texts(block: Block, found: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """``[1, rows, k]`` int32 indices of all blocks, -1 where one has fewer; or ``[1, rows, T]`` masks of them."""
+    """``[1, rows, k]`` int32 indices of all blocks, padded with -1; or their ``[1, rows, T]`` masks."""
     most = max(found.shape[1] for found in parts)
     fill = 0 if is_selection_mask(parts[0]) else -1
     found = torch.cat([nn.functional.pad(found, (0, most - found.shape[1]), value=fill) for found in parts])[None]
@@ -210,7 +210,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def selected_of(indices: Tensor, length: int) -> Tensor:
-    """``[rows, length]`` bool: the positions at ``indices [1, rows, k]``, of which those that are none are left out."""
+    """``[rows, length]`` bool, True at positions ``indices [1, rows, k]``; indices out of range are ignored."""
     at = torch.where((indices[0] < 0) | (indices[0] >= length), length, indices[0]).long()
     shown = torch.zeros(at.shape[0], length + 1, dtype=torch.bool, device=at.device)
     return shown.scatter_(1, at, True)[:, :length]
@@ -218,7 +218,7 @@ def selected_of(indices: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Rows ``first`` to before ``last`` of one node, and the slots of its text up to the last of them."""
+    """Rows from ``first`` to before ``last`` of one node, and the slots of its text up to the last of these rows."""
 
     first: int
     last: int
@@ -228,9 +228,9 @@ class _Piece:
 def blocks_of(
     tree: StepTree, device: torch.device, most_scores: int | None = None, *, padded: bool = True
 ) -> list[Block]:
-    """The rows of a step as blocks, in order: rows of ancestors come before those below them, or with them.
+    """The rows of a step as blocks, in order: an ancestor's rows are in the block of its descendants' rows, or earlier.
 
-    ``most_scores``: rows times tokens of a block at most, except for a single row; None: what suits the device.
+    ``most_scores``: the most rows times tokens of a block of several rows; None: the number that suits the device.
     ``padded``: whether texts of a block may differ in length.
     """
     most_scores = _MOST_SCORES[device.type] if most_scores is None else most_scores
@@ -250,7 +250,7 @@ def blocks_of(
 
 
 def _pieces(tree: StepTree, most_scores: int) -> Iterator[_Piece]:
-    """Query runs, split where they have too many scores."""
+    """Query runs, split into pieces with at most ``most_scores`` scores or one row."""
     paths, first, queries = dict[int, Longs](), 0, tree.queries
     for node, begin, end in zip(queries.node.tolist(), queries.begin.tolist(), queries.end.tolist(), strict=True):
         path = _path(tree, node, paths)
@@ -262,7 +262,7 @@ def _pieces(tree: StepTree, most_scores: int) -> Iterator[_Piece]:
 
 
 def _path(tree: StepTree, node: int, paths: dict[int, Longs]) -> Longs:
-    """The slots of a node's text, from its first token to the node's last; ``paths`` has those of nodes before."""
+    """The slots of a node's text, from its first token to the node's last; ``paths`` caches those of earlier nodes."""
     chain = list[int]()
     while node >= 0 and node not in paths:
         chain.append(node)

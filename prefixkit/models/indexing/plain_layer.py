@@ -1,5 +1,5 @@
-"""A layer of a step that is more than attention over K and V in pages: K and V made of latents, tokens that an indexer
-selects, or a bias of the layer's own on the scores.  Plain torch computes it, except for latents on GPUs with kernels.
+"""A layer whose attention is more than attention over K and V in pages: it expands K and V from latents, attends to
+tokens that an indexer selects, or adds a bias to scores.  Plain torch computes it, except latents where kernels do.
 """
 
 from __future__ import annotations
@@ -21,68 +21,68 @@ from prefixkit.models.layered_cache import LayerCache
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.ops.backend import plain_torch
 
-MASK_OF = "build_attention_mask_from_topk"  # the method of one that makes its mask of the tokens that are selected
+MASK_OF = "build_attention_mask_from_topk"  # a method of attention modules that makes a mask from selected tokens
 
 
 class SelectingLayer(LayerCache, Protocol):
-    """What stands for a cache to an attention module that attends to tokens which an indexer selects, its own or an
-    earlier one.
+    """The cache of an attention module that attends to tokens selected by an indexer, its own or that of an earlier
+    layer.
     """
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What stands for the tokens that the module's indexer selects for these arguments: ``[1, T, k]`` int32, in
-        each row's own text, of which -1 stands for none, and no index at all for every token; or a mask of a step.
+        """The indexer's selection for these arguments: ``[1, T, k]`` int32 positions in each row's text, where -1 is no
+        token and ``k = 0`` means all tokens; or the mask of a step.
         """
 
     def take(self, indices: Tensor) -> None:
         """Attend to the tokens at ``indices [1, T, k]``, which :meth:`select` has returned."""
 
     def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The mask of a step in place of what the module's own code makes of selected tokens, which are the first
-        argument or ``topk_indices``; the layer attends to these.
+        """Attend to the selected tokens, which are the first argument or ``topk_indices``; returns the mask of a step
+        instead of the mask that the module's own code makes from them.
         """
 
 
 class CompressingLayer(LayerCache, Protocol):
-    """What stands for a cache to an attention module that attends to compressed tokens too."""
+    """The cache of an attention module that also attends to compressed tokens."""
 
     def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What stands for the entries that the module's compressor makes, and for the bias on them: none, and the mask
-        of a step.
+        """Run the module's compressor; returns no entries and the mask of a step, in place of its entries and their
+        bias.
         """
 
 
 class BiasedLayer(LayerCache, Protocol):
-    """What stands for a cache to an attention module that adds to the scores."""
+    """The cache of an attention module that adds a bias to scores."""
 
     def add(self, bias: Tensor) -> None:
-        """Add ``[1, heads, T, positions]`` to the scores, of each row with the positions of its text."""
+        """Add ``[1, heads, T, positions]`` to the scores of each row with the positions of its text."""
 
 
 def select(layer: LayerCache, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What an attention module's own code calls in place of its indexer; ValueError as :func:`take`."""
+    """The function that an attention module's own code calls instead of its indexer; ValueError as :func:`take`."""
     return _selecting(layer, indexer).select(indexer, args, kwargs)
 
 
 def compress(layer: LayerCache, compressor: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What it calls in place of its compressor; ValueError where the layer takes no entries."""
+    """The function that it calls instead of its compressor; ValueError if the layer does not accept entries."""
     if not hasattr(layer, "compress"):
         raise ValueError(f"{type(layer).__name__} takes no compressed tokens, of {type(compressor).__name__}")
     return cast(CompressingLayer, layer).compress(compressor, args, kwargs)
 
 
 def mask_of(layer: LayerCache, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """What it calls in place of its method :data:`MASK_OF`; ValueError as :func:`take`."""
+    """The function that it calls instead of its method :data:`MASK_OF`; ValueError as :func:`take`."""
     return _selecting(layer, own).mask_of(own, args, kwargs)
 
 
 def take(layer: LayerCache, indices: Tensor) -> None:
-    """:meth:`SelectingLayer.take`; ValueError where the layer does not take selected tokens."""
+    """:meth:`SelectingLayer.take`; ValueError if the layer does not accept selected tokens."""
     _selecting(layer, indices).take(indices)
 
 
 def add(layer: LayerCache, bias: Tensor) -> None:
-    """:meth:`BiasedLayer.add`; ValueError where the layer does not take a bias."""
+    """:meth:`BiasedLayer.add`; ValueError if the layer does not accept a bias."""
     if not hasattr(layer, "add"):
         raise ValueError(f"{type(layer).__name__} takes no bias of {tuple(bias.shape)} on its scores")
     cast(BiasedLayer, layer).add(bias)
@@ -95,17 +95,17 @@ def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
 
 
 class PlainLayer(Layer):
-    """Attention of a step's layer that is more than that over K and V in pages.
+    """A step's layer whose attention is more than attention over K and V in pages.
 
     Attributes:
         module: The attention module.
-        blocks: The step's rows as indexers take them, by the number of a plan; made once for all layers.
-        equal_blocks: The same as compressors take them, of texts of one length.
+        blocks: The step's rows in blocks for indexers, by plan index; made once for all layers.
+        equal_blocks: The same in blocks for compressors, of texts of equal length.
         indexed: Whether the layer's own indexer has run.
-        taken: Whether selected tokens have been taken.
-        selected: ``[T, positions]`` bool what each row sees; None: everything.
-        bias: ``[T, heads, positions]`` what is added to scores; None: nothing.
-        entries: What the layer's compressor has made of the texts of the step; None: it has not run.
+        taken: Whether :meth:`take` has set the selected tokens.
+        selected: ``[T, positions]`` bool the tokens that each row sees; None: all tokens.
+        bias: ``[T, heads, positions]`` the bias added to scores; None: no bias.
+        entries: The entries that the layer's compressor has made in the step; None: it has not run.
     """
 
     module: nn.Module
@@ -118,12 +118,12 @@ class PlainLayer(Layer):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text of the step, up to the last that runs."""
+        """Tokens of the longest text of the step, up to its last row in the step."""
         assert isinstance(self.step, Step), "compiled layers have no plain attention"
         return int(self.step.plans[self.own.plan].tree.positions.max()) + 1
 
     def select(self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """See :class:`SelectingLayer`: the indexer's keys go to the pool, and it scores those of each row's text."""
+        """See :class:`SelectingLayer`: the indexer's keys are appended to the pool, and it scores each row's text."""
         assert isinstance(self.step, Step), "compiled layers have no indexers"
         call = IndexerCall(indexer, args, kwargs, self, self.step.num_rows, self.longest)
         found = StepIndexer(self.own, self.step, self.blocks).select(call)
@@ -146,11 +146,11 @@ class PlainLayer(Layer):
         return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=indices.device)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Of all texts, for a layer that makes its bias by it: positions, and the first of them."""
+        """Number of positions of the longest text, and the first position, from which a layer makes its bias."""
         return self.longest, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Tensor:
-        """``[T]`` what makes positions of the rows' numbers."""
+        """``[T]`` the difference of each row's position and its index."""
         positions = self.step.positions
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
@@ -158,7 +158,7 @@ class PlainLayer(Layer):
         """See :class:`BiasedLayer`.
 
         Raises:
-            IncompleteStep: the probe of the model has seen no bias, or one of another shape.
+            IncompleteStep: the probe of the model has found no bias, or the bias has another shape than in this step.
         """
         rows, heads = self.step.positions.shape[0], self.own.kind.heads
         if not self.own.kind.biased or bias.shape != (1, heads, rows, self.longest):
@@ -169,7 +169,7 @@ class PlainLayer(Layer):
         self.bias = bias[0].transpose(0, 1)
 
     def compress(self, compressor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """See :class:`CompressingLayer`: vectors of tokens go to the pool, and those of each text are compressed."""
+        """See :class:`CompressingLayer`: tokens' vectors are appended to the pool, and each text's are compressed."""
         assert isinstance(self.step, Step), "compiled layers have no compressors"
         call = IndexerCall(compressor, args, kwargs, self, self.step.num_rows, 0)
         self.entries = StepCompressor(self.own, self.step, self.equal_blocks).entries(call)
@@ -178,12 +178,12 @@ class PlainLayer(Layer):
         return kv.new_empty((1, 1, 0, kv.shape[2])), mask
 
     def attend_plain(self, query: Tensor, scale: float, variant: str, sinks: Tensor | None) -> Tensor:
-        """What :meth:`attend` finishes, ``[T, heads, v_dim]``, over K and V that the layer's own code makes of what it
-        caches, to selected tokens, or with a bias.
+        """Attention, ``[T, heads, v_dim]`` before :meth:`finished`, over K and V that the layer's own code expands, to
+        selected tokens, or with a bias.
 
         Raises:
-            IncompleteStep: the layer's indexer has not run, so its keys are missing; or it has not been told which
-                tokens to attend to, or of its bias.
+            IncompleteStep: the layer's indexer has not run, so its keys are missing; or the layer lacks its selected
+                tokens, its bias or its compressed tokens.
         """
         kind = self.own.kind
         if self.own.index_pages is not None and not self.indexed:
@@ -220,5 +220,5 @@ class PlainLayer(Layer):
         return out
 
     def apart(self, sinks: Tensor | None) -> bool:
-        """Whether sinks join the softmax after attention to tokens: those of each row, or beside compressed tokens."""
+        """Whether sinks join the softmax after attention to tokens: sinks per row, or with compressed tokens."""
         return sinks is not None and (sinks.ndim == 2 or bool(self.own.kind.compressed))

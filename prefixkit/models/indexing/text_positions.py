@@ -1,4 +1,4 @@
-"""Positions of texts, which a model asks its cache for where its indexers rotate what they make of several keys."""
+"""Positions of texts, which models read from the cache if their indexers merge several keys and rotate the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-DIMS = 3  # positions of images have so many numbers; of text they are equal
+DIMS = 3  # numbers per position: they differ for images and are equal for text
 
 
 def text_positions(count: int, device: torch.device) -> Tensor:
@@ -18,12 +18,12 @@ def text_positions(count: int, device: torch.device) -> Tensor:
 
 
 class ShownLayer:
-    """A layer of a cache, of which a model asks for the positions of what is before the new tokens.
+    """A layer of a cache from which a model reads the positions of the tokens before the new ones.
 
-    A model puts these before the positions of the new ones, and so makes position embeddings of both.  A tree shows the
-    positions of a text in order, whatever the new tokens are.  ``positions`` is a method of the cache that holds this
-    layer.  Its reference is weak, so that the KV of a cache is freed with the last reference to it, not by a later run
-    of the garbage collector.
+    A model prepends these to the positions of the new tokens, and makes position embeddings of both.  A tree returns
+    the positions of a text in order, whatever the new tokens are.  ``positions`` is a method of the cache that holds
+    this layer.  The layer refers to it weakly, so that the KV of a cache is freed with the last reference to the cache,
+    not by a later run of the garbage collector.
     """
 
     def __init__(self, positions: Callable[[], Tensor]) -> None:
@@ -41,7 +41,7 @@ class ShownLayer:
 
 
 class ShownLayers(list[Any]):
-    """No layers, as a tree has nothing to keep in them; but each number has a :class:`ShownLayer`."""
+    """An empty list, because a tree stores nothing in layers; but each index returns a :class:`ShownLayer`."""
 
     def __init__(self, positions: Callable[[], Tensor]) -> None:
         super().__init__()
