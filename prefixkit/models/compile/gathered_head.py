@@ -1,9 +1,10 @@
-"""The language-model head of a model that two processes share: its columns go through memory that both see.
+"""The language-model head of a model split over two processes: they exchange columns through memory that both map.
 
-Under the plan's style each process has the logits of some tokens.  transformers' ``forward`` of the module runs the
-class's on local weights and makes a DTensor of what it gives, which is gathered by NCCL and copied once more; but a
-DTensor that is whole is taken as it is.  So the class's ``forward``, and nothing else, changes, as in
-``attention_class.py``: in steps of compiled layers it gathers by the op ``gather_parts``, with the same bits.
+Under the plan's style each process computes some columns of the logits.  The ``forward`` that transformers sets on the
+module runs the class's ``forward`` on local weights and makes a DTensor of its result, which NCCL gathers and which is
+copied once more; but a DTensor that is already whole is returned as it is.  So only the class's ``forward`` changes, as
+in ``attention_class.py``: in steps of compiled layers it gathers with the op ``gather_parts``, which gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from prefixkit.ops.shared_parts import VECTOR_BYTES
 
 log = logging.getLogger("prefixkit")
 
-# Styles of a plan: each process computes some of the outputs, and all get them.
+# Styles of a plan under which each process computes some of the outputs, and all processes get all outputs.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredHead:
-    """A head whose columns are gathered otherwise than by transformers.
+    """A head whose columns the op ``gather_parts`` gathers in place of transformers.
 
     Attributes:
         module: The head.
-        mesh: The processes, as DTensors take them.
-        addresses, rank: What the op ``gather_parts`` takes.
+        mesh: The device mesh of the processes, for DTensors.
+        addresses, rank: Arguments of the op ``gather_parts``.
     """
 
     module: nn.Linear
@@ -50,7 +51,7 @@ class GatheredHead:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """For the length of a step of this thread, gather the head's columns."""
+        """Within this context, for a step of this thread, gather the head's columns."""
         token = _head.set(self)
         try:
             yield
@@ -58,7 +59,7 @@ class GatheredHead:
             _head.reset(token)
 
     def whole(self, columns: Tensor) -> Tensor:
-        """The logits as a whole DTensor, where all processes have as many columns, which fit; or what was given."""
+        """The logits as a whole DTensor, or ``columns`` if their number differs per process or does not suit the op."""
         from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
         if isinstance(columns, DTensor) or torch.is_grad_enabled():
@@ -70,19 +71,19 @@ class GatheredHead:
         return DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
 
 
-# The head of the step that is in progress in this thread.
+# The head that gathers columns in this thread's step.
 _head: ContextVar[GatheredHead | None] = ContextVar("_head", default=None)
 
 
 def gathered_head(model: PreTrainedModel) -> GatheredHead | None:
-    """The head of a patched model, of which the processes gather columns in steps; ``unpatch`` restores its class.
+    """The head of a patched model, whose columns the processes gather in steps; ``unpatch`` restores its class.
 
     Args:
-        model: The model; all processes ask at the same place.
+        model: The model; all processes must call this function together.
 
     Returns:
-        None where transformers gathers: the processes see no memory of each other, the plan splits the head in another
-        style or not at all, or it is no plain linear layer whose ``forward`` transformers has replaced as known.
+        None if transformers gathers: the processes share no memory, the plan splits the head in another style or not at
+        all, or the head is no plain linear layer with the ``forward`` that tensor parallelism sets.
     """
     if tp_size(model) == 1 or (exchange := part_exchange(model)).addresses is None:
         return None
@@ -101,7 +102,7 @@ def gathered_head(model: PreTrainedModel) -> GatheredHead | None:
 
 @functools.cache
 def head_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a head's class that gathers in steps; one for each original."""
+    """The subclass of a head's class that gathers in steps; one subclass per original class."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """Decoder layers through torch.compile, with prefixkit's ops as opaque calls in their graphs.
 
 Norms, rotary embedding, residual adds and activations become a few kernels.  The original decoder layer is compiled,
-on a shallow copy as in ``attention_class.py`` with a :class:`TracedLayer` for its cache.  All tensors of the step and
-the layer's pages are inputs of the graph, whose numbers of rows and pages are open: layers of a kind share one graph,
-and neither another step nor another pool needs a new one.  What is made belongs to the model (see ``made.py``).  The
-q, k and v projections become one product over packed weights, and so do gate and up where rows are few (see
-``packing.py``); rotary embedding and appending become one op (see ``rotary.py``), and residual adds are part of the
-sums of tensor parallelism (see ``residuals.py``).
+on a shallow copy as in ``attention_class.py`` with a :class:`TracedLayer` as its cache.  All tensors of the step and
+the layer's pages are inputs of the graph, whose numbers of rows and pages are dynamic: layers of a kind share one
+graph for all steps and pools.  Compiled functions belong to the model (see ``made.py``).  The q, k and v projections
+become one product over packed weights, and so do gate and up if rows are few (see ``packing.py``); rotary embedding and
+appending become one op (see ``rotary.py``), and residual adds are part of the sums of tensor parallelism (see
+``residuals.py``).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _Key = tuple[int, bool, bool, KVSpec, tuple[Function, ...]]
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
-    """Inductor without CUDA graphs of its own: callers may capture the function that it makes.
+    """Inductor without CUDA graphs of its own: callers may capture the function that it returns.
 
-    What it makes stays in torch's cache on disk, for other processes.
+    The compiled code stays in torch's cache on disk, for other processes.
     """
-    # Worker processes start in more time than they save: a layer has few kernels.
+    # Starting worker processes takes longer than they save: a layer has few kernels.
     patches = {"triton.cudagraphs": False, "compile_threads": 1}
-    # A key has the names of our ops, but neither their results' strides nor what they write to.
+    # torch's cache key contains our ops' names, but neither their results' strides nor the arguments that they write.
     tag = f"{torch.compiler.config.cache_key_tag} prefixkit {_contracts()}"
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         compiled: Any = compile_graph(graph, inputs, patches)
@@ -67,43 +67,43 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Function:
 
 @functools.cache
 def _contracts() -> str:
-    """Stands for the ops' schemas and fakes."""
+    """A digest of the ops' schemas and fakes."""
     return sha256(inspect.getsource(library).encode()).hexdigest()[:16]
 
 
 def compile_layer(graph: torch.fx.GraphModule, inputs: Sequence[Any], compiler: Compiler = inductor) -> Function:
-    """``compiler(graph, inputs)`` for a layer's graph, rewritten as the module says."""
+    """``compiler(graph, inputs)`` for a layer's graph, rewritten as this module's docstring says."""
     return compile_packed(with_residuals(with_rotary_append(graph)), inputs, compiler)
 
 
 class NotCompilable(TypeError):
-    """Something of a model keeps its layers from being compiled; they run as they are."""
+    """A property of a model prevents compiling its layers; they run as they are."""
 
 
 class CompiledLayers:
     """The decoder layers of a patched model, compiled for the steps of one cache.
 
     Layers are compiled at the model's first step, which takes seconds, and not during the capture of a CUDA graph.
-    What is made serves any number of rows, but a single one has a graph of its own, and so have steps whose experts run
-    by our op; and all caches of the model, whatever the size of their pool, one step at a time; ``unpatch`` drops it.
-    A layer that cannot be compiled runs as it is, after one warning that says why.
+    Compiled layers serve any number of rows, but a single row has a graph of its own, and so have steps whose experts
+    run by our op.  All caches of the model share them, with pools of any size, one step at a time; ``unpatch`` drops
+    them.  A layer that cannot be compiled runs as it is, after one warning that says why.
 
     A layer's first compiled step packs the weights of q, k and v, and those of gate and up: it moves each group into
     one block of memory, and they stay the same Parameter objects with the same values.  ``unpatch`` gives each weight
-    its own memory back.  CUDA graphs that were captured of this model before must be captured again; engines do so.
+    its own memory back.  CUDA graphs of this model that were captured before must be captured again; engines do so.
 
     Attributes:
         rows: The numbers of rows to compile for; None for any.
-        made: What ``compiler`` has made of the model for all caches; a step holds its lock.
+        made: The functions that ``compiler`` has made for the model, shared by all caches; a step holds their lock.
         reason: Why layers run as they are, or None.
-        active: Whether the step in progress goes through compiled layers.
+        active: Whether the step in progress runs through compiled layers.
 
     Args:
         model: The patched model.
         cache: The cache.
         rows: As above.
-        compiler: Makes a function of a layer's graph and its inputs, as a backend of torch.compile does.
-        experts: Up to how many rows experts run by our op.
+        compiler: Compiles a layer's graph for its inputs to a function, as a backend of torch.compile does.
+        experts: The most rows of a step in which our op runs the experts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CompiledLayers:
         self._step = TracedStep()
         self._copies: dict[nn.Module, _LayerCopy] = {}
         self._spec = cache.pool.spec
-        # Graphs are made for any number of rows and pages, and pages of any size, but 1.
+        # One graph serves all numbers of rows and pages, and all page sizes, except 1.
         self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
         self._rows, self._experts = 0, experts
         self._key: _Key = (0, False, False, self._spec, ())
@@ -145,7 +145,7 @@ class CompiledLayers:
 
     @property
     def graphs(self) -> int:
-        """Number of graphs that were compiled of the model."""
+        """Number of graphs compiled for the model."""
         return self.made.graphs
 
     @property
@@ -154,16 +154,16 @@ class CompiledLayers:
         return self.made.seconds
 
     def serves(self, step: Step, compiling: bool) -> bool:
-        """Whether a step is to run here: its layers are compiled, or may be now.
+        """Whether a step should run here: its layers are compiled, or may be compiled now.
 
         Args:
-            step: Of more than one row: a single one would be compiled apart.
-            compiling: Whether it may take the seconds that compiling takes.
+            step: A step; False if it has one row, which would need a graph of its own.
+            compiling: Whether the step may take the seconds that compiling takes.
         """
         return self.reason is None and step.num_rows > 1 and (compiling or self._key_of(step) in self.made.ready)
 
     def begin(self, step: Step) -> None:
-        """Make the step's tensors the inputs of the graphs, if its number of rows is one to compile for.
+        """Make the step's tensors the inputs of the graphs, if layers are compiled for its number of rows.
 
         Raises:
             ValueError: a CUDA graph is being captured, and no such step has run before.
@@ -180,15 +180,15 @@ class CompiledLayers:
             self._step.load(step)
 
     def run(self, cache: StepCache, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer``, called with ``cache``, returns in the step in progress.
+        """The output of ``layer``, called with ``cache``, in the step in progress.
 
         Raises:
-            IncompleteStep: it has run in this step.
+            IncompleteStep: the layer has already run in this step.
             ValueError: the model was called with other positions or another mask than ``StepCache.inputs()``; or a
-                CUDA graph is being captured, and weights have moved since such a step ran.
+                CUDA graph is being captured, and weights have moved since the last such step.
         """
         copy = self._copies.get(layer)
-        if copy is None:  # the layer is of another model, or was put in later
+        if copy is None:  # the layer belongs to another model, or was inserted later
             return original_class(layer).forward(layer, *args, **kwargs)
         copy.check(cache, kwargs)
         given = (
@@ -229,8 +229,8 @@ class CompiledLayers:
         return result
 
     def _key_of(self, step: Step) -> _Key:
-        """What tells graphs apart: which sizes are 0 or 1, for torch makes graphs for any size but these; what runs
-        experts; the pool's dtype and device; and the classes' forwards, for torch does not notice when a submodule's
+        """The key of a graph: which sizes are 0 or 1, because torch specialises graphs for these; what runs experts;
+        the pool's dtype and device; and the classes' ``forward``, because torch does not notice when a submodule's
         class gets another.
         """
         small = self._small
@@ -264,11 +264,11 @@ class _LayerCopy:
     def __init__(self, layer: nn.Module, child: str, traced: TracedLayer, parts: LocalParts) -> None:
         self.layer, self.child, self.traced, self.index = layer, child, traced, traced.own.index
         self._local, self._parts = parts, tuple[object, ...]()
-        self._weights: list[Tensor | None] = []  # of this process, where others share the model
+        self._weights: list[Tensor | None] = []  # this process's, if the model is split
         self._current = layer
 
     def current(self) -> nn.Module:
-        """The copy, made anew if parts or split weights of the layer were exchanged, or its own numbers."""
+        """The copy, made anew if parts, split weights or numbers of the layer have been replaced."""
         layer = self.layer
         attention = layer._modules[self.child]
         assert attention is not None
@@ -276,14 +276,14 @@ class _LayerCopy:
         weights = self._local.weights_of(layer)
         if parts != self._parts or not all(map(is_, weights, self._weights)):
             inner = shallow_copy(attention, original_class(attention), self.traced)
-            inner.__dict__["layer_idx"] = 0  # or each layer would be compiled for its number
+            inner.__dict__["layer_idx"] = 0  # else each layer would be compiled for its number
             made = copy_of_module(layer, original_class(layer), _modules={**layer._modules, self.child: inner})
             self._current, self._parts = self._local.in_place_of(made), parts
             self._weights = self._local.weights_of(layer)
         return self._current
 
     def check(self, cache: StepCache, kwargs: dict[str, Any]) -> None:
-        """Check of a call what layers that are not compiled check."""
+        """Make the checks of a call that layers make when they are not compiled."""
         attention = self.layer._modules[self.child]
         assert attention is not None
         layer = CacheLayer(cache, attention)
@@ -296,7 +296,7 @@ class _LayerCopy:
 
 @functools.cache
 def layer_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a decoder layer's class that runs compiled where its cache says so; one for each original."""
+    """The subclass of a decoder layer's class that runs compiled if its cache says so; one per original class."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -305,12 +305,12 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
         return cache.compiled.run(cache, self, args, kwargs)
 
-    # Copies are of the original class: they belong to no cache.
+    # Python's copies of a layer get the original class: they belong to no cache.
     return subclass(original, object.__new__, {"forward": forward})
 
 
 def decoder_layers(model: nn.Module, parts: LocalParts) -> list[tuple[nn.Module, str]]:
-    """The layer around each attention module, in order, and that module's name in it; ``parts`` has stand-ins."""
+    """The decoder layer of each attention module, in order, and the module's name in it; ``parts`` has stand-ins."""
     found: list[tuple[nn.Module, str]] = []
     pretrained = pretrained_model(model)
     for name in attention_layers(model):
@@ -333,7 +333,7 @@ def _backend(of: weakref.ref[Made], graph: torch.fx.GraphModule, inputs: Sequenc
     """Compile one layer's graph, after a check that it calls each op once."""
     made = of()
     assert made is not None, "its function is on the call stack"
-    # A layer that attends at positions in the cache does so twice.
+    # A layer that attends at positions in the cache attends twice.
     for op, most in ((torch.ops.prefixkit.kv_append, 1), (torch.ops.prefixkit.tree_attention, 2)):
         if not 1 <= (count := len(graph.graph.find_nodes(op="call_function", target=op))) <= most:
             raise RuntimeError(f"a layer calls {op} {count} times, not once")

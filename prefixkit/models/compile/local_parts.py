@@ -1,8 +1,8 @@
-"""What compiled layers run in place of modules that tensor parallelism splits: products of this process's part alone.
+"""Stand-ins for modules that tensor parallelism splits, for compiled layers: they multiply by this process's part.
 
-transformers gives such a module a ``forward`` of its own, which lends it local tensors for the length of a call, and
-the compiler does not follow that.  A stand-in holds the local weights as parameters, so that q, k and v can be packed
-(``packing.py``); the split weight keeps them as its local part.
+transformers sets a ``forward`` on such a module that replaces its weights by local tensors during a call, which the
+compiler cannot trace.  A stand-in holds the local weights as parameters, so that q, k and v can be packed
+(``packing.py``); the split weight keeps these parameters as its local part.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from prefixkit.models.compile.part_exchange import part_exchange
 from prefixkit.models.tensor_parallel import tp_size
 
-# Styles of a plan: a process computes some of the outputs, or part of every sum; or what it computes is whole.
+# Styles of a plan: each process computes some of the outputs, or a part of every sum, or the whole result.
 _PART_OF_OUTPUTS, _PART_OF_SUMS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 class SummedLinear(nn.Linear):
-    """A linear layer of which each process has some columns of the weight: their products are summed."""
+    """A linear layer whose weight is split by columns over processes, which sum their products."""
 
     group: Any
     addresses: Tensor | None  # see PartExchange
@@ -39,7 +39,7 @@ class SummedLinear(nn.Linear):
 
 
 class LocalParts:
-    """The modules of a model that stand-ins are made for; none where no other process shares it."""
+    """The modules of a model that get stand-ins; none if the model is not split over processes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._styles: dict[nn.Module, str] = {}
@@ -56,12 +56,12 @@ class LocalParts:
         return module in self._styles
 
     def weights_of(self, module: nn.Module) -> list[Tensor | None]:
-        """What stand-ins for a module, or for parts of it, would hold."""
+        """The local weights that stand-ins for a module, or for parts of it, would hold."""
         parts = [part for part in module.modules() if part in self] if self._styles else []
         return [None if one is None else _local(one) for part in parts for one in part._parameters.values()]
 
     def in_place_of(self, module: nn.Module) -> nn.Module:
-        """A module, or a shallow copy of it in which stand-ins are in the place of modules that are split."""
+        """The module, or a shallow copy of it in which stand-ins replace modules that are split."""
         if not self._styles:
             return module
         if (style := self._styles.get(module)) is not None:
@@ -92,7 +92,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:
-    """The local part of a weight as a parameter, which the weight holds from now on."""
+    """The local part of a weight as a parameter, which replaces the part that the weight holds."""
     name, part = _name_of_local(weight), _local(weight)
     if type(part) is nn.Parameter:
         return part
@@ -103,6 +103,6 @@ def _parameter(weight: Tensor) -> nn.Parameter:
 
 
 def _name_of_local(weight: Tensor) -> str | None:
-    """The attribute of a DTensor that has its local part; None for other weights."""
+    """The attribute of a DTensor that holds its local part; None for other weights."""
     flatten = getattr(weight, "__tensor_flatten__", None)
     return None if flatten is None else str(flatten()[0][0])

@@ -1,4 +1,4 @@
-"""What torch.compile has made of patched models: kept from session to session, until a model is unpatched or goes."""
+"""Functions that torch.compile has made for patched models: cached until a model is unpatched or freed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Made:
 
     def __init__(self, compiler: Callable[..., Any]) -> None:
         self.compiler = compiler  # makes functions of graphs
-        self.functions: dict[Hashable, Callable[..., Any]] = {}  # by what tells graphs apart
-        self.codes: list[CodeType] = []  # of the functions: torch ties to them what it compiles
+        self.functions: dict[Hashable, Callable[..., Any]] = {}  # by the graphs' keys
+        self.codes: list[CodeType] = []  # of the functions: torch ties compiled code to them
         self.ready: set[Hashable] = set()  # keys of the functions that every layer has called
-        self.graphs, self.seconds = 0, 0.0  # how many were compiled, and the time that it took
-        self.lock = threading.RLock()  # held for the length of a step: what one compiles and packs, another reads
+        self.graphs, self.seconds = 0, 0.0  # number of compiled graphs, and the time that compiling took
+        self.lock = threading.RLock()  # held during a step: one step compiles and packs what others read
         self.dropped = False  # the model was unpatched
 
 
@@ -31,13 +31,13 @@ _lock = threading.Lock()
 
 
 def made_of(layer: nn.Module, compiler: Callable[..., Any]) -> Made:
-    """What ``compiler`` has made of the model whose first decoder layer this is; one for each of both."""
+    """The functions of ``compiler`` for the model whose first decoder layer this is; one object for both."""
     with _lock:
         return _made.setdefault(layer, {}).setdefault(compiler, Made(compiler))
 
 
 def drop(modules: Iterable[nn.Module]) -> None:
-    """Forget what was made of the models that these modules are of, once no step is in progress."""
+    """Drop the functions of the models that contain these modules, once no step is in progress."""
     with _lock:
         dropped = [made for module in modules for made in _made.pop(module, {}).values()]
     for made in dropped:

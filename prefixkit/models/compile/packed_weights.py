@@ -1,7 +1,7 @@
 """Packed weights: several weights in one block of memory, so that one product reads them all and none is stored twice.
 
 Each weight keeps a storage of its own, over its part of that memory: tools that save models drop, or refuse, weights
-that have a storage in common.
+that share a storage.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from prefixkit.models.weights.borrowed import borrowed, parts_of
 from prefixkit.threads import EventCount
 from prefixkit.torch_private import tensors_over
 
-# Kernels load vectors of this number of bytes: each weight must begin at a multiple.
+# Kernels load vectors of this number of bytes: the address of each weight must be a multiple of it.
 ALIGN = 16
-# The attribute of a packed weight's storage: a number that the weights which were packed together have in common.
+# The attribute of a packed weight's storage: a number that all weights of one pack share.
 _PACK = "_prefixkit_pack"
 _moves = EventCount()
 
@@ -61,9 +61,9 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
         weights: ``[rows, ...]`` each, contiguous, alike except for the number of rows, and :func:`movable`.
 
     Returns:
-        All of them as one tensor, as :func:`packed_view` gives it.
+        All weights as one tensor, as :func:`packed_view` returns it.
     """
-    # Parameters that are no inference tensors must not become some.
+    # Parameters that are not inference tensors must not become inference tensors.
     with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
         whole = torch.cat([weight.detach() for weight in weights])
         if whole.is_cuda:  # another stream may still read the memory that is freed
@@ -79,8 +79,8 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
 def unpack(weights: Iterable[Tensor]) -> None:
     """Give packed weights memory of their own again, each the same tensor object with the same values.
 
-    At most the weights of one :func:`pack` are in memory twice at a moment.  Packed memory is freed once no tensor over
-    it is left; one that is not among those given, such as an entry of a state dict, stays where it is.
+    At any time at most the weights of one :func:`pack` are in memory twice.  Packed memory is freed once no tensor over
+    it is left; a tensor that is not passed here, such as an entry of a state dict, stays where it is.
 
     Args:
         weights: Any tensors; those that are not packed stay as they are.

@@ -1,9 +1,9 @@
-"""Query, key and value projections as one product over packed weights; gate and up as one where rows are few.
+"""Query, key and value projections as one product over packed weights; gate and up as one product if rows are few.
 
-With few rows each of the three is too small to fill a GPU.  A graph as dynamo traced it gets one product in their
-place, whose weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for each
-layer, when the layer is first called.  Pairs of other products, such as gate and up, become the op ``linear_pair``.
-Weights that cannot be moved stay as they are.
+With few rows each of the three projections is too small to fill a GPU.  In a graph that dynamo traced, one product
+replaces them, whose weight and bias are graph inputs: the packed weights (see ``packed_weights.py``), packed once for
+each layer, when the layer is first called.  Pairs of other products, such as gate and up, become the op
+``linear_pair``.  Weights that cannot be moved stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("prefixkit")
 Function = Callable[..., Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Function]
 _IN_PLACE = {value for name, value in vars(operator).items() if name.startswith("__i")} | {operator.setitem}
-# Functions by these names change what comes after them: torch.amp's, torch.set_grad_enabled, ...
+# Functions whose names start so change how later nodes are computed: torch.amp's, torch.set_grad_enabled, ...
 _MODES = ("_enter", "_exit", "_set", "set_")
 
 
@@ -46,7 +46,7 @@ def capturing() -> bool:
 
 
 def is_own_op(node: fx.Node) -> bool:
-    """Whether a node calls one of prefixkit's ops, but for the sum of any product over processes."""
+    """Whether a node calls one of prefixkit's ops other than ``sum_parts``, which sums any product over processes."""
     target = node.target
     return (
         node.op == "call_function"
@@ -61,10 +61,10 @@ def compile_packed(
     """``compiler(graph, inputs)``, but a layer's q, k and v projections are one product over packed weights.
 
     Args:
-        graph: As dynamo traced it, parameters among its inputs.  It is not changed.
-        inputs: The inputs it was traced with.
-        compiler: Makes a function of a graph's inputs.
-        reads: Which nodes depend on the products that are packed: prefixkit's ops.
+        graph: The graph that dynamo traced, with parameters among its inputs.  It is not changed.
+        inputs: The inputs that it was traced with.
+        compiler: Compiles a graph for its inputs to a function.
+        reads: Whether a node depends on the products to pack, as prefixkit's ops do.
 
     Returns:
         A function of the inputs of ``graph``.  It raises ValueError if weights must be moved during the capture of a
@@ -72,7 +72,7 @@ def compile_packed(
     """
     mode = fake_mode_of(inputs)
     copied = copy_of(graph)
-    # In the order of the inputs, also once some are gone.
+    # In the order of the inputs, also after some are removed.
     given = dict(zip(copied.graph.find_nodes(op="placeholder"), inputs, strict=True))
     place = {node: at for at, node in enumerate(given)}
     groups, pairs = projection_groups(copied.graph, given, reads)
@@ -95,7 +95,7 @@ def compile_packed(
     try:
         compiled = compiler(copied, list(given.values()))
     except Exception as error:
-        # Parts of the product have its stride, which views in the traced code may not allow.
+        # Parts of the product have the whole product's stride, which views in the traced code may not allow.
         log.info("projections of one input are not packed: %s", error)
         return compiler(graph, inputs)
     return _PackedGraph(compiled, packs, [place[node] for node in given])
@@ -105,8 +105,8 @@ def compile_packed(
 class _PackedGraph:
     """A compiled graph over packed weights, as a function of the separate ones.
 
-    Layers share graphs, so each call brings other weights.  Of each list in ``packs``, which has the places of some
-    inputs, the first input of the compiled graph is all of them packed; ``kept`` are the places of its inputs.
+    Layers share graphs, so each call passes other weights.  Each list in ``packs`` holds indices of inputs, and the
+    compiled graph gets their packed weights as the first of these; ``kept`` holds the indices of its inputs.
     """
 
     compiled: Function
@@ -142,7 +142,7 @@ class _PackedGraph:
 
 
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the nodes with all that dynamo has recorded of them: dynamo itself goes on with its own graph."""
+    """A copy of the graph with all that dynamo has recorded of its nodes: dynamo itself continues with the original."""
     nodes: dict[fx.Node, fx.Node] = {}
     made = fx.Graph()
     made.output(made.graph_copy(graph.graph, nodes))
@@ -159,12 +159,12 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
 def projection_groups(
     graph: fx.Graph, given: dict[fx.Node, Any], reads: Callable[[fx.Node], bool] = is_own_op
 ) -> tuple[list[list[_Product]], list[list[_Product]]]:
-    """Products of one input that can be one: those that nodes of ``reads`` depend on, directly or through others.
+    """Groups of products of one input that can become one product, because nodes of ``reads`` depend on them.
 
-    The ops depend on a layer's q, k and v, and on no other product of their input.
+    prefixkit's ops depend on a layer's q, k and v, and on no other product of the same input.
 
     Returns:
-        These groups, and pairs of other products of one input: of weights of one shape, without a bias or a gradient.
+        These groups, and pairs of other products of one input whose weights have one shape, no bias and no gradient.
     """
     found: dict[Hashable, list[_Product]] = defaultdict(list)
     others: dict[Hashable, list[_Product]] = defaultdict(list)
@@ -174,7 +174,7 @@ def projection_groups(
             needed.add(node)
     writes = 0
     for node in graph.nodes:
-        writes += may_write(node)  # the input may be another by then
+        writes += may_write(node)  # the input may have changed
         product = _product(node)
         if product is None or not _is_free(product, given):
             continue
@@ -222,7 +222,7 @@ def _is_free(product: _Product, given: dict[fx.Node, Any]) -> bool:
 
 
 def _of_one_dtype(product: _Product) -> bool:
-    """Whether nothing is converted, as under autocast."""
+    """Whether a product converts no dtype, as it does under autocast."""
     values = [node.meta.get("example_value") for node in (product.node, product.x, product.weight)]
     return len({getattr(value, "dtype", None) for value in values}) == 1
 
@@ -233,12 +233,12 @@ def _parameters(group: list[_Product]) -> list[tuple[fx.Node, ...]]:
 
 
 def _replace(graph: fx.Graph, group: list[_Product], rows: list[int], pair: Function | None) -> None:
-    """One product in place of the first, with the first's weight; users of the others get parts of its result.
+    """Replace the first product by one product of all, with the first's weight; users of each get a part of its result.
 
-    ``pair``: the op that it is in place of ``linear``.
+    ``pair``: the op that computes it instead of ``linear``.
     """
     first, begin = group[0], 0
-    value = first.node.meta["example_value"]  # torch caches no graph of nodes without one
+    value = first.node.meta["example_value"]  # torch does not cache graphs with nodes that lack one
     value = value.new_empty((*value.shape[:-1], sum(rows)))
     with graph.inserting_before(first.node):
         given = (first.x, first.weight) if pair is not None else (first.x, first.weight, first.bias)
@@ -254,7 +254,7 @@ def _replace(graph: fx.Graph, group: list[_Product], rows: list[int], pair: Func
 
 
 def changes_mode(node: fx.Node) -> bool:
-    """Whether a node changes how those after it are computed: autocast, gradients."""
+    """Whether a node changes how later nodes are computed: autocast, gradients."""
     return node.op in ("call_function", "call_method") and _name(node).startswith(_MODES)
 
 
@@ -264,7 +264,7 @@ def _name(node: fx.Node) -> str:
 
 
 def may_write(node: fx.Node) -> bool:
-    """Whether a node may change its arguments, or how others compute."""
+    """Whether a node may change its arguments, or how other nodes are computed."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target = node.target

@@ -1,4 +1,4 @@
-"""How two processes that share a model sum and gather: through memory that both see, or by torch.distributed."""
+"""How processes of a split model sum and gather: two through memory that both map, or by torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True, eq=False)
 class PartExchange:
-    """What a process sums and gathers by.
+    """The means by which a process sums and gathers.
 
     Attributes:
-        group: The processes, as torch's collectives take them.
-        addresses: What the ops ``sum_parts`` and ``gather_parts`` take; None where ``torch.distributed`` is called.
-        held: What the addresses are of.
+        group: The process group for torch's collectives.
+        addresses: Addresses for the ops ``sum_parts`` and ``gather_parts``; None: ``torch.distributed`` is called.
+        held: The memory at these addresses, kept alive.
     """
 
     group: Any
@@ -35,7 +35,7 @@ class PartExchange:
     held: tuple[Any, ...] = ()
 
     def addresses_for(self, weight: Tensor) -> Tensor | None:
-        """The addresses, where the op can sum what a product with a weight ``[width, columns]`` gives."""
+        """The addresses, if the op can sum products with a weight ``[width, columns]``; else None."""
         return None if weight.shape[0] * weight.element_size() % VECTOR_BYTES else self.addresses
 
 
@@ -43,10 +43,10 @@ _known: WeakKeyDictionary[nn.Module, PartExchange] = WeakKeyDictionary()
 
 
 def part_exchange(model: PreTrainedModel) -> PartExchange:
-    """How the processes of a model sum and gather; all of them ask for it first at the same place.
+    """How the processes of a model sum and gather; all processes must make their first call together.
 
-    Two processes on linked GPUs write to each other's memory: what NCCL takes 15 us for (64 rows of 4,096) takes 6.
-    More of them, which would send more that way than by NCCL's rings, and CPUs go through ``torch.distributed``.
+    Two processes on linked GPUs write to each other's memory: a sum of 64 rows of 4,096 takes 6 us, and 15 with NCCL.
+    More processes would send more data that way than in NCCL's rings; they, and CPUs, use ``torch.distributed``.
     """
     if (known := _known.get(model)) is None:
         known = _known[model] = _made(model)

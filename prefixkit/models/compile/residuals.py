@@ -1,7 +1,7 @@
 """Residual adds within the sums of tensor parallelism, in a compiled layer's graph.
 
-A kernel of Inductor for such an add reads a sum that ``sum_parts`` has just written.  Where a graph, as dynamo traced
-it, adds a tensor to a sum that nothing else reads, the op adds it too, with the same bits.
+Inductor's kernel for such an add would read a sum that ``sum_parts`` has just written.  If a graph that dynamo traced
+adds a tensor to a sum that nothing else reads, the op adds that tensor too, with the same bits.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
 from prefixkit.models.compile.packing import changes_mode, copy_of, may_write
 
 _ADDS = (operator.add, torch.add, "add", "__add__")
-_ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")  # to what comes first
+_ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")  # to the first argument
 
 
 def with_residuals(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with residuals as arguments of ``sum_parts``, or the same graph where there are none.
+    """The graph with residuals as arguments of ``sum_parts``, or the same graph if it adds none.
 
     Args:
-        graph: As dynamo traced it under no_grad or inference mode.  It is not changed.
+        graph: The graph that dynamo traced under no_grad or inference mode.  It is not changed.
     """
     if torch.is_grad_enabled() or not _found(graph.graph):
         return graph
     copied = copy_of(graph)
     found = _found(copied.graph)
-    for total, residual, _ in found:  # which may be one of the adds
+    for total, residual, _ in found:  # a residual may be one of the adds
         total.args = (*total.args, residual)
     for total, _, add in found:
         add.replace_all_uses_with(total)
@@ -38,7 +38,7 @@ def with_residuals(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Sums without a residual, what is added to each, and the node that adds it."""
+    """Sums without a residual, the tensor added to each, and the node that adds it."""
     nodes, found = list(graph.nodes), []
     at = {node: place for place, node in enumerate(nodes)}
     modes = next((place for place, node in enumerate(nodes) if changes_mode(node)), len(nodes))
@@ -47,7 +47,7 @@ def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
             continue
         (add,) = total.users
         residual = _added_to(total, add)
-        # The op reads the residual before the sum is taken, in the mode of the call.
+        # The op reads the residual before it computes the sum, in the modes of the graph's caller.
         if residual is None or at[residual] > at[total] or at[add] > modes:
             continue
         if not any(may_write(node) for node in nodes[at[total] : at[add]]):
@@ -56,7 +56,7 @@ def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
 
 
 def _added_to(total: fx.Node, add: fx.Node) -> fx.Node | None:
-    """What ``add`` adds to a sum, where that is all it does and it is a tensor like the sum."""
+    """The tensor that ``add`` adds to a sum, if ``add`` does nothing else and the tensor is like the sum; else None."""
     if add.op not in ("call_function", "call_method") or add.kwargs or len(add.args) != 2:
         return None
     one, other = add.args

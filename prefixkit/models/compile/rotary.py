@@ -1,8 +1,8 @@
 """Rotary embedding and appending as one op, in a compiled layer's graph.
 
-Inductor makes a kernel for keys, one for queries, and calls ``kv_append`` between them, because that writes what
-attention reads.  Where a graph, as dynamo traced it, rotates queries and keys as transformers' ``apply_rotary_pos_emb``
-does, over whole heads, and only attention and ``kv_append`` read the result, ``rotary_append`` does all of it in one
+Inductor makes a kernel for keys and one for queries, and calls ``kv_append`` between them, because ``kv_append`` writes
+what attention reads.  If a graph that dynamo traced rotates queries and keys as transformers' ``apply_rotary_pos_emb``
+does, over whole heads, and only attention and ``kv_append`` read the result, ``rotary_append`` does all of this in one
 launch.
 """
 
@@ -26,16 +26,16 @@ ops = torch.ops.prefixkit
 class _Rotation(NamedTuple):
     """A match of :func:`_rotations`."""
 
-    nodes: tuple[fx.Node, ...]  # all of them, users before what they use: first the one that an op takes
-    total: fx.Node  # the one that is the sum
+    nodes: tuple[fx.Node, ...]  # all nodes, users before their inputs; the first is an op's argument
+    total: fx.Node  # the node that adds both products
     x: fx.Node  # the rotated tensor, [1, heads, T, head_dim]
-    cos: fx.Node  # [1, T, head_dim], as sin
+    cos: fx.Node  # [1, T, head_dim], like sin
     sin: fx.Node
 
 
 @functools.cache
 def _rotations(half: int) -> SubgraphMatcher:
-    """Finds transformers' ``apply_rotary_pos_emb`` of one sequence, as ``[T, heads, head_dim]``."""
+    """A matcher of transformers' ``apply_rotary_pos_emb`` of one sequence, transposed to ``[T, heads, head_dim]``."""
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -45,11 +45,11 @@ def _rotations(half: int) -> SubgraphMatcher:
 
 
 def with_rotary_append(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one op for both, or the same graph where it rotates heads in another way.
+    """The graph with one op for rotation and appending, or the same graph if it rotates heads in another way.
 
     Args:
-        graph: As dynamo traced it under no_grad or inference mode, with one ``kv_append`` and one ``tree_attention``.
-            It is not changed.
+        graph: The graph that dynamo traced under no_grad or inference mode, with one ``kv_append`` and one
+            ``tree_attention``.  It is not changed.
     """
     if torch.is_grad_enabled():
         return graph
@@ -76,7 +76,7 @@ def _found(graph: fx.Graph) -> tuple[_Rotation, _Rotation, fx.Node] | None:
     at = {node: place for place, node in enumerate(graph.nodes)}
     if not at[query.total] < at[append] < at[attention]:
         return None
-    # The rotated tensors must have the same values at the place of the op, and the op runs in the mode of the call.
+    # The rotated tensors must be unchanged where the op runs, and the op runs in the modes of the graph's caller.
     first, before = min(at[node] for node in query.nodes + key.nodes), list(graph.nodes)[: at[append]]
     if any(may_write(node) for node in before[first:]) or any(changes_mode(node) for node in before):
         return None
@@ -100,7 +100,7 @@ def _rotation(user: fx.Node) -> _Rotation | None:
 
 
 def _alike(query: _Rotation, key: _Rotation) -> bool:
-    """Whether all tensors are of one sequence and dtype, the angles are the same, and none is broadcast over rows."""
+    """Whether all tensors hold one sequence and have one dtype, share their angles, and broadcast none over rows."""
     q, k = _value(query.x), _value(key.x)
     if query[3:] != key[3:] or q.ndim != 4 or k.ndim != 4 or q.shape[3] % 2:
         return False
@@ -120,13 +120,13 @@ def _replace(graph: fx.Graph, query: _Rotation, key: _Rotation, append: fx.Node)
         made.meta["example_value"] = torch.empty_like(_value(q), memory_format=torch.contiguous_format)
     query.nodes[0].replace_all_uses_with(made)
     graph.erase_node(append)
-    for node in dict.fromkeys(query.nodes + key.nodes):  # angles are shared
+    for node in dict.fromkeys(query.nodes + key.nodes):  # both share the angles' nodes
         if not node.users:
             graph.erase_node(node)
 
 
 def _add(graph: fx.Graph, view: Callable[..., Tensor], x: fx.Node, *args: int) -> fx.Node:
-    """A view with its value: torch keeps no compiled graph on disk that has nodes without one."""
+    """A view with its example value: torch caches no graph on disk that has nodes without one."""
     node = graph.call_function(view, (x, *args))
     node.meta["example_value"] = view(_value(x), *args)
     return node

@@ -1,4 +1,4 @@
-"""A layer's cache as torch.compile traces it: nothing but tensors and the calls of two ops."""
+"""A layer's cache that torch.compile can trace: only tensors and the calls of two ops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from prefixkit.torch_private import mark_dynamic
 
 
 class TracedLayer(Layer):
-    """The cache of a layer that is traced, in place of a :class:`CacheLayer`."""
+    """The cache of a layer that is traced, instead of a :class:`CacheLayer`."""
 
     def __init__(self, own: LayerPages, step: TracedStep) -> None:
         super().__init__(own, step)
-        # Strings: torch makes no constants of other objects.
+        # Keys are strings: torch makes no constants of other objects.
         self.users = (None,) if own.kind.variant is None else tuple(map(register, own.kind.variant.parts))
         self._masked = step.place_under_mask(own)
         for pages in own.pages:  # graphs are made for pools of any size
@@ -27,13 +27,13 @@ class TracedLayer(Layer):
 
     @property
     def plan_under_mask(self) -> list[Tensor]:
-        """The same, which :class:`TracedStep` makes before any layer runs."""
+        """The same, but made by :class:`TracedStep` before any layer runs."""
         assert isinstance(self.step, TracedStep), "as it was made"
         return self.plan if self._masked is None else self.step.masked[self._masked]
 
     def variants(self, cap: float | None, sinks: bool, bias: Variant | None = None) -> tuple[str, ...]:
         """The same, as constants of the graph; classes with a bias are not compiled."""
-        visible = self.own.kind.visible  # its numbers: torch makes no constants of dataclasses
+        visible = self.own.kind.visible  # passed as numbers: torch makes no constants of dataclasses
         first, *others = self.users
         keys = [_variant(visible.window, visible.chunk, cap, sinks, first)]
         keys += [_variant(visible.window, visible.chunk, cap, False, user) for user in others]
