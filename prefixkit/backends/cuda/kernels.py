@@ -37,11 +37,8 @@ APPEND = Unit(
     ),
     headers=(layouts.MOVE.header,),
 )
-ROTARY = Unit(
-    "kv/rotary_append.cu",
-    tuple(rotary_name(*of) for of in product(FLOATS, (False, True))),
-    headers=(layouts.ROTARY.header,),
-)
+_ROTARY_NAMES = tuple(rotary_name(*of) for of in product(FLOATS, (False, True)))
+ROTARY = Unit("kv/rotary_append.cu", _ROTARY_NAMES, headers=(layouts.ROTARY.header,))
 ADVANCE = Unit("kv/advance.cu", ("prefixkit::advance",), headers=(layouts.ADVANCE.header,))
 PLAN_NODES = 2304  # the most nodes whose arrays all fit in shared memory
 
