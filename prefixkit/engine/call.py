@@ -1,4 +1,4 @@
-"""What one call brings with it: where its samples go, how tokens become text, and the report."""
+"""The settings of one call: where its samples go, how tokens become text, and its report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from prefixkit.engine.sharing_report import Report
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What one call brings with it.
+    """Where the samples of one call go, how its tokens become text, and its report.
 
     Attributes:
         detokenizer: Makes the text of samples; needed for stop strings and ``Sample.text``.
         return_samples: Whether the call returns its samples; else they go to ``on_sample`` alone.
         on_sample: Called with each sample as it finishes.
         on_token: Called with each token of a sample as it is sampled.
-        on_step: Called after each step with how many tokens it sampled.
-        report: What the call's steps are counted in.
+        on_step: Called after each step with the number of tokens that the step sampled.
+        report: Counts the call's steps.
 
     Raises:
-        ValueError: the samples would go nowhere.
-        TypeError: a listener is no function.
+        ValueError: the samples would neither be returned nor passed to ``on_sample``.
+        TypeError: a listener is not a function.
     """
 
     detokenizer: Detokenizer = field(default_factory=Detokenizer)

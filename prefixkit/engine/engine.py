@@ -1,4 +1,4 @@
-"""What runs calls over one KV store: samples and searches in a loop, scores and values."""
+"""The engine, which runs calls over one KV store: samples and searches in a loop, scores and values."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Engine:
 
     Args:
         runner: Runs steps, and samples from logits.
-        store: Where KV lives; no other call uses it meanwhile.
-        settings: How calls run; None: as :class:`EngineSettings` has it.
+        store: Holds the KV; no other call may use it during a call of the engine.
+        settings: How calls run; None: the defaults of :class:`EngineSettings`.
     """
 
     def __init__(self, runner: Runner, store: KVStore, settings: EngineSettings | None = None) -> None:
@@ -40,16 +40,16 @@ class Engine:
         self.settings = EngineSettings() if settings is None else settings
 
     def run(self, requests: Iterable[Request], call: Call) -> list[Sample]:
-        """Run requests to their end and return their samples, if the call does, by prompt, then index.
+        """Run requests to their end and return their samples, if the call returns samples, by prompt, then index.
 
         Raises:
-            KVBudgetTooSmall: some request cannot run even alone; raised before anything starts.
+            KVBudgetTooSmall: some request cannot run even alone; raised before any request starts.
         """
         finished = [sample for sample in self.stream(requests, call) if call.return_samples]
         return sorted(finished, key=lambda sample: (sample.prompt_index, sample.index))
 
     def stream(self, requests: Iterable[Request], call: Call) -> Iterator[Sample]:
-        """The same, but gives each sample as it finishes."""
+        """Run requests as :meth:`run` does, and yield each sample as it finishes."""
         requests = list(requests)
         check_fits(requests, self.store.budget())
         prompts = [(f"prompt {request.prompt_index}", len(request.tokens)) for request in requests]
@@ -62,13 +62,13 @@ class Engine:
                 while not loop.scheduler.idle:
                     yield from loop.step()
         except KeyboardInterrupt:
-            self.store.restart()  # what it left of the tree may not be fit for releasing
+            self.store.restart()  # the interrupt may have left the tree in a state in which it cannot be released
             raise
         finally:
             loop.end()
 
     def loop(self, call: Call) -> Loop:
-        """A call that has not started."""
+        """The loop of a call; it has not started."""
         scheduler = Scheduler(self.store, call, self.settings)
         return Loop(self.runner, self.store, scheduler, call)
 
@@ -84,13 +84,13 @@ class Engine:
             return score(run, prompts, continuations, vocab)
 
     def values(self, texts: Ordered[Text], head: Head, report: Report) -> list[Tensor]:
-        """What a head makes of the hidden states at wanted tokens; see ``engine/scoring/score.py``."""
+        """The output of a head for the hidden states at wanted tokens; see ``engine/scoring/score.py``."""
         with self._contexts(report) as run:
             return values(run, texts, head)
 
     @contextmanager
     def _contexts(self, report: Report) -> Iterator[ContextRun]:
-        """A call without a loop; after an interrupt the store has a new tree."""
+        """Start and end a call without a loop; after an interrupt the store has a new tree."""
         began, cache = time.perf_counter(), self.store.cache
         self.runner.start_call()
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})

@@ -1,4 +1,4 @@
-"""What lived before a call is left out of the garbage collections that the call causes."""
+"""Exclude the objects that existed before a call from the garbage collections that the call causes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 from prefixkit.engine.request import Request
 
-MANY = 256  # runs of a call that cause full collections, and beside which counting frozen objects costs nothing
+MANY = 256  # calls of this many runs cause full collections; counting frozen objects costs nothing by comparison
 
 
 @contextmanager
 def frozen_heap(requests: Sequence[Request]) -> Iterator[None]:
     """Freeze the objects that exist, and unfreeze them at the end.
 
-    torch and transformers alone are 400,000 objects, which each full collection visits, in a third of a second; a call
-    of thousands of samples causes some ten.  Garbage of before is collected after the call.  Where the program has
-    frozen objects itself, or a call in another thread has, nothing is changed; nor for requests of few runs.
+    torch and transformers alone make 400,000 objects.  A full collection visits them all, in a third of a second, and a
+    call of thousands of samples causes about ten full collections.  Garbage from before the call is collected after it.
+    Nothing is frozen if the program, or a call in another thread, has frozen objects, or if the requests have few runs.
     """
     if sum(len(request.sample_indices) for request in requests) < MANY or gc.get_freeze_count():
         yield

@@ -19,10 +19,10 @@ class Loop:
 
     def __init__(self, runner: Runner, store: KVStore, scheduler: Scheduler, call: Call) -> None:
         self.runner, self.store, self.scheduler, self.call = runner, store, scheduler, call
-        self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt gives the store others
+        self._tree, self._cache = self.store.tree, self.store.cache  # an interrupt replaces those of the store
         self._running: RunningBatch | None = None
         self._ended: RunningBatch | None = None  # not yet reported
-        self._finished: list[Sample] = []  # by the step under way
+        self._finished: list[Sample] = []  # samples that the step under way has finished
 
     def start(self, requests: list[Request]) -> None:
         """Start the call with requests that :func:`check_fits` has passed."""
@@ -32,7 +32,7 @@ class Loop:
         self.call.report.prompts += len(requests)
 
     def step(self) -> list[Sample]:
-        """Schedule what runs next if nothing is running, launch, and commit; returns the samples that ended."""
+        """Schedule a batch if none is running, launch, and commit; returns the samples that ended."""
         began, self._finished = time.perf_counter(), []
         try:
             if self._running is None and (scheduled := self.scheduler.next()) is not None:
@@ -44,7 +44,7 @@ class Loop:
         return self._finished
 
     def end(self) -> None:
-        """Give every page back, and end the report; after all requests there is nothing left to give but reserves."""
+        """Release all pages, and end the report; once all requests have ended only reserved pages are left."""
         if self.store.tree is self._tree:
             self._ended = self._running or self._ended
             self._running = None
@@ -71,12 +71,12 @@ class Loop:
             self.scheduler.preemption.computing.add(running.rows_run, seconds)
 
     def _commit(self, running: RunningBatch) -> None:
-        """Read what is under way, and let the tree take all tokens, with the first ones of runs started meanwhile."""
+        """Read the steps under way, and append their tokens, and first tokens of runs started ahead, to the tree."""
         running.read_all(self._finish)
         self.scheduler.start_ahead(running.scheduled)
         running.commit()
         if (held := self.store.held) is not None:
-            for run in self.scheduler.runs:  # samples, all of them
+            for run in self.scheduler.runs:  # all of them are samples
                 held.release(self._tree, run.sequences[0])
         self._running, self._ended = None, running
         if (started := self.scheduler.take_started()) is not None:
@@ -85,7 +85,7 @@ class Loop:
             first.commit()
 
     def _finish(self, run: Run, samples: list[Sample]) -> None:
-        """Take a run that has ended out of the tree, count its samples, and hand them out."""
+        """Remove a run that has ended from the tree, count its samples, and hand them out."""
         run.leave(self.store, samples, self.scheduler.settings.retain_samples)
         report = self.call.report
         report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
@@ -116,7 +116,7 @@ class Loop:
 
 
 def counters_of_cache(cache: PrefixCache) -> dict[str, float]:
-    """Cumulative counters of a prefix cache, by the fields of a report."""
+    """Cumulative counters of a prefix cache, keyed by field of the report."""
     return {
         "prompt_tokens": cache.tokens_queried,
         "prompt_tokens_found": cache.tokens_hit,

@@ -1,4 +1,4 @@
-"""What requests need of memory: pages of KV, and bytes of a step."""
+"""How much memory requests need: pages of KV, and bytes of a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from prefixkit.tree.tokens import common_prefix
 
 log = logging.getLogger("prefixkit")
 
-# Samples that run at once: more make steps longer, not more tokens a second, and their logits take half a megabyte
-# each.
+# Most samples that run at once: more make steps longer without more tokens per second, and the logits of each take
+# half a megabyte.
 MOST_RUNNING = 4096
-# States that a prompt in flight holds: at its end, before its last token, where it parts from others, and a spare one.
+# States that a prompt in flight holds: at its end, before its last token, where it forks from others, and a spare one.
 STATES_PER_PROMPT = 4
-# Where there is memory, beams get this multiple of the pages that they need at least: forks leave half of the slots
-# free.
+# Where memory allows it, beams get this multiple of the pages that they need at least, because forks leave half of the
+# slots free.
 _BEAMS_PAGES = 2
 
 
@@ -41,7 +41,7 @@ def pool_pages(
     workspace: int = 0,
     held: Held | None = None,
 ) -> int:
-    """How many pages to make: what all requests need at once, within what :func:`call_pages` allows.
+    """How many pages to allocate: those that all requests need at once, within what :func:`call_pages` allows.
 
     Raises:
         ValueError: see :func:`call_pages`.
@@ -56,10 +56,10 @@ def pool_pages(
 def pages_needed(
     requests: Sequence[Request], page_size: int, most_running: int = MOST_RUNNING, held: Held | None = None
 ) -> int:
-    """Most pages of all requests, what they share counted once, while ``most_running`` samples run at a time."""
+    """Most pages that all requests hold while ``most_running`` samples run at a time; shared pages count once."""
     prompts = samples = runs = largest = 0
     before = np.empty(0, np.int32)
-    # What a prompt shares with any before it in this order, it shares with the last of them.
+    # In this order, the longest prefix that a prompt shares with an earlier one is shared with the one before it.
     for request in admission_order(requests):
         prompts += pages_for(len(request.tokens) - common_prefix(before, request.tokens), page_size)
         pages, count = pages_per_run(request.params, page_size, held), len(request.sample_indices)
@@ -70,9 +70,9 @@ def pages_needed(
 
 
 def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_chunk: int) -> int:
-    """Bytes that the largest step may take besides weights and KV, from above: activations, logits, partial states.
+    """An upper bound of the bytes of the largest step besides weights and KV: activations, logits, partial states.
 
-    ``config`` is the model's text config.  Samples of all requests run at once, up to ``MOST_RUNNING``, beside
+    ``config`` is the model's text config.  The largest step runs all samples, up to ``MOST_RUNNING``, and
     ``prefill_chunk`` prompt tokens.
     """
     rows = sum(len(request.sample_indices) * request.params.sequences_per_run for request in requests)
@@ -82,16 +82,16 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
     heads = max(int(layer.num_attention_heads) for layer in _layer_configs(config)) * widest
     size = spec.compute_dtype.itemsize
-    # Of a layer: residual, norm, queries, keys and values, output; gate, up and their product.
+    # One layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
-    # As computed, in float32, and those from which first tokens are sampled; a graph's are its own.
+    # Logits as computed, in float32, and those from which first tokens are sampled; a graph has logits of its own.
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
-    # Partial states of one attention call, which torch gets back when it returns, and of one in the graphs' memory.
+    # Partial states of one eager attention call, freed when it returns, and of one in the memory of the graphs.
     return activations + logits + 2 * MOST_PARTIAL_BYTES
 
 
 def _layer_configs(config: Any) -> list[Any]:
-    """The config of each layer, where they have their own and it does not say what differs; else the config."""
+    """The config of each layer, if the model has one config per layer; else the model's config alone."""
     if not getattr(config, "per_layer_attributes", None):
         return [config]
     return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
@@ -101,9 +101,9 @@ def pages_per_run(params: SamplingParams | BeamParams, page_size: int, held: Hel
     """Pages that one sample, or one beam search, needs beyond its prompt to run to its end.
 
     The last token sampled needs no KV.  Beams fork at any token, and each fork may start a fresh page; but a search
-    that runs out of pages is preempted, and each of its beams comes back on pages that are full except for the last.
-    Beside them it then needs pages for the tokens that join the tree at once, and for the next ones.  A sample gives
-    back all but what it has ``held``.
+    that runs out of pages is preempted, and when it resumes, all pages of each beam but the last are full.  The search
+    then also needs pages for the tokens that it appends to the tree on resuming, and for the next tokens.  A
+    sample releases all KV but what ``held`` retains.
     """
     tokens = params.max_new_tokens - 1
     pages = _grown(tokens, page_size, held)
@@ -111,12 +111,12 @@ def pages_per_run(params: SamplingParams | BeamParams, page_size: int, held: Hel
 
 
 def states_per_run(params: SamplingParams | BeamParams) -> int:
-    """States of layers that keep one that a run holds at once: beams those before a step and after it."""
+    """States that a run holds at once, in layers that keep a state; beams hold those before and after a step."""
     return params.sequences_per_run * (3 if params.forks else 1)
 
 
 def have_states(store: KVStore, requests: Sequence[Request], most_running: int) -> None:
-    """Have slots for the states of these requests, or of as many of their runs as there is memory for.
+    """Allocate slots for the states of these requests, or of as many of their runs as memory allows.
 
     Raises:
         KVBudgetTooSmall: some request cannot run even alone.
@@ -136,14 +136,14 @@ def lookahead_pages(params: SamplingParams | BeamParams, page_size: int, tokens:
 
 
 def _grown(tokens: int, page_size: int, held: Held | None) -> int:
-    """Pages of ``tokens`` tokens behind a prompt, or of what is held of them."""
+    """Pages of ``tokens`` tokens after a prompt, or of those of them whose KV is held."""
     pages = pages_for(tokens, page_size)
     return pages if held is None else min(pages, held.most_pages(page_size))
 
 
 def check_fits(requests: Iterable[Request], budget: Budget) -> None:
-    """Raise KVBudgetTooSmall, before anything starts, if some request cannot run to its end even alone; ValueError if
-    beams are to fork where samples give KV back.
+    """Raise KVBudgetTooSmall, before any request starts, if some request cannot run to its end even alone, and
+    ValueError for a beam search in a store whose samples release KV.
     """
     size, held = budget.tree.page_size, budget.held
     for request in requests:

@@ -1,4 +1,4 @@
-"""What runs next: first tokens from logits that are known, or a step over uncomputed tokens."""
+"""What runs next: sampling of first tokens from known logits, or a step over uncomputed tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
 from prefixkit.tree.snapshot import TreeSnapshot
 
-# A sequence that gets its next token, and the run that it belongs to.
+# A sequence whose next token is sampled, and its run.
 Row = tuple[TreeSequence, Run]
 
 
@@ -33,14 +33,14 @@ class Scheduled:
     """What runs next.
 
     Attributes:
-        rows: The sequences that get their next tokens, in the order of the results.
-        sampling: How.
+        rows: The sequences whose next tokens are sampled, in the order of the results.
+        sampling: How these tokens are sampled.
         batch: The step that runs; None where the logits are known.
-        logits: These, ``[rows, vocab]``.
+        logits: ``[rows, vocab]`` the known logits; None where a step runs.
         nodes: The nodes whose tokens run.
-        prompts: The requests whose logits come back, in the order of ``batch.outputs.logits``.
-        pipelined: Whether such steps may follow one another before their tokens are read.
-        most_steps: How many of them there are pages for.
+        prompts: The requests whose logits the step returns, in the order of ``batch.outputs.logits``.
+        pipelined: Whether further steps may be launched before the tokens of the earlier ones are read.
+        most_steps: The number of such steps that there are pages for.
     """
 
     rows: list[Row]
@@ -54,7 +54,7 @@ class Scheduled:
 
 
 def first_tokens(rows: list[Row]) -> Scheduled | None:
-    """The first tokens of samples and beam searches whose prompts are computed; None where there are none."""
+    """Sample the first tokens of samples and beam searches whose prompts are computed; None if ``rows`` is empty."""
     if not rows:
         return None
     logits = [run.state.first_logits for _, run in rows]
@@ -69,15 +69,15 @@ def next_step(
     computing: bool = False,
     most_steps: int = sys.maxsize,
 ) -> Scheduled | None:
-    """The step over the tokens that are uncomputed; None where there are none.
+    """The step over the uncomputed tokens; None if there are none.
 
     Args:
-        tree: Where the sequences live.
-        rows: All that are growing.
+        tree: Holds the sequences.
+        rows: All growing sequences.
         prompts: Requests whose prompts' logits are wanted.
-        prefill_chunk: Prompt tokens that may run.
-        computing: Whether there are uncomputed tokens besides, of sequences that were preempted.
-        most_steps: Steps after which the tree has to have the tokens at the latest.
+        prefill_chunk: Most prompt tokens of the step.
+        computing: Whether prompts, or sequences that were preempted, have uncomputed tokens too.
+        most_steps: Most steps before the tokens must be appended to the tree.
     """
     own = [sequence.node for sequence, _ in rows]
     left = np.array([run.tokens_left for _, run in rows], np.int64)
@@ -113,9 +113,9 @@ def next_step(
 
 
 def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> int:
-    """For how many tokens, of each leaf at most those ``left``, the free pages last, with those reserved."""
+    """How many tokens each leaf, up to its number in ``left``, can append before free and reserved pages run out."""
     most = int(left.max(initial=0))
-    if int((left // tree.page_size + 1).sum()) <= tree.allocator.free:  # an upper bound: there is plenty
+    if int((left // tree.page_size + 1).sum()) <= tree.allocator.free:  # an upper bound of the pages needed
         return most
     free_slots = np.array([leaf.free_slots for leaf in leaves], np.int64)
     pages = tree.allocator.free + sum(leaf.reserved for leaf in leaves)
@@ -134,7 +134,7 @@ def _horizon(tree: PrefixTree, leaves: list[Node], left: NDArray[np.int64]) -> i
 
 
 def _decodes(snapshot: TreeSnapshot, leaves: Ints) -> bool:
-    """Whether all that is uncomputed are the last tokens of these nodes, ascending, of each one."""
+    """Whether the uncomputed tokens are exactly the last token of each of these nodes (ascending)."""
     uncomputed = snapshot.length - snapshot.computed
     return bool(len(leaves)) and len(leaves) == uncomputed.sum() == (uncomputed[leaves] == 1).sum()
 

@@ -1,4 +1,4 @@
-"""How calls run, and what is done where KV does not fit."""
+"""Settings of calls, and the policy for KV that does not fit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class MemoryPolicy:
             often (``"lfu"``), or the one with the lowest cost to compute again per byte of its KV (``"cost"``).
         preemption: What happens to the KV of a preempted request's samples: ``"swap"`` copies it to host memory;
             ``"recompute"`` leaves it in the prefix cache, and evicted KV is computed again; ``"auto"`` takes whichever
-            needs less time, by the times of earlier copies and prompts.
+            needs less time, as estimated from the times of earlier copies and prompts.
         headroom: A request is admitted only if there are pages for this many further tokens of each running sequence.
             A request is preempted once there are no pages for a quarter of as many; the gap between the two bounds is a
             hysteresis.
         swap_space: Most host memory for swapped KV, in bytes or as a size such as ``"4GiB"``; KV beyond it is computed
             again.
-        patience: Most steps that a request waits while later requests, or requests of a higher priority, are admitted
-            before it.
+        patience: Most steps for which later requests, or requests of a higher priority, are admitted before a waiting
+            request.
 
     Raises:
         ValueError: a name is not one of these, a number is below 0, or a size is malformed.
@@ -50,12 +50,12 @@ class MemoryPolicy:
 
     @property
     def longest(self) -> int:
-        """Tokens for which each running sequence must find pages before more is admitted: the next one at least."""
+        """Tokens of each running sequence that must find pages before a request is admitted: at least the next one."""
         return max(1, self.headroom)
 
     @property
     def shortest(self) -> int:
-        """Tokens for which each running sequence has pages, or something is preempted."""
+        """Tokens of each running sequence that must find pages; if they do not, a request is preempted."""
         return max(1, self.headroom // 4)
 
     def __post_init__(self) -> None:
@@ -76,11 +76,11 @@ class EngineSettings:
     """How an engine runs its calls.
 
     Attributes:
-        prefill_chunk: Prompt tokens that one step computes at most, beside one token for each running sequence; None:
-            by the device.
-        most_running: Samples, or beam searches, that run at once at most; the rest wait.
-        retain_samples: Whether the KV of finished samples is retained in the prefix cache, as that of prompts is.
-        policy: What happens where KV does not fit.
+        prefill_chunk: Most prompt tokens that one step computes, in addition to one token for each running sequence;
+            None: chosen by the device.
+        most_running: Most samples, or beam searches, that run at once; the rest wait.
+        retain_samples: Whether the KV of finished samples is retained in the prefix cache, like the KV of prompts.
+        policy: What happens when KV does not fit.
 
     Raises:
         ValueError, TypeError: one of the numbers is below 1, or no integer.
@@ -97,5 +97,5 @@ class EngineSettings:
         as_integer("most_running", self.most_running, 1, "let at least one sample run")
 
     def chunk_for(self, device: torch.device) -> int:
-        """Prompt tokens that one step computes at most on a device."""
+        """Most prompt tokens that one step computes on a device."""
         return prefill_chunk_for(device) if self.prefill_chunk is None else int(self.prefill_chunk)

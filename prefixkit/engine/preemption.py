@@ -1,6 +1,6 @@
-"""Preemption: what runs leaves the tree where the pool is full, and comes back, token for token, once there are pages.
+"""Preemption: runs leave the tree when the pool is full, and resume with the same tokens once there are pages.
 
-The KV that it leaves behind stays in the prefix cache until its pages are needed, and is computed again then; or it is
+The KV of a preempted run either stays in the prefix cache until its pages are needed, and is then recomputed, or is
 copied to host memory and back, whichever takes less time (vLLM, section 4.5).
 """
 
@@ -24,19 +24,19 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 log = logging.getLogger("prefixkit")
 
-# Until something was measured: what PCIe 4 copies, and a prompt of a model of some billion weights.
+# Assumed until measured: the bandwidth of PCIe 4, and the prefill rate of a model of some billion weights.
 _BYTES_PER_SECOND, _TOKENS_PER_SECOND = 16e9, 10e3
 
 
 @dataclass(eq=False)
 class Rate:
-    """How much was done in how much time."""
+    """An amount of work and the time that it took."""
 
     amount: float
     seconds: float
 
     def add(self, amount: float, seconds: float) -> None:
-        """Count something; what is long ago counts less."""
+        """Add a measurement; older ones lose weight."""
         self.amount, self.seconds = 0.9 * self.amount + amount, 0.9 * self.seconds + seconds
 
     def seconds_for(self, amount: float) -> float:
@@ -48,10 +48,10 @@ class SwappedKV:
     """KV of a sequence in host memory.
 
     Attributes:
-        start: Position of its first token.
-        kv: Of all sequences that were swapped with it, as :meth:`KVPool.read` gives it.
-        places: Which of its tokens are the sequence's, in order.
-        state: The state after them, of layers that keep one; none where there is none.
+        start: Position of the first token whose KV is held.
+        kv: KV of all sequences that were swapped together, as :meth:`KVPool.read` gives it.
+        places: Indices in ``kv`` of the sequence's tokens, in order.
+        state: The state after these tokens, of layers that keep a state; empty if there is none.
     """
 
     start: int
@@ -61,16 +61,16 @@ class SwappedKV:
 
 
 class Preemption:
-    """Takes runs out of the tree and brings them back.
+    """Removes runs from the tree and resumes them.
 
     Args:
-        store: Where their KV lives.
-        policy: Swap or recompute, and how much host memory there is.
+        store: Holds the KV of the runs.
+        policy: Swap or recompute, and the limit of host memory.
 
     Attributes:
-        computing: Prompt tokens computed, and the time that took.
-        swapped, recomputed: Runs that were preempted so far, by what became of their KV.
-        bytes_swapped: KV copied to host memory.
+        computing: The rate at which prompt tokens are computed.
+        swapped, recomputed: Number of runs preempted so far whose KV was swapped, and whose KV is recomputed.
+        bytes_swapped: KV bytes copied to host memory.
     """
 
     def __init__(self, store: KVStore, policy: MemoryPolicy) -> None:
@@ -83,17 +83,17 @@ class Preemption:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def preempt(self, runs: Iterable[Run]) -> None:
-        """Take runs out of the tree, those of one request together.
+        """Remove runs of one request from the tree together.
 
-        Where nothing else holds the end of their prompt, that goes to host memory with them: it may be evicted, and a
-        sample's KV is of no use without its prompt's.
+        If no other sequence holds the end of their prompt, its KV is swapped to host memory too: it may be evicted, and
+        a sample's KV is useless without its prompt's KV.
         """
         runs = list(runs)
         start = _first_own(runs)
         slots = {run: [_computed_slots(one, start) for one in run.sequences] for run in runs}
         every = np.concatenate([each for of in slots.values() for each in of])
         in_order, first = np.unique(every, return_index=True)
-        own = every[np.sort(first)]  # one sequence after another: what comes back at once lies together
+        own = every[np.sort(first)]  # one sequence after another, so that KV copied back at once is contiguous
         place = np.argsort(np.argsort(first))
         sequences = sum(len(run.sequences) for run in runs)
         swap = self._swaps(len(own), sequences)
@@ -118,7 +118,7 @@ class Preemption:
             drop(sequence)
 
     def _swaps(self, tokens: int, sequences: int) -> bool:
-        """Whether the KV of this number of tokens, and states of sequences, are to go to host memory."""
+        """Whether to swap the KV of this number of tokens, and the states of the sequences, to host memory."""
         policy, spec = self.policy, self.store.pool.spec
         size = tokens * spec.bytes_per_token + sequences * spec.bytes_per_state
         every = [one for of in self._held.values() for one in of]
@@ -129,15 +129,15 @@ class Preemption:
         if policy.preemption == "swap":
             return True
         faster = 2 * self.copying.seconds_for(size) < self.computing.seconds_for(tokens)
-        return everywhere(self.store.agreement, faster)  # by the clock of each process
+        return everywhere(self.store.agreement, faster)  # each process measures its own times
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def resume(self, run: Run, lookahead: int, own_pages: int) -> bool:
-        """Bring a run back into the tree, if there are pages for it beside ``lookahead`` for others; else only evict.
+        """Resume a run if there are pages for it besides ``lookahead`` pages for other runs; else only evict.
 
-        Its last token is uncomputed then, and joins the tree once all before it has KV.  It may take ``own_pages``
-        itself, if it shares none of its tokens.
+        The last token of a resumed run is uncomputed, and joins the tree once all tokens before it have KV.  A run that
+        shares none of its tokens may take ``own_pages`` pages.
         """
         store, tree = self.store, self.store.tree
         prompt = run.state.request.tokens
@@ -146,7 +146,7 @@ class Preemption:
         if not store.fits(own, lookahead + own_pages):
             return False
         run.resume([tree.insert(tokens) for tokens in own])
-        # Sequences that found the same tokens in the tree take pages of their own from there on.
+        # Sequences that found the same tokens in the tree take separate pages after these tokens.
         if not store.cache.free_pages(lookahead + run.lookahead_pages(tree, self.policy.longest)):
             for sequence in run.sequences:
                 tree.release(sequence)
@@ -156,18 +156,18 @@ class Preemption:
             computed = store.cache.record_hit(sequence)
             if swapped is not None and computed >= swapped.start:
                 self._write(sequence, swapped, computed)
-            lost |= swapped is not None and computed < swapped.start  # what it shared was evicted meanwhile
+            lost |= swapped is not None and computed < swapped.start  # KV that it shared was evicted meanwhile
         self.swapped, self.recomputed = self.swapped - lost, self.recomputed + lost
         return True
 
     def free_swap_space(self) -> None:
-        """Give the host memory back."""
+        """Free the host memory."""
         self._held.clear()
 
     def _write(self, sequence: TreeSequence, swapped: SwappedKV, computed: int) -> None:
-        """Copy the KV of a sequence's tokens from ``computed`` on back into its slots, as far as it had some.
+        """Copy swapped KV of a sequence's tokens from ``computed`` on back into its slots.
 
-        A sample that was preempted while it was computed again had KV of its first tokens only.
+        A sample that was preempted during its recomputation had KV for its first tokens only.
         """
         end = swapped.start + len(swapped.places)
         if end <= computed:
@@ -189,7 +189,7 @@ class Preemption:
 
 
 def _first_own(runs: Sequence[Run]) -> int:
-    """Position of the first token that only these runs of one request hold, at most the first after its prompt."""
+    """Position of the first token that only these runs of one request hold, at most that of the first sampled token."""
     prompt, own, ours = len(runs[0].state.request.tokens), set[Node](), set[int]()
     nodes = set[Node]()
     for sequence in (one for run in runs for one in run.sequences):
@@ -207,7 +207,7 @@ def _first_own(runs: Sequence[Run]) -> int:
 
 
 def _computed_slots(sequence: TreeSequence, begin: int) -> NDArray[np.int64]:
-    """Slots of a sequence's tokens from position ``begin`` on, as far as they have KV."""
+    """Slots of a sequence's tokens from position ``begin`` up to the last token that has KV."""
     node = sequence.node
     while node.parent is not None and not node.computed:
         node = node.parent

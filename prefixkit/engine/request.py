@@ -44,12 +44,12 @@ class BeamParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
 
-    forks = True  # whether sequences of a run part
-    runs = 1  # of one prompt: the search
+    forks = True  # whether a run forks its sequences
+    runs = 1  # runs of one prompt: the search
 
     @property
     def sequences_per_run(self) -> int:
-        """Sequences that a search grows at once, at most."""
+        """Most sequences that a search grows at once."""
         return self.num_beams
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class BeamParams:
             )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
-        # Scores are float32: their divisor has to be one too, and not 0.
+        # Scores are float32, so their divisor must be representable in float32, and not 0.
         if abs(self.length_penalty) * math.log(self.max_new_tokens) > 80:
             raise ValueError(
                 f"length_penalty {self.length_penalty} over {self.max_new_tokens} tokens leaves float32; "
@@ -93,18 +93,18 @@ class Request:
     """One prompt and what to do with it.
 
     Attributes:
-        prompt_index: The prompt's place in the user's list.
+        prompt_index: The prompt's index in the user's list.
         tokens: ``[length]`` int32, at least one; kept as a read-only copy.
         params: ``SamplingParams`` or ``BeamParams``.
-        occurrence: How many requests before this one have the same tokens; it enters the random stream, so that equal
-            prompts get different samples.
+        occurrence: How many requests before this one have the same tokens; the key of the random stream depends on it,
+            so that equal prompts get different samples.
         indices: With ``SamplingParams``, ascending indices of the samples that are wanted; None: 0 to ``params.n - 1``.
-        priority: Requests of a higher priority are admitted first where not all fit.
+        priority: If not all requests fit, those of a higher priority are admitted first.
         matcher: State of the grammar of ``params`` at the prompt's end; each sample continues from a fork of it.  A
             session sets it.
 
     Raises:
-        ValueError: tokens are empty or no token ids, or a number or ``indices`` are out of range.
+        ValueError: tokens are empty or not token ids, or a number or ``indices`` are out of range.
         TypeError: a field is of another type.
     """
 
@@ -209,7 +209,7 @@ class Sample:
 
 
 class _Packed:
-    """A field that is read as a list and held as an array: 4 bytes a number, not 32 or more."""
+    """A field that is read as a list and held as an array: 4 bytes per number, where a list takes 32 or more."""
 
     def __init__(self, name: str, dtype: type[np.generic]) -> None:
         self._name, self._dtype = name, dtype
@@ -223,7 +223,7 @@ class _Packed:
 
 
 for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32), ("masses", np.float32)):
-    # After the class is made, for a dataclass would take it for a default.
+    # Set after the class is made, because a dataclass would take the descriptor for a default.
     setattr(Sample, _name, _Packed(_name, _dtype))
 
 

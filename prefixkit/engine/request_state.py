@@ -1,4 +1,4 @@
-"""Requests on their way through the loop, and the queue of those that wait for pages, or for their turn."""
+"""Requests in the loop, and the queue of requests that wait for pages or for a free slot."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RequestState:
     """A request from its submission to its last sample.
 
     Attributes:
-        request: What is asked.
+        request: The request.
         order: Its rank among all requests of the call.
         waiting_since: The step at which it was submitted, or preempted.
         prompt: Its prompt in the tree, while it is in flight.
-        started, finished: How many of its runs have started and finished.
-        running: How many are running.
-        preempted: Those that were preempted, in the order in which they started.
-        forks: Where later requests of its submission part from its prompt: after how many tokens.
+        started, finished: Number of its runs that have started, and that have finished.
+        running: Number of its runs that are running.
+        preempted: Its runs that are preempted, in the order in which they started.
+        forks: Lengths of the prefixes of its prompt at which later requests of its submission fork from it.
         first_logits: ``[vocab]`` the logits after the prompt's last token, while it is in flight.
     """
 
@@ -43,28 +43,28 @@ class RequestState:
 
     @property
     def sequence(self) -> Sequence:
-        """Its prompt's, while it is in flight."""
+        """Its prompt's sequence, while it is in flight."""
         assert self.prompt is not None, "it waits"
         return self.prompt
 
     @property
     def wanted(self) -> int:
-        """How many runs it has: samples, or one beam search."""
+        """Number of its runs: its samples, or one beam search."""
         return len(self.request.sample_indices)
 
     @property
     def wants_logits(self) -> bool:
-        """Whether runs are to start for which its prompt's logits are missing."""
+        """Whether runs have yet to start and the prompt's logits, which they need, are missing."""
         return self.first_logits is None and self.started < self.wanted
 
     @property
     def ready(self) -> bool:
-        """Whether a run could start, or go on, if there were pages for it."""
+        """Whether a run could start, or resume, if there were pages for it."""
         return bool(self.preempted) or (self.started < self.wanted and self.first_logits is not None)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether some of its runs are not running yet, or no longer."""
+        """Whether some of its runs have not started, or are preempted."""
         return bool(self.preempted) or self.started < self.wanted
 
 
@@ -75,13 +75,13 @@ def admission_order(requests: Iterable[Request]) -> list[Request]:
 
 
 class WaitingQueue:
-    """Requests that wait, by priority and by the step since which they wait.
+    """Waiting requests, ordered by priority and by the step at which they began to wait.
 
-    A request that has left the queue stays in both heaps until it comes to their top.
+    The heaps drop a request that has left the queue only once it reaches their top.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[RequestState, int] = {}  # and the number of its entry
+        self._waiting: dict[RequestState, int] = {}  # each request and the number of its entry
         self._by_priority: list[tuple[int, int, int, RequestState]] = []
         self._by_wait: list[tuple[int, int, int, RequestState]] = []
         self._entries = count()
@@ -96,12 +96,12 @@ class WaitingQueue:
         heapq.heappush(self._by_wait, (state.waiting_since, state.order, entry, state))
 
     def next(self, waiting_since: int) -> RequestState:
-        """The request that has waited longest, if it has for longer than since that step; else the most urgent one."""
+        """The longest-waiting request if it began to wait before that step; else the one of the highest priority."""
         longest = self._first(self._by_wait)
         return longest if longest.waiting_since < waiting_since else self._first(self._by_priority)
 
     def remove(self, state: RequestState) -> None:
-        """A request waits no longer."""
+        """Remove a request from the queue."""
         del self._waiting[state]
 
     def _first(self, heap: list[tuple[int, int, int, RequestState]]) -> RequestState:

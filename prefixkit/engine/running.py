@@ -1,4 +1,4 @@
-"""The sequences that a runner is at work on: from the launch of their step until the tree holds their tokens."""
+"""The batch that a runner runs, from the launch of its first step until the tree holds its tokens."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.runners.batch import Results, Runner, launch_step
 from prefixkit.tree.radix import PrefixTree, Sequence
 
-# Called with a run that has ended, and the samples that it has come to.
+# Called with a run that has ended, and its samples.
 Finish = Callable[[Run, list[Sample]], None]
 
 
 class RunningBatch:
-    """Runs what is scheduled, reads what comes of it, and commits it to the tree.
+    """Runs the scheduled rows, reads the results, and commits them to the tree.
 
-    Runs that stream are pipelined where they are alone: steps are launched ahead of the tokens read, over leaves that
-    hold the pages of all their tokens to come.  The tree is not touched meanwhile but for runs that end; :meth:`commit`
-    appends the tokens of those that go on.  A run that has ended stays in its row, unread, until rows are compacted; it
-    writes to pages that were its own, and no other sequence gets them meanwhile.  Anything else is committed after its
-    one step.
+    A batch of streaming runs alone is pipelined: steps are launched before earlier tokens are read, over leaves that
+    have reserved the pages of all their later tokens.  Until :meth:`commit` appends the tokens of runs that continue,
+    only runs that end change the tree.  A run that has ended keeps its row, unread, until rows are compacted; the row
+    writes to the run's former pages, which no other sequence gets before then.  Any other batch is committed after one
+    step.
 
-    The first step is launched when the batch is made.  ``steps`` were launched, of ``rows_run`` query rows.
+    The first step is launched when the batch is made.  ``steps`` counts launched steps, ``rows_run`` their query rows.
     """
 
     def __init__(self, tree: PrefixTree, runner: Runner, scheduled: Scheduled, call: Call) -> None:
         self.tree, self.runner, self.scheduled, self.call = tree, runner, scheduled, call
-        # What is sampled from logits that are known was held by the step that computed them.
+        # Where logits are known, the step that computed them has counted the pages held.
         self._held = 0 if scheduled.batch is None else tree.pages_held()
         self._runs = [run for _, run in scheduled.rows]
-        self._rows = np.arange(len(self._runs))  # which run each row of the runner is
-        self._rows_of_steps: list[NDArray[np.intp]] = []  # the same of steps not read yet
-        self._known: Results | None = None  # what came of logits that were known
+        self._rows = np.arange(len(self._runs))  # index of the run of each row of the runner
+        self._rows_of_steps: list[NDArray[np.intp]] = []  # the same for each step not read yet
+        self._known: Results | None = None  # results of sampling from known logits
         self._launched = self._read = self.rows_run = self._kv_tokens_read = self._kv_tokens_unshared = 0
-        self._tokens_unshared = 0  # what the sequences would have held unshared when they were longest
+        self._tokens_unshared = 0  # KV tokens that the sequences would have held unshared, at their peak
         self._launch_first()
-        self._states = 0 if scheduled.batch is None else tree.states_held()  # each goes on in its slot from here
-        # The rest is made while the device is at work.
+        self._states = 0 if scheduled.batch is None else tree.states_held()  # each is updated in its slot from here on
+        # The host makes the rest while the device runs the step.
         self._streaming = {row: run for row, run in enumerate(self._runs) if is_streaming(run)}
         self._stepped = _stepped(scheduled)
         self._end_slot = np.array([sequence.node.end_slot for sequence, _ in scheduled.rows], np.int64)
-        self._grew = np.zeros(len(self._runs), np.int64)  # tokens that each has added to its leaf
+        self._grew = np.zeros(len(self._runs), np.int64)  # tokens that each run has added to its leaf
         streaming, rows = [*self._streaming.values()], [*self._streaming]
-        self._last, self._stop_row = np.zeros((2, len(self._runs)), np.int64)  # steps that each may take; its list
+        self._last, self._stop_row = np.zeros((2, len(self._runs)), np.int64)  # most steps of each; its row of _stops
         self._last[rows] = [1 + run.tokens_left for run in streaming]
         self._stops, self._stop_row[rows] = _stop_table(streaming)
         self._filters = self._stop_filters() if call.on_token is None else []
@@ -60,16 +60,16 @@ class RunningBatch:
         self._by_token, self._alive = np.zeros((2, len(self._runs)), np.bool_)
         self._by_token[rows] = [call.on_token is not None or run.by_token for run in streaming]
         self._alive[rows] = True
-        self._accepted = np.zeros(len(self._runs), np.int64)  # tokens of each that its run has looked at
-        # A row for each step, for one is written in each: by runs, every token would be in a cache line of its own.
+        self._accepted = np.zeros(len(self._runs), np.int64)  # tokens that each run has accepted
+        # One row per step, since a step writes one: one row per run would put each token in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
         self._drawn = np.array([params.drawn for params in scheduled.sampling.batch.params], np.bool_)
         self._tokens, self._likely = np.zeros(shape, np.int32), np.zeros((*shape, 1 + self._drawn.any()), np.float32)
-        self._extend: list[tuple[Sequence, int]] = []  # what runs that do not stream go on with
+        self._extend: list[tuple[Sequence, int]] = []  # next tokens of runs that do not stream
 
     @property
     def forks(self) -> bool:
-        """Whether some runs do not stream, and move their sequences in the tree at each step."""
+        """Whether some runs do not stream, but fork and release their sequences in the tree at each step."""
         return bool(self._stepped)
 
     @property
@@ -82,9 +82,9 @@ class RunningBatch:
         return self.scheduled.batch is not None and self.scheduled.batch.decodes
 
     def counts(self, spec: KVSpec) -> dict[str, Any]:
-        """What the report counts of it, once it has ended."""
+        """What the report counts of the batch, once it has ended."""
         size, end, bytes_per_token = self.tree.page_size, self._end_slot, spec.bytes_per_token
-        # As if no run had ended; without reserved pages.
+        # Pages held as if no run had ended, without reserved pages.
         pages = self._held + int((-(-(end + self._grew) // size) - -(-end // size)).sum())
         decode_steps = self.steps if self.decodes else 0
         reasons = {run.unpipelined for run in self._runs if run.unpipelined is not None} if decode_steps else ()
@@ -102,7 +102,7 @@ class RunningBatch:
         }
 
     def done(self, has_waiting: bool) -> bool:
-        """Whether the tree is to take the tokens now: nothing is left to run, or others may come in."""
+        """Whether to commit now: no steps are left, or waiting requests may be admitted."""
         ended = len(self._alive) - int(self._alive.sum())
         if not self.scheduled.pipelined or ended == len(self._alive) or self._launched >= self.scheduled.most_steps:
             return True
@@ -111,7 +111,7 @@ class RunningBatch:
     # -- launching -----------------------------------------------------------------------------------------------------
 
     def launch_ahead(self) -> None:
-        """Launch steps as far ahead of those read as is allowed."""
+        """Launch as many steps ahead of those read as the runner's pace allows."""
         if self.scheduled.pipelined:
             last = min(int(self._last[self._alive].max()), self.scheduled.most_steps)
             while self._launched < min(last, self._read + self.runner.pace.ahead):
@@ -119,7 +119,7 @@ class RunningBatch:
                 self._count_step()
 
     def _launch_first(self) -> None:
-        """Launch the first step, or sample from logits that are known."""
+        """Launch the first step, or sample from known logits."""
         scheduled = self.scheduled
         if scheduled.batch is None:
             assert scheduled.logits is not None, "one of the two is there"
@@ -132,8 +132,8 @@ class RunningBatch:
         self._count_step()
 
     def _count_step(self) -> None:
-        """A step was launched."""
-        if not self._counted or self.runner.sees_part:  # while the device is at it
+        """Count a step that was launched."""
+        if not self._counted or self.runner.sees_part:  # while the device runs the step
             self._counted, (self._reads, self._alone) = True, self.runner.reads
         grown, rows = self._launched, len(self._rows)
         self._launched += 1
@@ -148,19 +148,19 @@ class RunningBatch:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, finish: Finish) -> None:
-        """Read the oldest step that was launched; ``finish`` releases the runs that have ended."""
+        """Read the oldest unread step; ``finish`` releases the runs that have ended."""
         results, self._known = self._known, None
         self._accept(self.runner.read() if results is None else results, finish)
         if self.scheduled.pipelined:
             self._compact_rows()
 
     def read_all(self, finish: Finish) -> None:
-        """Read what is under way, unless all have ended."""
+        """Read all steps under way, unless all runs have ended."""
         while self._alive.any() and self._read < self._launched:
             self._accept(self.runner.read(), finish)
 
     def commit(self) -> None:
-        """Append the tokens of the sequences that go on to the tree; of each, the last token is uncomputed again."""
+        """Append the tokens of the sequences that continue to the tree; the last token of each is uncomputed."""
         alive = np.flatnonzero(self._alive)
         self._grew[alive] = self._read
         tokens = np.ascontiguousarray(self._tokens[: self._read, alive].T)
@@ -177,7 +177,7 @@ class RunningBatch:
         self._extend = []
 
     def _accept(self, results: Results, finish: Finish) -> None:
-        """Give the results of the oldest step that was not read to the runs that they are of."""
+        """Pass the results of the oldest unread step to their runs."""
         rows, at = self._rows_of_steps.pop(0), self._read
         if at == len(self._tokens):
             self._tokens = np.vstack((self._tokens, np.zeros_like(self._tokens)))
@@ -188,7 +188,7 @@ class RunningBatch:
             for state, logits in zip(self.scheduled.prompts, results.logits, strict=True):
                 state.first_logits = logits.clone()  # a view would keep the whole step's logits
         alive = self._alive[rows]
-        if self.tree.states is not None:  # rows of runners that go ahead run on after their ends
+        if self.tree.states is not None:  # with launches ahead, rows run on after they end
             self.tree.states.ahead = self.runner.pace.ahead > 1
         if len(broken := rows[alive & (results.tokens < 0) & ~np.isneginf(results.logprobs)]):
             raise _broken_logits(self._runs[int(broken[0])])
@@ -204,10 +204,10 @@ class RunningBatch:
             self.call.on_step(int((alive & (results.tokens >= 0)).sum()))
 
     def _accept_tokens(self, rows: NDArray[np.intp], alive: NDArray[np.bool_], finish: Finish) -> None:
-        """The tokens of a step, to runs that stream: those that may end, and those that look at each token."""
+        """Pass a step's tokens to the streaming runs that may have ended, and to those that look at each token."""
         tokens = self._tokens[self._read - 1, rows]
         asked = (self._stops[self._stop_row[rows]] == tokens[:, None]).any(axis=1) | (self._last[rows] == self._read)
-        asked |= self._by_token[rows] | (tokens < 0)  # nothing that its grammar allows could be sampled
+        asked |= self._by_token[rows] | (tokens < 0)  # no token that the grammar allows could be sampled
         asked &= alive
         for stop_filter, theirs in self._filters:
             followed = np.flatnonzero(alive & theirs[rows] & (tokens >= 0))
@@ -224,11 +224,11 @@ class RunningBatch:
                 self._alive[i] = False
                 self._grew[i] = self._read - 1  # the last token never joins the tree
                 finish(self._streaming[i], [sample])
-            if self._stop_state[i] == MET:  # if it goes on, its text is not its tokens' bytes
+            if self._stop_state[i] == MET:  # if it continues, its text is not its tokens' bytes
                 self._by_token[i], self._stop_state[i] = True, 0
 
     def _stop_filters(self) -> list[tuple[StopFilter, NDArray[np.bool_]]]:
-        """The filters of runs, and which ``[runs]`` each follows."""
+        """Each stop filter, and ``[runs]`` bool, whether it follows the run."""
         own = {row: run.stop_filter for row, run in self._streaming.items() if run.stop_filter is not None}
         found = {id(one): (one, np.zeros(len(self._runs), np.bool_)) for one in own.values()}
         for row, one in own.items():
@@ -236,7 +236,7 @@ class RunningBatch:
         return list(found.values())
 
     def _compact_rows(self) -> None:
-        """Go on without the rows that have ended, once they are many."""
+        """Remove the rows that have ended from the batch, once there are many."""
         alive = self._alive[self._rows]
         ended = len(alive) - int(alive.sum())
         if 0 < ended < len(alive) and ended * self.runner.pace.slack >= len(alive):
@@ -247,7 +247,7 @@ class RunningBatch:
 
 
 def _stepped(scheduled: Scheduled) -> dict[type[SteppedRun], dict[SteppedRun, list[int]]]:
-    """The runs that do not stream, by their kinds, and the row of each of their sequences, in their order."""
+    """The runs that do not stream, by kind, each with the rows of its sequences, in order."""
     runs = dict.fromkeys(run for _, run in scheduled.rows if is_stepped(run))
     found: dict[type[SteppedRun], dict[SteppedRun, list[int]]] = {}
     if runs:
@@ -258,7 +258,7 @@ def _stepped(scheduled: Scheduled) -> dict[type[SteppedRun], dict[SteppedRun, li
 
 
 def _stop_table(streaming: list[StreamingRun]) -> tuple[NDArray[np.int64], list[int]]:
-    """``[lists, most]`` different lists of tokens that end runs, -1 behind shorter ones, and the list of each."""
+    """``[lists, most]`` the distinct lists of stop tokens, padded with -1, and the index of each run's list."""
     lists: dict[tuple[int, ...], int] = {}
     of_each = [lists.setdefault(run.stop_token_ids, len(lists)) for run in streaming]
     table = np.full((max(len(lists), 1), max(map(len, lists), default=1)), -1, np.int64)
@@ -268,7 +268,7 @@ def _stop_table(streaming: list[StreamingRun]) -> tuple[NDArray[np.int64], list[
 
 
 def _broken_logits(run: Run) -> ValueError:
-    """What to raise where logits leave nothing to choose from."""
+    """The error for logits from which no token can be sampled."""
     return ValueError(
         f"the logits of {run.name} of prompt {run.state.request.prompt_index} hold NaN, +inf or no finite value, or "
         "leave float32 under its repetition penalty and temperature, so no token can be sampled; look at what the "

@@ -1,7 +1,7 @@
-"""What waits, what runs, and what comes next: admission, preemption, and the start of runs.
+"""The scheduler: admission of requests, start and preemption of runs, and the choice of the next step.
 
-Nothing here runs a model.  Prompts wait until there are pages for what they need now.  What runs may grow beyond the
-store later: then the request admitted last is preempted (`prefixkit.engine.preemption`), and waits again.
+The scheduler runs no model.  A prompt waits until there are pages for its immediate need.  When running sequences
+outgrow the store, the request admitted last is preempted (`prefixkit.engine.preemption`), and waits again.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from prefixkit.tree.radix import Sequence
 from prefixkit.tree.state_slots import want
 from prefixkit.tree.tokens import forks_of
 
-COMPACT_EVERY = 16  # steps of beams, in which the tree of a search gets about five nodes deeper
+COMPACT_EVERY = 16  # steps of a beam search, after which its tree is about five nodes deeper
 
 
 class Scheduler:
     """The requests of a call: those that wait, and those in flight with their runs.
 
-    Requests of a higher priority go first, then those submitted earlier; of one submission, in lexicographic order of
-    their tokens: those that share a prefix follow each other.  One that has waited for more than the policy's
-    ``patience`` goes before all others.  Results are independent of this order.
+    Requests of a higher priority are admitted first, then those submitted earlier; requests of one submission are
+    admitted in lexicographic order of their tokens, so that those that share a prefix follow each other.  A request
+    that has waited for more than ``patience`` steps is admitted before all others.  Results do not depend on the order.
 
     Args:
-        store: Where prompts and runs live.
-        call: What comes with the call.
+        store: Holds the KV of prompts and runs.
+        call: The call's listeners, detokenizer and report.
         settings: How the call runs.
 
     Attributes:
-        steps: Steps so far.
-        queue: What waits.
+        steps: Number of steps so far.
+        queue: Requests that wait.
         in_flight: Requests whose prompts are in the tree, in the order of admission.
-        runs: What runs, in the order in which it started or came back: the keys.
-        started: The runs among them that :meth:`start_ahead` has started, and their sequences.
-        preemption: Takes runs out of the tree and brings them back.
-        bytes_copied: KV copied within the pool so far.
-        had_waiting: Whether :attr:`has_waiting` when the step under way was scheduled.
+        runs: The running runs, as keys, in the order in which they started or resumed.
+        started: The runs among them that :meth:`start_ahead` has started, with their sequences.
+        preemption: Removes runs from the tree and resumes them.
+        bytes_copied: KV bytes copied within the pool so far.
+        had_waiting: The value of :attr:`has_waiting` when the step under way was scheduled.
     """
 
     def __init__(self, store: KVStore, call: Call, settings: EngineSettings) -> None:
         self.store, self.call, self.settings, self.policy = store, call, settings, settings.policy
         if store.held is not None:
-            # A sample that has given KV back cannot be preempted: it starts where all that it will ever hold fits.
+            # A sample that has released KV cannot be preempted, so it starts only once its largest need of KV fits.
             self.policy = replace(self.policy, headroom=sys.maxsize)
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), dict[Run, None]()
@@ -67,7 +67,7 @@ class Scheduler:
         self.steps = self.bytes_copied = 0
         self.had_waiting = False
         self._orders, self._most_states = count(), 1
-        self._of_prompts: dict[int, RequestState] = {}  # those in flight, by their prompts' sequences
+        self._of_prompts: dict[int, RequestState] = {}  # requests in flight, by the id of their prompt's sequence
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -88,22 +88,22 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something waits for pages, or for a slot among those that run."""
+        """Whether a request or a run waits for pages or for a running slot."""
         return bool(self.queue) or any(state.has_waiting for state in self.in_flight)
 
     @property
     def slots_left(self) -> int:
-        """How many more runs may run."""
+        """How many more runs may start."""
         left = max(0, self.settings.most_running - len(self.runs))
         return left if (states := self.store.tree.states) is None else min(left, self._runs_with_states(states.count))
 
     def _runs_with_states(self, slots: int, prompts: int = 0) -> int:
-        """How many more runs there are slots for states for, beside those of what is in flight and more ``prompts``."""
+        """How many more runs find state slots, after those for requests in flight and for ``prompts`` more prompts."""
         held = sum(states_per_run(run.state.request.params) for run in self.runs)
         return max(0, slots - held - STATES_PER_PROMPT * (1 + prompts + len(self.in_flight))) // self._most_states
 
     def finish(self, run: Run) -> None:
-        """Count a run that has ended; after its last one a request is retired."""
+        """Count a run that has ended, and retire its request after the last run."""
         state = run.state
         del self.runs[run]
         state.finished += 1
@@ -112,20 +112,20 @@ class Scheduler:
             self.retire(state)
 
     def retire(self, state: RequestState) -> None:
-        """A request has finished: its prompt is retained in the prefix cache."""
+        """Take a request out of flight; its prompt's KV is retained in the prefix cache."""
         self.in_flight.remove(state)
         self._of_prompts.pop(state.sequence.id, None)
         self.store.retain(state.sequence)
         state.prompt = state.first_logits = None
 
     def requeue(self, state: RequestState) -> None:
-        """Let a request wait again: its prompt stays in the prefix cache until its pages are needed."""
+        """Queue a request again: its prompt's KV stays in the prefix cache until the pages are needed."""
         self.retire(state)
         state.waiting_since = self.steps
         self.queue.add(state)
 
     def close(self) -> None:
-        """Drop all that runs and waits; what was retained of finished requests stays."""
+        """Drop all running and waiting requests; KV retained of finished requests stays."""
         for sequence in [sequence for run in self.runs for sequence in run.sequences]:
             if sequence.tree is not None:  # a step that failed may have released it
                 self.store.tree.release(sequence)
@@ -139,7 +139,7 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def admit(self, lookahead: int) -> None:
-        """Insert waiting prompts until one does not fit beside ``lookahead`` pages for what runs."""
+        """Insert waiting prompts until one does not fit besides ``lookahead`` pages for running sequences."""
         slots = self._prompts_left
         lookahead += self._pages_to_start() if self.queue else 0
         while self.queue and slots > 0:
@@ -159,17 +159,17 @@ class Scheduler:
 
     @property
     def _prompts_left(self) -> int:
-        """How many more prompts may be in flight, of each of which a run is to start."""
+        """How many more prompts may be in flight, if a run of each is to start."""
         starting, states = sum(not state.running for state in self.in_flight), self.store.tree.states
         left = self.settings.most_running - len(self.runs)
         return (left if states is None else min(left, self._runs_with_states(states.count, prompts=1))) - starting
 
     def _pages_to_start(self) -> int:
-        """Pages for the first tokens of prompts in flight of which nothing runs yet."""
+        """Pages for the first tokens of runs of those requests in flight that have no running run."""
         return sum(self._pages_of_next_run(state) for state in self.in_flight if not state.running)
 
     def _pages_of_next_run(self, state: RequestState) -> int:
-        """Pages for another run's next tokens; of one that was preempted, for those that it has too."""
+        """Pages for the next tokens of the next run; of a preempted run, also for its tokens so far."""
         size, tokens = self.store.tree.page_size, self.policy.longest
         if not state.preempted:
             return lookahead_pages(state.request.params, size, tokens, self.store.held)
@@ -178,7 +178,7 @@ class Scheduler:
         return own + run.pages_to_resume(size, tokens)
 
     def _known_logits(self, prompt: Sequence) -> Tensor | None:
-        """The first logits of an equal prompt in flight, if they are known; all that want them get them at once."""
+        """The first logits of an equal prompt in flight, if they are known; all that want them get them in one step."""
         for end in prompt.node.sequences:
             state = self._of_prompts.get(end)
             if state is not None and (state.first_logits is not None or state.wants_logits):
@@ -188,13 +188,13 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def next(self) -> Scheduled | None:
-        """First tokens of what can start now, else a step; None if nothing is left to run.
+        """Sampling of first tokens for runs that can start now, else a step; None if nothing is left to run.
 
-        What has been running goes on, or is preempted; what waits is admitted beside it.
+        Running runs continue or are preempted; waiting requests are admitted as far as they fit.
         """
         scheduled = self._next()
         if scheduled is None and not self.idle:
-            # Nothing runs, and what is in flight does not fit: nodes that do not end with a page take more than one.
+            # Nothing runs, and nothing in flight fits: where nodes end inside a page, its tokens take several pages.
             for state in self.in_flight.copy():
                 self.requeue(state)
             self.store.cache.clear()
@@ -204,10 +204,10 @@ class Scheduler:
         return scheduled
 
     def start_ahead(self, scheduled: Scheduled) -> None:
-        """Start runs in the slots of ended ones while steps of ``scheduled`` are under way, as far as that is safe.
+        """Start runs in the slots of ended ones while steps of ``scheduled`` are under way, where that is safe.
 
-        Those that run have reserved all pages that they may need, and nothing is evicted or brought back for the new
-        ones: a fork of a prompt takes no page and leaves all nodes as they are.
+        It is safe where the running sequences have reserved all pages that they may need, and where new runs need no
+        eviction or resumption: forking a prompt takes no page and changes no node.
         """
         slots, size, free = self.slots_left, self.store.tree.page_size, self.store.tree.allocator.free
         if not (slots and self.had_waiting and scheduled.pipelined and scheduled.most_steps == sys.maxsize):
@@ -218,12 +218,12 @@ class Scheduler:
             self.started += self._start_runs(pages)
 
     def take_started(self) -> Scheduled | None:
-        """The first tokens of the runs that were started ahead; None where there are none."""
+        """Sampling of the first tokens of runs that were started ahead; None if there are none."""
         started, self.started = self.started, []
         return first_tokens(started)
 
     def compact_in_time(self) -> None:
-        """Make the tree of runs that fork less deep, every ``COMPACT_EVERY`` steps, with pages to spare."""
+        """Make the tree of forking runs less deep every ``COMPACT_EVERY`` steps, with pages not needed soon."""
         if self.steps % COMPACT_EVERY == COMPACT_EVERY - 1:
             self._compact(max(0, self.store.tree.allocator.free - self._lookahead(self.policy.shortest)))
 
@@ -236,7 +236,7 @@ class Scheduler:
         if self.had_waiting or self.has_waiting:
             if started := self._admit_and_start(lookahead):
                 return first_tokens(started)
-            self._resume_recomputed()  # what was copied back has all its KV
+            self._resume_recomputed()  # runs that were swapped in have all their KV
         rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
         asking = [state for state in self.in_flight if state.wants_logits]
         prompts = (state.sequence.node for state in self.in_flight)
@@ -246,7 +246,7 @@ class Scheduler:
         return next_step(self.store.tree, rows, asking, chunk, computing, most_steps)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
-        """Admit what waits and start runs; pages that leaves have reserved are for these where there are no others."""
+        """Admit requests and start runs; if pages run out, leaves give up reserved pages for them."""
         self.admit(lookahead)
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:
@@ -257,7 +257,7 @@ class Scheduler:
         return started
 
     def _lookahead(self, tokens: int) -> int:
-        """Pages that what runs may take with its next tokens."""
+        """Pages that running runs may take with the next ``tokens`` tokens of each sequence."""
         tree, held = self.store.tree, self.store.held
         if held is None:
             return sum(run.lookahead_pages(tree, tokens) for run in self.runs)
@@ -265,7 +265,7 @@ class Scheduler:
         return sum(min(run.lookahead_pages(tree, tokens), most) for run, most in zip(self.runs, left, strict=True))
 
     def _resume_recomputed(self) -> None:
-        """Let runs go on that were preempted and whose tokens all have KV again."""
+        """Continue preempted runs whose tokens have all been recomputed."""
         tree = self.store.tree
         for run in self.runs:
             if run.recomputing and all(one.node.computed == one.node.length for one in run.sequences):
@@ -275,7 +275,7 @@ class Scheduler:
                     run.recomputing = False
 
     def _free_pages(self) -> None:
-        """Preempt until what runs can go on for some steps."""
+        """Preempt until the other runs have pages for some steps."""
         allocator = self.store.tree.allocator
         while self.runs:
             if self.store.cache.free_pages(self._lookahead(self.policy.shortest)):
@@ -293,12 +293,12 @@ class Scheduler:
         self.store.tree.reserve(leaves, [0] * len(leaves))
 
     def _preempt(self) -> None:
-        """Take the runs of the request admitted last out of the tree; of one that is alone, half of them."""
+        """Preempt all runs of the request admitted last, or half of them if no other request is in flight."""
         last = min(reversed(self.in_flight), key=lambda state: state.request.priority)
         runs = [run for run in self.runs if run.state is last]
         chosen = runs[len(runs) // 2 :] if len(self.in_flight) == 1 else runs
         if len(chosen) == len(runs):
-            self.requeue(last)  # first, so that none but these runs hold its prompt
+            self.requeue(last)  # first, so that only these runs hold its prompt
         if chosen:
             self.preemption.preempt(chosen)
         last.preempted = [*chosen, *last.preempted]
@@ -308,9 +308,9 @@ class Scheduler:
         self.had_waiting = True
 
     def _start_runs(self, lookahead: int) -> list[Row]:
-        """Bring preempted runs back, and start new ones from prompts with known logits; returns the new ones.
+        """Resume preempted runs, and start new ones from prompts with known logits; returns the new ones.
 
-        That is as far as there are pages beside ``lookahead`` for what runs already.
+        Runs start while there are pages besides the ``lookahead`` pages for the running ones.
         """
         started: list[Row] = []
         slots, tree = self.slots_left, self.store.tree
@@ -319,7 +319,7 @@ class Scheduler:
             kind: type[Run] = BeamRun if state.request.params.forks else SampleRun
             while slots > 0 and state.ready:
                 pages = self._pages_of_next_run(state)
-                more = pages if state.running else 0  # for the first of a request they are counted
+                more = pages if state.running else 0  # _pages_to_start has counted the first run of a request
                 if state.preempted:
                     run: Run = state.preempted[0]
                     own = run.pages_to_resume(tree.page_size, self.policy.longest)
@@ -337,9 +337,9 @@ class Scheduler:
         return started
 
     def _compact(self, most_pages: int) -> None:
-        """Make the tree of runs that fork less deep, with ``most_pages`` free pages at most.
+        """Make the tree of forking runs less deep, with at most ``most_pages`` free pages.
 
-        The step under way reads what is copied where it was: the copies wait for it on the device's stream.
+        The step under way reads the KV in its old slots: the copies wait for the step on the device's stream.
         """
         if any(not run.streams for run in self.runs):
             source, target = self.store.tree.compact(most_pages)

@@ -1,4 +1,4 @@
-"""What a run shared, and what that saved."""
+"""Counts of what a run shared and saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# Reads cumulative counters of what runs the call: fields of the report, by their names.
+# Reads the cumulative counters of the runner and the scheduler, keyed by field of the report.
 Counters = Callable[[], Mapping[str, float]]
 
 
@@ -24,15 +24,15 @@ class Report:
         steps: Forward passes.
         plans: Attention plans made; the other steps reused one.
         tokens_computed: Tokens that went through the model.
-        tokens_plain_batch: Tokens that a plain batch would have sent through it.
+        tokens_plain_batch: Tokens that a plain batch would have sent through the model.
         kv_bytes_held_peak: KV bytes held at the peak, in whole pages, without reserved pages.
         kv_bytes_unshared_peak: Peak of the KV bytes that the live sequences would have held without sharing.
         state_bytes_held_peak: Peak of the bytes of states that sequences held, for layers that keep a state in place of
             KV: states at their ends and at checkpoints before, without states that only the prefix cache retains.
-        bytes_per_state: Bytes of one state, of all these layers; 0 for models without.
+        bytes_per_state: Bytes of one state, over all these layers; 0 for models without such layers.
         kv_bytes_read: KV bytes that attention read.
         kv_bytes_read_unshared: KV bytes that attention would have read without sharing.
-        kv_bytes_copied: KV bytes copied within the pool, to merge short nodes of beams to longer ones.
+        kv_bytes_copied: KV bytes copied within the pool, to merge short nodes of beams into longer ones.
         seconds: Wall time, in seconds.
         decode_steps: Steps that ran no prompt tokens.
         seconds_in_decode: Wall time of these steps, in seconds, until the host had their tokens, including the capture
@@ -43,7 +43,7 @@ class Report:
         grammar_waits: Steps with grammars: in each the host waits once, while the model computes, for the tokens of the
             previous step, and fills the masks of allowed tokens.
         captures: CUDA graphs captured.
-        seconds_capturing: What that took, in seconds.
+        seconds_capturing: Time spent capturing, in seconds.
         graph_bytes: Bytes of GPU memory that graphs share.
         prompt_tokens: Tokens of admitted prompts; a prompt that is admitted again after preemption counts again.
         prompt_tokens_found: Those of ``prompt_tokens`` whose KV existed already, from earlier requests or from others
@@ -88,27 +88,27 @@ class Report:
     _before: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def start(self, counters: Counters) -> None:
-        """Count what ``counters`` count from now on."""
+        """Count the increases of ``counters`` from now on."""
         self._counters = counters
         self._before = {name: value - getattr(self, name) for name, value in counters().items()}
 
     def update(self) -> None:
-        """Bring those counts up to date."""
+        """Update the counts from the counters."""
         if self._counters is not None:
             for name, value in self._counters().items():
                 setattr(self, name, value - self._before[name])
 
     def end(self) -> None:
-        """Count no more; a report that outlives its call holds no pool."""
+        """Stop counting, and drop the counters: a report that outlives its call must not hold the pool."""
         self.update()
         self._counters = None
 
     def counts(self) -> dict[str, Any]:
-        """What was counted, as values that JSON has."""
+        """All counts, as values that JSON can represent."""
         return {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add what steps, or another run, have counted, as :meth:`counts` gives it; of peaks the higher one counts."""
+        """Add counts of steps or of another run, as :meth:`counts` gives them; of two peaks the higher is taken."""
         self.update()
         for name, value in counts.items():
             before = vars(self).get(name)

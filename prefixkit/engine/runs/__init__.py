@@ -1,1 +1,1 @@
-"""What runs for a request: a sample or a beam search, and when it ends."""
+"""Runs of requests: samples and beam searches, and when they end."""

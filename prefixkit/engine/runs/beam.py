@@ -2,10 +2,10 @@
 
 The rules are those of transformers' beam search, and its float32 arithmetic in its order, so that sequences and scores
 agree.  At each step the live beams' continuations are ranked by summed log-probability, and the best
-``num_beams * max(2, 1 + number of stop tokens)`` are candidates: enough that ``num_beams`` of them go on even if
+``num_beams * max(2, 1 + number of stop tokens)`` are candidates: enough that ``num_beams`` of them continue even if
 every beam takes every stop token.  A candidate that ends is a hypothesis only if it is among the best ``num_beams``.
 
-Two things differ.  Where transformers marks what does not exist by a score of -1e9, here it does not exist: the first
+Two rules differ.  transformers gives beams that do not exist a score of -1e9; here there are no such beams: the first
 step has one beam, and a step with fewer possible continuations than beams leaves fewer beams.  Equal hypotheses rank
 in the order in which they were found.
 """
@@ -27,14 +27,14 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(eq=False, slots=True)
 class Beam:
-    """A sequence of chosen tokens: those of another beam, and one more.  A value: nothing changes it.
+    """A sequence of chosen tokens: those of its parent beam, and one more.  Immutable.
 
     Attributes:
         parent: The beam before its last token; None for the prompt alone.
         token, logprob: The last token, and its log-probability.
         score: The sum of its log-probabilities; for a hypothesis, divided by ``length ** length_penalty``.  A float32
             value.
-        length: How many tokens were chosen.
+        length: Number of chosen tokens.
     """
 
     parent: Beam | None = None
@@ -50,11 +50,11 @@ class Beam:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """The log-probability of each."""
+        """The log-probability of each token after the prompt."""
         return tuple(beam.logprob for beam in self._chosen())
 
     def _chosen(self) -> list[Beam]:
-        """The beams that this one went through, itself last."""
+        """The chain of parents that have a token, and this beam last."""
         beams, beam = [], self
         while beam.parent is not None:
             beams.append(beam)
@@ -66,8 +66,8 @@ class BeamSearch(NamedTuple):
     """The search over one prompt, after some steps.
 
     Attributes:
-        params: What was asked for.
-        beams: The live beams, best first; before the first step one, the prompt; none once the search is over.
+        params: The parameters of the search.
+        beams: The live beams, best first; before the first step the prompt alone; none once the search is over.
         hypotheses: The best finished sequences so far, best first, at most ``num_beams``.
     """
 
@@ -85,7 +85,7 @@ _Candidate = tuple[int, int, float, float, float]
 
 
 def num_candidates(params: BeamParams) -> int:
-    """Continuations that a step ranks: enough that ``num_beams`` of them go on even if every beam may stop."""
+    """Continuations that a step ranks: enough that ``num_beams`` of them continue even if every beam may stop."""
     return max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
 
 
@@ -101,11 +101,12 @@ def advance(
         logprobs: ``[searches * beams, k]`` float32, their log-softmax; ``-inf`` forbids a token.
 
     Returns:
-        The next state of each, and the old beam that each of its beams follows: one that occurs twice is forked, one
-        that does not occur is released.
+        For each search its next state, and for each of its new beams the index of the old beam that it extends: an old
+        beam that occurs twice is forked, one that does not occur is released.
 
     Raises:
-        ValueError: a search is over, they are not alike, a shape or dtype does not fit, or a log-probability is NaN.
+        ValueError: a search is over, the searches differ in parameters or number of beams, a shape or dtype does not
+            fit, or a log-probability is NaN.
     """
     candidates = _best_candidates(states, tokens, logprobs)
     return [_advanced(state, best) for state, best in zip(states, candidates, strict=True)]
@@ -138,7 +139,7 @@ def _advanced(state: BeamSearch, candidates: list[_Candidate]) -> tuple[BeamSear
 def finished(state: BeamSearch) -> list[Beam]:
     """The best finished sequences of a search that is done, best first.
 
-    Fewer than asked for come back only if the model allowed fewer, by forbidding (``-inf``) everything else.
+    Fewer than ``num_return_sequences`` are returned only if the model forbade (``-inf``) all other sequences.
 
     Raises:
         ValueError: the search still runs.
@@ -176,7 +177,7 @@ def _best_candidates(
     at = best + np.arange(count)[:, None] * totals.shape[1]
     ids = tokens.ravel()[at]
     if not (any((ids == stop).any() for stop in params.stop_token_ids or ()) or any(map(_is_last, states))):
-        best, at, ids = (of[:, : params.num_beams] for of in (best, at, ids))  # the others are for where some end
+        best, at, ids = (of[:, : params.num_beams] for of in (best, at, ids))  # further ones matter only if some end
     total = totals.ravel()[at]
     length = np.array([(1 + state.beams[0].length) ** params.length_penalty for state in states], np.float32)
     columns = (best // logprobs.shape[1], ids, logprobs.ravel()[at], total, total / length[:, None])
@@ -185,18 +186,18 @@ def _best_candidates(
 
 
 def _is_last(state: BeamSearch) -> bool:
-    """Whether all beams end with their next tokens."""
+    """Whether the next token of every beam is its last."""
     return 1 + state.beams[0].length == state.params.max_new_tokens
 
 
 def _decided(params: BeamParams, hypotheses: tuple[Beam, ...], best_live: float, length: int) -> bool:
-    """Whether the search may stop although beams could go on, the best of which has this sum and this many tokens."""
+    """Whether a search may stop while beams are live; the best of them has sum ``best_live`` over ``length`` tokens."""
     if len(hypotheses) < params.num_beams:
         return False
     if params.early_stopping is True:
         return True
-    # A live beam's sum only falls, so its score is at most this sum over the length that flatters it most: the greatest
-    # if the penalty is above 0.  Without "never" the present length stands in for it, by custom.
+    # A live beam's sum only falls, so its final score is at most this sum over the most favourable length, which is the
+    # greatest one if the penalty is above 0.  Without "never", transformers takes the present length.
     flattering = params.early_stopping == "never" and params.length_penalty > 0
     reach = params.max_new_tokens if flattering else length
     best_possible = np.float32(best_live) / np.float32(reach**params.length_penalty)

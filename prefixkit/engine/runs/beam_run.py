@@ -1,4 +1,4 @@
-"""One beam search in flight: moves of the search become forks and releases on the tree."""
+"""One beam search in flight: each step of the search becomes forks and releases on the tree."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class BeamRun:
     """A beam search that is under way: a sequence for each live beam (see ``SteppedRun``).
 
     Attributes:
-        search: Beams and hypotheses.
-        decode: Token ids to text.
-        steps: Steps of the search so far.
+        search: The beams and hypotheses so far.
+        decode: Turns token ids into text.
+        steps: Number of steps so far.
     """
 
     streams: ClassVar[bool] = False
     name: ClassVar[str] = "a beam"
-    unpipelined: ClassVar[str | None] = "beam search"  # how its beams fork decides what runs next
+    unpipelined: ClassVar[str | None] = "beam search"  # the forks of its beams decide what runs next
 
     state: RequestState
     sequences: list[Sequence]
@@ -64,14 +64,14 @@ class BeamRun:
 
     @property
     def top(self) -> int:
-        """Likeliest tokens of each beam that a step looks at."""
+        """How many of the likeliest tokens of each beam a step reads."""
         return num_candidates(self.search.params)
 
     def row_sampling(self) -> RowSampling:
         return RowSampling(GREEDY, np.uint64(0), 0, _NO_HISTORY, top=self.top)
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
-        """Pages that its next ``tokens`` steps may take, unless every beam forks at each of them."""
+        """Pages that the next ``tokens`` steps may take, unless every beam forks at each step."""
         most = pages_for(min(self.tokens_left, tokens), tree.page_size)
         return self.search.params.num_beams * (most + self.recomputing)
 
@@ -86,7 +86,7 @@ class BeamRun:
     def advance(
         cls, tree: PrefixTree, rows: Mapping[BeamRun, list[int]], results: Results
     ) -> list[tuple[Sequence, int]]:
-        """A step of each search: beams that go on in several ways are forked, those that go on in none released."""
+        """A step of each search: beams with several continuations are forked, those with none are released."""
         alike: dict[tuple[BeamParams, int], list[BeamRun]] = {}
         for run in rows:
             alike.setdefault((run.search.params, len(run.sequences)), []).append(run)
@@ -121,7 +121,7 @@ class BeamRun:
         )
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
-        """Nothing: the search has released the sequences of all beams."""
+        """Do nothing: the search has released the sequences of all beams."""
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
         return self.search.params.num_beams * (len(self.state.request.tokens) + self.steps - 1)

@@ -1,4 +1,4 @@
-"""Token ids to text, and what each token adds to it."""
+"""Conversion of token ids to text, and the text that each token adds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Decode = Callable[[list[int]], str]
 
 
 class Detokenizer:
-    """How tokens become text.
+    """Turns tokens into text.
 
-    One serves any number of calls: what it has learned about tokens and stop strings stays.
+    One detokenizer serves any number of calls: it caches what it has computed of tokens and stop strings.
 
     Args:
         decode: Token ids to text, without special tokens; None: samples have no text, and stop strings are refused.
-        special_tokens: Finds the text of tokens that ``decode`` leaves out, by their ids.
-        token_bytes: What each token adds to the text, where that is known: stop strings are looked for in the bytes
-            then, and only samples that may have met one are decoded.
+        special_tokens: Returns the text of each special token that ``decode`` leaves out, keyed by id.
+        token_bytes: The bytes that each token adds to the text, if known: stop strings are then searched for in the
+            bytes, and only samples that may have met one are decoded.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Detokenizer:
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
-        """The text of tokens that ``decode`` leaves out, by their ids."""
+        """The text of each special token that ``decode`` leaves out, keyed by id."""
         return self._special()
 
     def stop_filter(self, strings: tuple[str, ...]) -> StopFilter | None:
-        """What tells of whole steps which samples may have met one of these strings; None where nothing does."""
+        """The filter that finds, in whole steps, samples that may have met one of these strings; None if none can."""
         if strings not in self._filters:
             self._filters[strings] = self._filter_of(strings)
         return self._filters[strings]
 
     def special_in(self, strings: tuple[str, ...]) -> Mapping[int, str]:
-        """The special tokens, if one of the strings holds the text of one; else none."""
+        """All special tokens if one of the strings contains the text of one; else an empty mapping."""
         if strings not in self._special_in:
             found = any(text in string for string in strings for text in self.special_tokens.values())
             self._special_in[strings] = self.special_tokens if found else {}
@@ -54,7 +54,7 @@ class Detokenizer:
 
     def _filter_of(self, strings: tuple[str, ...]) -> StopFilter | None:
         if self._token_bytes is None or not strings or any("\ufffd" in string for string in strings):
-            return None  # decoders write U+FFFD for bytes that are no character
+            return None  # decoders write U+FFFD for bytes that are not a character
         of_token, named = self._token_bytes.__getitem__, self.special_in(strings)
         special = tuple(string for string in strings if any(text in string for text in named.values()))
         plain = tuple(string for string in strings if string not in special)
@@ -66,10 +66,10 @@ class Detokenizer:
 
 
 def detokenizer_of(tokenizer: Any) -> Detokenizer:
-    """That of a tokenizer of transformers, or none.
+    """The detokenizer of a transformers tokenizer.
 
     Args:
-        tokenizer: Has ``decode``; None: there is no text.
+        tokenizer: Has ``decode``; None: samples have no text.
     """
     if tokenizer is None:
         return Detokenizer()
@@ -83,10 +83,10 @@ def detokenizer_of(tokenizer: Any) -> Detokenizer:
 
 
 def special_tokens(tokenizer: Any, decode: Decode) -> dict[int, str]:
-    """The text of the special tokens that ``decode`` leaves out, by their ids.
+    """The text of the special tokens that ``decode`` leaves out, keyed by id.
 
     Args:
-        tokenizer: One of transformers; of any other that does not list its special tokens, none are known.
+        tokenizer: A tokenizer of transformers; any other that does not list its special tokens has none.
         decode: Token ids to text without special tokens.
     """
     listed = getattr(tokenizer, "added_tokens_decoder", {}).items()

@@ -1,4 +1,4 @@
-"""Where samples are in their grammars, and what the rows of a batch may sample next."""
+"""The grammar states of samples, and masks of the tokens that the rows of a batch may sample next."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = logging.getLogger("prefixkit")
 
 
 class GrammarPlace:
-    """Where one sample is in its grammar: a matcher that follows its tokens, each once.
+    """The grammar state of one sample: a matcher that accepts each of its tokens once.
 
     Args:
-        matcher: Before the sample's first token; its own.
+        matcher: The sample's own matcher, before its first token.
         stop_token_ids: Tokens that end the sample.
 
     Attributes:
-        ended: Whether the sample has ended by a stop token.
-        lost: Whether the matcher goes on no more; then nothing is allowed.
-        may_end: Whether the text may end where it is, by the mask that was filled last before that.
+        ended: Whether a stop token has ended the sample.
+        lost: Whether the matcher has refused a token, or no token could be sampled; then no token is allowed.
+        may_end: Whether the text may end here, according to the mask that was filled last.
     """
 
     def __init__(self, matcher: Matcher, stop_token_ids: Sequence[int]) -> None:
@@ -32,12 +32,12 @@ class GrammarPlace:
         self._accepted = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Accept those of the sample's tokens that were not accepted before."""
+        """Accept the tokens of the sample that have not been accepted yet."""
         for token in tokens[self._accepted :]:
             accept([self], [token])
 
     def goes_on(self, token: int) -> bool:
-        """Count the next token that was sampled, -1 for none; whether the matcher is to accept it."""
+        """Count the next sampled token, -1 for none; returns whether the matcher must accept it."""
         self._accepted += 1
         going = not (self.ended or self.lost)
         self.ended |= going and token in self.stops
@@ -45,7 +45,7 @@ class GrammarPlace:
         return going and not (self.ended or self.lost)
 
     def lose(self, token: int) -> None:
-        """The matcher has refused a token."""
+        """Record that the matcher has refused a token."""
         log.warning("a grammar's matcher refused token %d, which it had allowed: the sample ends", token)
         self.lost, self.may_end = True, False
 
@@ -64,10 +64,10 @@ def accept(places: Sequence[GrammarPlace | None], tokens: Sequence[int]) -> None
 
 
 class GrammarMasks:
-    """What each row of a batch may sample (see ``TokenMasks``): rows without a grammar, or with an end, anything.
+    """The tokens that each row of a batch may sample (see ``TokenMasks``): all, without a grammar or after its end.
 
     Args:
-        rows: The place of each row; None where there is no grammar.
+        rows: The grammar state of each row; None for a row without a grammar.
     """
 
     def __init__(self, rows: Sequence[GrammarPlace | None]) -> None:
@@ -84,7 +84,7 @@ class GrammarMasks:
         held = {row: place for row, place in enumerate(self._rows) if place is not None and not place.ended}
         own = max((max(place.matcher.vocab, place.matcher.end + 1) for place in held.values()), default=vocab)
         words, own_words = -(-vocab // 32), -(-own // 32)
-        if self._bits.shape[1] != own_words:  # pages of fresh memory take as long to come as to be filled
+        if self._bits.shape[1] != own_words:  # faulting in fresh memory takes as long as filling it
             self._bits = np.empty((len(self._rows), own_words), np.int32)
         bits = self._bits[: len(self._rows)]
         if len(held) < len(bits):
@@ -100,7 +100,7 @@ class GrammarMasks:
 
 
 def _write_allowed(bits: NDArray[np.int32], held: dict[int, GrammarPlace]) -> None:
-    """Write what may follow each place, with stop tokens where its text may end, into its row."""
+    """Write the tokens that may follow each grammar state, and stop tokens where its text may end, into its row."""
     rows, places = [*held], [*held.values()]
     alive = [row for row, place in held.items() if not place.lost]
     if len(alive) < len(rows):
@@ -127,6 +127,6 @@ def _write_allowed(bits: NDArray[np.int32], held: dict[int, GrammarPlace]) -> No
 
 
 def _set_bit(bits: NDArray[np.int32], rows: list[int], token: int, value: NDArray[np.bool_]) -> None:
-    """Set a token's bit in some rows to their values."""
+    """Set a token's bit in each of ``rows`` to the row's ``value``."""
     one, held = np.uint32(1 << token % 32).view(np.int32), bits[rows, token // 32]
     bits[rows, token // 32] = np.where(value, held | one, held & ~one)

@@ -1,4 +1,4 @@
-"""What the loop asks of whatever grows sequences of the tree, from the logits after a prompt to its end."""
+"""The protocols of runs: what the loop calls on a sample or a beam search, from the prompt's logits to the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RowSampling(NamedTuple):
 
     Attributes:
         params: Temperature, filters and penalty.
-        key, step: Of the random numbers.
-        history: What penalties look at.
-        top: Likeliest tokens that the run looks at; 0 for none.
-        process: Changes ``[vocab]`` logits first; None for nothing that does.
-        grammar: Where the run is in its grammar, with all its tokens accepted; None where there is none.
+        key, step: Key and counter of the random numbers.
+        history: The tokens to which penalties apply.
+        top: How many of the likeliest tokens the run reads; 0 for none.
+        process: Changes ``[vocab]`` logits before sampling; None: the logits stay as they are.
+        grammar: The run's grammar state, after all its tokens; None without a grammar.
     """
 
     params: SamplingParams
@@ -47,10 +47,11 @@ class Run(Protocol):
     """Something that grows sequences: a sample, a beam search.
 
     Attributes:
-        streams: Whether it is a :class:`StreamingRun`, else a :class:`SteppedRun`.
-        state: The request that it is of.
+        streams: Whether the run is a :class:`StreamingRun`; else it is a :class:`SteppedRun`.
+        state: The request of the run.
         sequences: Its sequences in the tree.
-        recomputing: Whether it was preempted: the last token of each sequence joins the tree once all before have KV.
+        recomputing: Whether the run resumes after preemption: the last token of each sequence joins the tree once all
+            tokens before it have KV.
     """
 
     streams: ClassVar[bool]
@@ -60,11 +61,11 @@ class Run(Protocol):
 
     @classmethod
     def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> Self:
-        """The request's next run, from a prompt whose logits are known; where that fails, the tree is unchanged."""
+        """Start the request's next run from a prompt whose logits are known; an error leaves the tree unchanged."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the run in messages."""
 
     @property
     def tokens_left(self) -> int:
@@ -72,41 +73,41 @@ class Run(Protocol):
 
     @property
     def token_lists(self) -> list[list[int]]:
-        """The tokens chosen so far, of each sequence."""
+        """The tokens chosen so far for each sequence."""
 
     @property
     def unpipelined(self) -> str | None:
-        """Why its next step cannot be launched before the host has seen its last token; None if it can."""
+        """Why the next step cannot be launched before the host has read the last token; None if it can."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, and holds no sequence."""
+        """Whether the run has ended, and holds no sequence."""
 
     def row_sampling(self) -> RowSampling:
-        """How its next tokens are chosen."""
+        """How the run's next tokens are chosen."""
 
     def lookahead_pages(self, tree: PrefixTree, tokens: int) -> int:
         """Pages that the next ``tokens`` tokens of each sequence may take."""
 
     def pages_to_resume(self, page_size: int, tokens: int) -> int:
-        """The same once it is back in the tree, with the pages of the tokens that join the tree then."""
+        """The same pages once the run has resumed, and the pages of tokens that join the tree on resuming."""
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """Go on with sequences of the prompt and all tokens chosen but the last."""
+        """Resume with sequences of the prompt and all chosen tokens but the last."""
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
-        """Take an ended run's sequences out of the tree; where ``retain``, their KV stays in the prefix cache."""
+        """Remove an ended run's sequences from the tree; with ``retain``, their KV stays in the prefix cache."""
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
-        """Tokens that a plain batch would have computed for it."""
+        """Tokens that a plain batch would have computed for the run."""
 
 
 class StreamingRun(Run, Protocol):
-    """A run whose tokens are those that are sampled, so that several may be accepted at once.
+    """A run that takes every sampled token as its next, so that several may be accepted at once.
 
     Attributes:
-        stop_filter: Tells when its last token may have ended it, beside :attr:`stop_token_ids`.
-        stop_state: What the filter has noted of it.
+        stop_filter: Finds last tokens, other than :attr:`stop_token_ids`, that may have ended the run.
+        stop_state: The filter's state for the run.
     """
 
     stop_filter: StopFilter | None
@@ -114,40 +115,40 @@ class StreamingRun(Run, Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end it."""
+        """Tokens that end the run."""
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens have to be accepted one by one."""
+        """Whether tokens must be accepted one by one."""
 
     def hold(self, tokens: list[int], likely: Floats, stop_state: int) -> None:
-        """Take tokens that do not end it; ``likely [tokens, 1 or 2]`` are their log-probabilities, and masses."""
+        """Take tokens that do not end the run; ``likely [tokens, 1 or 2]``: their log-probabilities, and masses."""
 
     def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        """Take tokens of which none but the last can end it; returns the sample if that did."""
+        """Take tokens of which only the last can end the run; returns the sample if it did."""
 
     def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
-        """The same where no token could be sampled after these, by its grammar: it has ended."""
+        """Take tokens after which the run has ended, because no token that is allowed could be sampled."""
 
 
 class SteppedRun(Run, Protocol):
-    """A run that decides after each step how its sequences go on."""
+    """A run that decides after each step how its sequences continue."""
 
     @classmethod
     def advance(cls, tree: PrefixTree, rows: Mapping[Self, list[int]], results: Results) -> list[tuple[Sequence, int]]:
-        """A step of each run; those that are alike move together.
+        """Advance each run by a step; runs that are alike advance together.
 
         Args:
-            tree: Where the sequences live.
-            rows: Of each run, the rows of the results that are its sequences'.
-            results: Of the step.
+            tree: Holds the sequences.
+            rows: For each run, the rows of the results that belong to its sequences.
+            results: The results of the step.
 
         Returns:
-            Which sequence is to be extended by which token.
+            The sequences to be extended, each with its token.
         """
 
     def samples(self) -> list[Sample]:
-        """What one that is done has found."""
+        """The samples of a run that is done."""
 
 
 def is_streaming(run: Run) -> TypeGuard[StreamingRun]:

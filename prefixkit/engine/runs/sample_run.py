@@ -35,15 +35,15 @@ class SampleRun:
     """A sample that is being generated (see ``StreamingRun``).
 
     Attributes:
-        index: Which of its prompt's.
-        key: Seeds its private random stream.
-        params: How it is sampled.
-        stop: Looks for what ends it.
-        processor: Changes its logits first.
-        grammar: Where it is in its grammar; None where it has none.
-        stop_filter: Tells when it may have met a stop string; None: nothing does, and each token is looked at.
-        stop_state: What the filter has noted of it.
-        tokens, logprobs, masses: Those sampled so far; no masses where they are not wanted.
+        index: The sample's index among those of its prompt.
+        key: The key of its random stream.
+        params: Its sampling parameters.
+        stop: Finds the stop token or stop string that ends it.
+        processor: Changes its logits before sampling; None: the logits stay as they are.
+        grammar: Its grammar state; None without a grammar.
+        stop_filter: Finds steps in which it may have met a stop string; None: with stop strings, each token is checked.
+        stop_state: The filter's state for the sample.
+        tokens, logprobs, masses: Tokens sampled so far, their log-probabilities, and their masses where wanted.
     """
 
     streams: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class SampleRun:
     masses: list[float] = field(default_factory=list)
     recomputing: bool = False
     _accepted: int = 0  # tokens that `stop` has seen
-    _ran_out: bool = False  # after its last token, which has run then, none could be sampled
+    _ran_out: bool = False  # no token could be sampled after its last one, which has then run
 
     @classmethod
     def start(cls, state: RequestState, tree: PrefixTree, call: Call) -> SampleRun:
@@ -105,7 +105,7 @@ class SampleRun:
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are accepted one by one: stop functions, and strings without a filter, are asked of each."""
+        """Whether tokens are accepted one by one: stop functions, and strings without a filter, check each token."""
         return bool(self.params.stop) and self.stop_filter is None
 
     @property
@@ -139,10 +139,10 @@ class SampleRun:
         self.sequences, self.recomputing = sequences, True
 
     def processed(self, logits: Tensor) -> Tensor:
-        """``[vocab]`` logits as the sample's processor gives them.
+        """``[vocab]`` logits, changed by the sample's processor.
 
         Raises:
-            TypeError, ValueError: it gave no tensor, or one of another shape.
+            TypeError, ValueError: the processor returned no tensor, or one of another shape.
         """
         assert self.processor is not None, "asked before"
         ids = torch.from_numpy(self.history().astype(np.int64)).to(logits.device)
@@ -156,7 +156,7 @@ class SampleRun:
         return found[0]
 
     def history(self) -> NDArray[np.int32]:
-        """What penalties and logits processors look at: the prompt's tokens and those sampled."""
+        """The tokens that penalties and logits processors read: the prompt's and the sampled ones."""
         if self.params.repetition_penalty == 1.0 and self.processor is None:
             return self.state.request.tokens
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
@@ -180,7 +180,7 @@ class SampleRun:
             on_token(TokenEvent(index, self.index, tokens[-1], self.logprobs[-1], text, reason))
         if reason is not None:
             return self._sample(reason)
-        self.stop_filter = None  # where it has told of a stop string, there was none
+        self.stop_filter = None  # the filter may have found a stop string that was none
         return None
 
     def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
@@ -202,13 +202,13 @@ class SampleRun:
             self.masses += likely[:, 1].tolist() if self.params.drawn else [1.0] * len(tokens)
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
-        """Take its sequence out of the tree; where ``retain``, the KV of tokens that have run stays in the cache."""
+        """Remove its sequence from the tree; with ``retain``, the KV of tokens that have run stays in the cache."""
         (sequence,), (sample,) = self.sequences, samples
         if not retain:
             return store.tree.release(sequence)
         held = sequence.length - len(self.state.request.tokens)
         own, states, state = sequence.node, store.tree.states, -1
-        if held and states is not None:  # the row's state is after its last token by now, or after later ones
+        if held and states is not None:  # the row's state is that after its last token, or after later ones
             state, own.state = -1 if states.ahead else own.state, -1
         ran = sample.tokens if self._ran_out else sample.tokens[:-1]
         if more := ran[held:]:
@@ -222,7 +222,7 @@ class SampleRun:
         return len(self.state.request.tokens) + len(samples[0].tokens) - (not self._ran_out)
 
     def _sample(self, reason: FinishReason) -> Sample:
-        """The finished sample; from now on it alone holds the tokens, as arrays: a run may stay in a batch for long."""
+        """Make the finished sample, and drop the run's own lists: an ended run may stay in a batch for long."""
         sample = Sample(
             prompt_index=self.state.request.prompt_index,
             index=self.index,

@@ -1,4 +1,4 @@
-"""When a sample ends, and what its text is: stop tokens, stop strings and decoding token by token."""
+"""The end and the text of a sample: stop tokens, stop strings and decoding token by token."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ class StopChecker:
         tokens   | committed ........ | context ....... | fresh ...... |
         offsets                       ^ _context        ^ _committed   ^ end
 
-    The text of ``fresh`` is that of ``context + fresh`` less that of ``context``: a decoder sees what stands before
-    the new tokens (spaces, merged bytes), and only a few tokens are decoded at a time.  Tokens are committed once their
-    text no longer ends in an unfinished character.
+    The text of ``fresh`` is the text of ``context + fresh`` without the text of ``context``: the decoder sees the
+    tokens before the new ones (spaces, merged bytes), and few tokens are decoded at a time.  Tokens are committed once
+    their text no longer ends in an unfinished character.
 
-    A stop string is looked for in the text.  One that holds the text of a special token, which the text leaves out, is
-    looked for in the text with the special tokens put in where they were sampled; the text then ends where it begins.
+    Stop strings are searched for in the text.  The text leaves special tokens out; a stop string that contains the text
+    of a special token is searched for in the text with special tokens inserted where they were sampled, and the
+    sample's text ends where the stop string begins.
 
     Args:
-        stop_token_ids: Tokens that end the sample; the one pushed belongs to its tokens, not to its text.
+        stop_token_ids: Tokens that end the sample; the stop token belongs to the sample's tokens, not to its text.
         stop: Strings that end the sample; its text ends before the earliest of them.
         decode: Token ids to text, without special tokens.  ``None``: no text, and no stop strings.
-        special_tokens: The text of tokens that ``decode`` leaves out, by their ids.
-        text: Keep :attr:`so_far` up to date, token by token.
+        special_tokens: The text of each special token that ``decode`` leaves out, keyed by id.
+        text: Whether to keep :attr:`so_far` up to date, token by token.
 
     Raises:
         ValueError: stop strings without ``decode``.
@@ -51,25 +52,26 @@ class StopChecker:
             )
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop = tuple(stop)
-        self._follows = text or bool(stop)  # whether text is made token by token
+        self._follows = text or bool(stop)  # whether tokens are decoded one by one
         special = special_tokens or {}
         self._special_stop = tuple(string for string in stop if any(text in string for text in special.values()))
         self._plain_stop = tuple(string for string in stop if string not in self._special_stop)
         self._special = special if self._special_stop else {}
-        self._inserted: list[tuple[int, str]] = []  # the last special tokens: where in the text, and their own
+        self._inserted: list[tuple[int, str]] = []  # the last special tokens: offset in the text, own text
         self._longest = max(map(len, self._stop), default=0)
         self._decode: Decode = decode or (lambda tokens: "")
         self._tokens: list[int] = []  # without a stop token
         self._context = self._committed = 0
         self._context_text = ""
-        self._text = ""  # of the committed tokens, and after a stop string: the whole text
-        self._taken = 0  # characters that delta() has handed out
+        self._text = ""  # text of the committed tokens; after a stop string the whole text
+        self._taken = 0  # characters that delta() has returned
         self._stopped_by_token = self._stopped_by_string = False
 
     def push(self, tokens: list[int]) -> bool:
-        """Take tokens of which only the last can end the sample; True if it does.
+        """Take tokens of which only the last can end the sample; returns True if it does.
 
-        Decodes only where there are stop strings, what stands before the last token at once except for special tokens.
+        Tokens are decoded only if there are stop strings; all tokens before the last are decoded at once, except for
+        special tokens.
         """
         stopped = self._stopped_by_token or self._stopped_by_string
         assert not stopped, "a stopped sample takes no more tokens"
@@ -92,8 +94,8 @@ class StopChecker:
     def delta(self) -> str:
         """The text that has become certain since the last call: for streaming.
 
-        Held back are unfinished characters and whatever could be the beginning of a stop string; once the sample has
-        stopped, nothing is.  A sample that ends by length has :meth:`rest` left.
+        Unfinished characters, and text that could be the beginning of a stop string, are held back until the sample has
+        stopped.  After a sample that ends by length, :meth:`rest` returns the text still held back.
         """
         if self._stopped_by_token:
             return self.rest()
@@ -113,30 +115,30 @@ class StopChecker:
 
     @property
     def so_far(self) -> str:
-        """The text of the tokens pushed, without a character that is unfinished; kept where ``text`` was asked for."""
+        """The text of the pushed tokens, without an unfinished character; up to date only with ``text=True``."""
         return self._text
 
     def text(self) -> str:
-        """The sample's text: all its tokens decoded at once, or what stands before the stop string."""
+        """The sample's text: all its tokens decoded at once, or the text before the stop string."""
         return self._text if self._stopped_by_string else self._decode(self._tokens)
 
     def _commit(self, special: str = "") -> None:
-        """Decode the fresh tokens, look for stop strings, and move the offsets over what is finished.
+        """Decode the fresh tokens, search for stop strings, and advance the offsets over finished characters.
 
         Args:
-            special: The last token's own text, where the text leaves it out.
+            special: The last token's own text, if it is a special token that the text leaves out.
         """
         text = self._fresh_text(len(self._tokens))
-        # Bytes before a special token are no character that it could finish.
+        # A special token cannot finish a character, so unfinished bytes before it are certain.
         certain = text if special else text.rstrip(_UNFINISHED)
         if special:
-            # Each has a character at least, so no stop string reaches further back than its length in tokens.
+            # Each special token has at least one character, so a stop string spans at most its length of them.
             self._inserted = [*self._inserted[-self._longest :], (len(self._text) + len(certain), special)]
         if self._cut_at_stop(certain):
             return
         end = len(self._tokens)
         if text.endswith(_UNFINISHED):
-            # Older than the last three tokens, it is no unfinished character but bytes that never were one.
+            # Bytes before the last three tokens are not an unfinished character: they never form one.
             end -= _MOST_INCOMPLETE
             if end <= self._committed:
                 return
@@ -150,7 +152,7 @@ class StopChecker:
         return self._decode(self._tokens[self._context : end])[len(self._context_text) :]
 
     def _cut_at_stop(self, fresh: str) -> bool:
-        # No stop string lies within the committed text, so a new one begins at most its length before the fresh text.
+        # The committed text contains no stop string, so a new one begins less than its length before the fresh text.
         begin = max(0, len(self._text) - self._longest + 1) if self._stop else 0
         window = self._text[begin:] + fresh
         found = [begin + at for at in map(window.find, self._plain_stop) if at >= 0]
@@ -163,7 +165,7 @@ class StopChecker:
         return self._stopped_by_string
 
     def _with_special(self, text: str, begin: int) -> tuple[str, list[int]]:
-        """``text``, which begins at ``begin``, with its special tokens put in, and each character's place in it."""
+        """``text``, from offset ``begin`` on, with its special tokens, and each character's offset without them."""
         seen, place, at, end = "", list[int](), begin, begin + len(text)
         if len(self._inserted) > self._longest:  # earlier ones may have been dropped
             at = max(at, self._inserted[0][0])
@@ -175,7 +177,7 @@ class StopChecker:
         return seen + text[at - begin :], place + list(range(at, end))
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the committed text that a stop string begins with."""
+        """Length of the longest suffix of the committed text that is a prefix of a stop string."""
         most = min(self._longest - 1, len(self._text))
         held = _beginning(self._text, self._plain_stop, most)
         if self._special_stop:
@@ -186,7 +188,7 @@ class StopChecker:
 
 
 def _beginning(text: str, strings: Collection[str], most: int) -> int:
-    """Length of the longest end of ``text``, up to ``most``, that one of the strings begins with."""
+    """Length of the longest suffix of ``text``, up to ``most``, that is a prefix of one of the strings."""
     for size in range(min(most, len(text)), 0, -1):
         if any(string.startswith(text[-size:]) for string in strings):
             return size

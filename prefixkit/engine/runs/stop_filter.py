@@ -1,4 +1,4 @@
-"""Which samples may have met a stop string, told for a whole step at once, without decoding."""
+"""A filter that finds the samples that may have met a stop string, for a whole step at once, without decoding."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _UNKNOWN = -2
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Strings that are looked for in the bytes of tokens.
+    """Strings that are searched for in the bytes of tokens.
 
     Attributes:
-        strings: At least one, none empty.
-        bytes_of: The bytes of a token.
+        strings: At least one string, none empty.
+        bytes_of: Returns the bytes of a token.
     """
 
     strings: tuple[str, ...]
     bytes_of: Callable[[int], bytes]
 
     def after(self, held: bytes, token: int) -> bytes | None:
-        """What a string may begin with at the end of the bytes, after ``held`` and a token; None where one is met."""
+        """The longest suffix of ``held`` and the token's bytes that begins a string; None if a string is met."""
         sought, found = [string.encode() for string in self.strings], held + self.bytes_of(token)
         if any(one in found for one in sought):
             return None
@@ -38,10 +38,10 @@ class Pattern:
 
 
 class StopFilter:
-    """Follows samples by a number each: what stop strings may begin with at the end of their text.
+    """Tracks each sample by the number of a state: the longest suffix of its text that begins a stop string.
 
-    UTF-8 finds a string in a text exactly where its bytes are found in the text's bytes.  Nearly all samples hold
-    nothing, and what a token then leaves is looked up for all of them at once.
+    In UTF-8 a string occurs in a text exactly where its bytes occur in the text's bytes.  The suffix of nearly all
+    samples is empty, and their states after a token are looked up in one indexing operation.
 
     Args:
         patterns: A sample has met a stop string once one of them has.
@@ -49,16 +49,16 @@ class StopFilter:
 
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self._patterns = patterns
-        self._held: list[tuple[bytes, ...]] = [(b"",) * len(patterns)]  # by state; state 0 holds nothing
+        self._held: list[tuple[bytes, ...]] = [(b"",) * len(patterns)]  # by state; state 0: empty suffix
         self._states = {self._held[0]: 0}
         self._from_nothing = np.full(1, _UNKNOWN, np.int32)  # by token
         self._from: dict[tuple[int, int], int] = {}  # by state and token
 
     def advance(self, states: Ints, tokens: NDArray[np.integer]) -> Ints:
-        """``[rows]`` the states after a token each; :data:`MET` where a stop string may have been met.
+        """``[rows]`` the states after one more token each; :data:`MET` where a stop string may have been met.
 
         Args:
-            states: ``[rows]`` before, none of them :data:`MET`; 0 for a sample without tokens.
+            states: ``[rows]`` the states before, none of them :data:`MET`; 0 for a sample without tokens.
             tokens: ``[rows]`` ids, not negative.
         """
         if (most := int(tokens.max(initial=0))) >= len(self._from_nothing):

@@ -1,1 +1,1 @@
-"""Log-probabilities of given tokens, and values of a head: texts that are computed, each shared token once."""
+"""Log-probabilities of given tokens, and values of a head; each token that texts share is computed once."""

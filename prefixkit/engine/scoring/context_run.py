@@ -1,4 +1,4 @@
-"""Computing contexts over a prefix tree, step by step, and handing out what is wanted of their tokens."""
+"""Compute contexts over a prefix tree, step by step, and yield the results of their wanted tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from prefixkit.runners.batch import Outputs, Results, Runner
 from prefixkit.runners.wanted_tokens import OutputsOf, compute_wanted
 from prefixkit.tree.radix import Sequence as TreeSequence
 
-# Slots for states: of a text at its end and at a fork above it, and those that are made before others are dropped.
+# Slots for states: each text needs one at its end and one at a fork above it; spare ones are written before old ones
+# are dropped.
 _SLOTS_PER_TEXT, _SPARE_SLOTS = 2, 4
 
 
@@ -24,9 +25,9 @@ class ContextRun:
 
     Attributes:
         runner: Runs steps.
-        store: Where KV lives.
-        chunk: Tokens that a step computes at most.
-        report: What was computed is added to it.
+        store: Holds the KV.
+        chunk: Most tokens that a step computes.
+        report: Counts the steps.
     """
 
     runner: Runner
@@ -38,12 +39,12 @@ class ContextRun:
     def results(
         self, texts: Sequence[Text], outputs: OutputsOf, most_wanted: int | None = None
     ) -> Iterator[tuple[Longs, Results]]:
-        """The results of each step, and the numbers of its wanted tokens; tensors may be read later.
+        """Yield the numbers of each step's wanted tokens, and its results; their tensors may be read later.
 
         Args:
-            texts: What is to be computed; their wanted tokens are numbered, one text after the other.
-            outputs: What the rows of wanted tokens give.
-            most_wanted: After how many tokens of a step something may be wanted; None: all.
+            texts: The texts to compute; their wanted tokens are numbered consecutively, text by text.
+            outputs: Returns the outputs wanted of the rows of wanted tokens.
+            most_wanted: Most wanted tokens of a step; None: any number.
         """
         contexts, begin = lay_out(texts), 0
         self.store.touch(contexts.tokens)
@@ -55,14 +56,14 @@ class ContextRun:
                     self.store.retain(self._held.pop())
                 begin = end
         except KeyboardInterrupt:
-            self._held.clear()  # what it left of the tree may not be fit for releasing
+            self._held.clear()  # the interrupt may have left the tree in a state in which it cannot be released
             raise
         finally:
             while self._held:
                 self.store.tree.release(self._held.pop())
 
     def _admit(self, contexts: Contexts, begin: int) -> int:
-        """Insert contexts from ``begin`` on until one does not fit; returns which."""
+        """Insert contexts from ``begin`` on until one does not fit; returns the index of that one."""
         tree, unshared = self.store.tree, 0
         most = len(contexts.tokens)
         if tree.states is not None:
@@ -82,7 +83,7 @@ class ContextRun:
     def _compute(
         self, contexts: Contexts, begin: int, end: int, outputs: OutputsOf, most_wanted: int | None
     ) -> Iterator[tuple[Longs, Results]]:
-        """Compute the contexts that are held, from ``begin`` to ``end``, and what is wanted of their own tokens."""
+        """Compute the inserted contexts from ``begin`` to ``end``, and the results of their wanted own tokens."""
         low, high = contexts.first[begin], contexts.first[end]
         numbers = np.flatnonzero((contexts.index >= low) & (contexts.index < high))
         node, offset = self._places(contexts, begin)[:, contexts.index[numbers] - low]
@@ -101,8 +102,8 @@ class ContextRun:
             self.report.add({**counts, "kv_bytes_read_unshared": unshared})
 
     def _places(self, contexts: Contexts, begin: int) -> Longs:
-        """``[2, own tokens]`` of the contexts that are held, from ``begin`` on: index of the node, place in it."""
-        self.store.tree.snapshot()  # which numbers the nodes
+        """``[2, own tokens]`` of the inserted contexts from ``begin`` on: index of the node, offset in it."""
+        self.store.tree.snapshot()  # numbers the nodes
         low, high = contexts.first[begin], contexts.first[begin + len(self._held)]
         places = np.empty((2, high - low), np.int64)
         for number, sequence in enumerate(self._held, begin):

@@ -1,8 +1,8 @@
-"""The distinct tokens of all texts of a call, and after which of them something is wanted.
+"""The distinct tokens of all texts of a call, and which of them are wanted.
 
-Texts that no other begins with are *contexts*, in the order of front coding.  The tokens that one does not share with
-the one before are its own: laid end to end, the own tokens of all contexts are the distinct tokens of the call, each at
-one *index*, ancestors first.
+Texts that are not a prefix of another text are *contexts*, sorted as for front coding.  The tokens that a context does
+not share with the one before it are its *own* tokens.  Laid end to end, the own tokens of all contexts are the distinct
+tokens of the call, each at one *index*, ancestors first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Longs = NDArray[np.int64]
 
 
 class Text(NamedTuple):
-    """Tokens, and those after which something is wanted.
+    """Tokens, and the positions after which results are wanted.
 
     Attributes:
         tokens: ``[length]`` int32 ids.
-        wanted: Positions after whose tokens something is wanted, ascending.
+        wanted: Positions of the tokens after which results are wanted, ascending.
     """
 
     tokens: Ints
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 def continued(prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]]) -> list[Text]:
-    """Prompts with each of their continuations but its last token, after which nothing is wanted."""
+    """Each prompt with each of its continuations, without the last token, after which no result is wanted."""
     return [
         Text(np.concatenate((prompt, tokens[:-1])), np.arange(len(prompt) - 1, len(prompt) - 1 + len(tokens)))
         for prompt, each in zip(prompts, continuations, strict=True)
@@ -43,12 +43,12 @@ def continued(prompts: Sequence[Ints], continuations: Sequence[Sequence[Ints]]) 
 
 @dataclass(frozen=True, eq=False)
 class Contexts:
-    """All contexts of a call, and what is wanted of their tokens.
+    """All contexts of a call, and their wanted tokens.
 
     Attributes:
-        tokens: ``[contexts]`` the token ids of each.
-        first: ``[contexts + 1]`` the index of its first own token; last how many there are.
-        index: ``[wanted tokens]`` the indices of the wanted tokens of all texts of the call, in its order.
+        tokens: ``[contexts]`` the token ids of each context.
+        first: ``[contexts + 1]`` the index of each context's first own token, and last the number of distinct tokens.
+        index: ``[wanted tokens]`` the indices of the wanted tokens of all texts, in the order of the call.
     """
 
     tokens: list[Ints]
@@ -57,7 +57,7 @@ class Contexts:
 
 
 def lay_out(texts: Sequence[Text]) -> Contexts:
-    """Find the distinct tokens of all texts, and after which of them something is wanted."""
+    """Find the distinct tokens of all texts, and which of them are wanted."""
     tokens, first = list[Ints](), [0]
     path = np.empty(0, np.int64)  # the indices of the tokens of a context
     indices = [path] * len(texts)

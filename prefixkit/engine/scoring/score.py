@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations, and values of a head; what texts share is computed once."""
+"""Log-probabilities of given continuations, and values of a head; tokens that texts share are computed once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prefixkit.engine.scoring.context_run import ContextRun
 from prefixkit.engine.scoring.contexts import Ints, Longs, Text, continued
 from prefixkit.runners.batch import Outputs
 
-# From ``[tokens, hidden_size]`` to ``[tokens, ...]``.
+# Maps hidden states ``[tokens, hidden_size]`` to values ``[tokens, ...]``.
 Head = Callable[[Tensor], Tensor]
 
-# Logits of one step, in bytes of float32, that there is memory for in any case; their log-softmax takes as many again.
+# Most bytes of one step's float32 logits, for which memory is always reserved; their log-softmax takes as many again.
 MOST_LOGIT_BYTES = 2**28
-# And at most, where a GPU has memory to spare: steps of few tokens would take the host longer than the device.
+# Most bytes if the GPU has free memory: steps of few tokens would take the host longer than the device.
 _MOST_SPARE_LOGIT_BYTES = 2**30
 
 
@@ -54,7 +54,7 @@ class Score:
 
 
 def logit_bytes(free: int) -> int:
-    """What logits of a step on a GPU may take, in bytes of float32, where it has ``free`` bytes left."""
+    """Most bytes of a step's float32 logits on a GPU that has ``free`` bytes left."""
     return max(MOST_LOGIT_BYTES, min(_MOST_SPARE_LOGIT_BYTES, free // 4))
 
 
@@ -63,25 +63,25 @@ def score(
 ) -> list[list[Score]]:
     """The score of each continuation of each prompt.
 
-    Contexts that do not fit the store together are computed one after the other; what has been computed stays in the
-    prefix cache.  The tree may hold any other sequences, with or without KV: a token that is computed already, but
-    after which something is wanted, runs again and writes nothing.
+    Contexts that do not fit the store together are computed one after the other; computed KV stays in the prefix cache.
+    The tree may hold any other sequences, with or without KV: a wanted token that has KV already runs again and writes
+    no KV.
 
     Args:
-        run: Computes them; fewer tokens a step where their logits would take more than :func:`logit_bytes`.
+        run: Computes the texts, in steps of fewer tokens if the logits would take more than :func:`logit_bytes`.
         prompts: ``[length]`` token ids each, at least one.
-        continuations: Of each prompt, ``[length]`` token ids each, at least one.
+        continuations: For each prompt, ``[length]`` token ids each, at least one.
         vocab: Columns of the logits.
 
     Raises:
-        KVBudgetTooSmall: a prompt with one of its continuations does not fit the store, beside what is pinned; raised
-            before anything runs.
+        KVBudgetTooSmall: a prompt with one of its continuations does not fit the store besides the pinned KV; raised
+            before any step runs.
         ValueError: the logits before a token hold NaN, +inf or no finite value.
     """
     texts, budget = continued(prompts, continuations), run.store.budget()
     pairs = [(index, number) for index, each in enumerate(continuations) for number in range(len(each))]
     run.store.check_spans([(f"prompt {index}", len(prompt)) for index, prompt in enumerate(prompts)], run.chunk)
-    # A prompt's tokens see nothing of what continues it, as they do not of what a model samples.
+    # A prompt's tokens do not see its continuations, as they do not see the tokens that a model samples.
     keys = [run.store.tree.keys_of(text.tokens, len(prompts[of])) for (of, _), text in zip(pairs, texts, strict=True)]
     texts = [text._replace(tokens=own) for text, own in zip(texts, keys, strict=True)]
     for (index, number), text in zip(pairs, texts, strict=True):
@@ -93,7 +93,7 @@ def score(
     def outputs(rows: Longs, which: Longs) -> Outputs:
         return Outputs(targets=targets[which], target_rows=rows)
 
-    # Read at the end: until then the host does not wait for a device.
+    # Results are read at the end; until then the host does not wait for the device.
     most = logit_bytes(run.store.free()) if run.store.pool.spec.device.type == "cuda" else MOST_LOGIT_BYTES
     steps = run.results(texts, outputs, max(1, most // (4 * vocab)))
     results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
@@ -121,16 +121,16 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
 
     Args:
         run: Computes the texts.
-        texts: With what is wanted of them.
+        texts: The texts, with their wanted positions.
         head: Called after each step with the hidden states of its wanted tokens, on the device of the model.
 
     Returns:
         For each text ``[positions, ...]`` on the CPU.
 
     Raises:
-        KVBudgetTooSmall: a text does not fit the store, beside what is pinned; raised before anything runs.
-        TypeError, ValueError: the head is no function, said before anything runs too; or it gave no tensor, or none
-            with a row for each token, or raised torch's RuntimeError.
+        KVBudgetTooSmall: a text does not fit the store besides the pinned KV; raised before any step runs.
+        TypeError, ValueError: the head is not a function, raised before any step runs too; or it returned no tensor or
+            a tensor without one row per token, or it raised torch's RuntimeError.
     """
     if not callable(head):
         raise TypeError(f"head must be a function of hidden states, got {type(head).__name__} {head!r}")
@@ -152,13 +152,13 @@ def values(run: ContextRun, texts: Sequence[Text], head: Head) -> list[Tensor]:
 
 
 def _applied(head: Head, hidden: Tensor) -> Tensor:
-    """The head's output, without a graph for gradients, and outside of inference mode."""
+    """The head's output, computed without gradients and outside inference mode."""
     try:
         with torch.no_grad():
             made = head(hidden.clone())
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # torch's, where shapes, dtypes or devices do not fit
+    except RuntimeError as error:  # of torch, if shapes, dtypes or devices do not fit
         raise ValueError(
             f"the head failed on hidden states {list(hidden.shape)} in {hidden.dtype} on {hidden.device}: {error}; it "
             "has to take these as the model gives them"
