@@ -1,1 +1,1 @@
-"""What launches decode steps: CUDA graphs over static buffers."""
+"""Runners of steps: eager, and CUDA graphs over static buffers."""

@@ -1,4 +1,4 @@
-"""One step of the loop as a value, its results, and what runs it: the one way in which all tokens are computed."""
+"""One step of the loop as a value, its results, and the protocol of runners, which compute all tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.state_slots import StateMoves
 
-# From ``[rows, vocab]`` float32 logits, which it may change, to those that tokens are sampled from.
+# Maps ``[rows, vocab]`` float32 logits, which it may change, to the logits that tokens are sampled from.
 Process = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Which tokens run in a step, and what comes of them.
+    """The tokens that run in a step, and the outputs wanted of them.
 
     Attributes:
-        tree: A tree, and the tokens that run as its query rows.
-        tokens: ``[T]`` their ids.
-        outputs: What the rows give.
-        steps: Steps that its sequences, and those that start after its prompts, may still take, this one included.
-        states: What layers that keep a state do; None where there are none.
+        tree: A tree, and the query rows over it.
+        tokens: ``[T]`` the token ids of the query rows.
+        outputs: The outputs wanted of the rows.
+        steps: Most steps that its sequences, and those that start after its prompts, may still take, this one included.
+        states: The state slots that layers with a state read and write; None without such layers.
     """
 
     tree: StepTree
@@ -42,7 +42,7 @@ class Batch:
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether each query row is the last token of a leaf of its own, after which a sequence continues."""
+        """Whether each query row is the last token of a separate leaf, after which a sequence continues."""
         outputs, nodes = self.outputs, self.tree.queries.node
         only_next = not (len(outputs.logits) or len(outputs.targets) or outputs.hidden is not None)
         return only_next and len(outputs.rows) == len(self.tokens) == len(nodes) and not self.tree.below[nodes].any()
@@ -54,15 +54,15 @@ def _none(*shape: int, dtype: type[np.generic] = np.int64) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What the query rows of a step give.
+    """The outputs wanted of a step's query rows.
 
     Attributes:
-        rows: ``[R]`` rows after which sequences go on: their next tokens are sampled.
-        sampling: How; None: the logits of ``rows`` are wanted instead, as ``Runner.logits``.
-        logits: ``[P]`` rows whose logits are wanted besides.
+        rows: ``[R]`` rows after which sequences continue: their next tokens are sampled.
+        sampling: How these tokens are sampled; None: ``Runner.logits`` gives the logits of ``rows`` instead.
+        logits: ``[P]`` further rows whose logits are wanted.
         targets, target_rows: ``[S]`` tokens whose log-probabilities are wanted, and the query row before each.
-        hidden: ``[H]`` rows whose last hidden states are wanted, before the language-model head, which does not run:
-            no other output is asked for beside them.  None: those above are.
+        hidden: ``[H]`` rows whose last hidden states are wanted.  The language-model head then does not run, and all
+            other outputs are empty.  None: the outputs above are wanted.
     """
 
     rows: NDArray[np.int64] = _none(0)
@@ -74,16 +74,16 @@ class Outputs:
 
 
 class TokenMasks(Protocol):
-    """Which tokens the rows of a batch may sample next, where that follows from those sampled before: grammars."""
+    """Masks of the tokens that the rows of a batch may sample next, where they depend on sampled tokens: grammars."""
 
     def accept(self, tokens: NDArray[np.int64]) -> None:
-        """The rows have sampled these, -1 for none."""
+        """Accept the tokens that the rows have sampled, -1 for none."""
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
-        """Go on with these of the rows."""
+        """Continue with these rows alone."""
 
     def fill(self, vocab: int) -> NDArray[np.int32]:
-        """``[rows, ceil(vocab / 32)]`` what each may sample now, as the op ``sample`` reads it, until the next call."""
+        """``[rows, ceil(vocab / 32)]`` allowed tokens, as the op ``sample`` reads them; valid until the next call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +91,12 @@ class Sampling:
     """How the next tokens of a step's sequences are chosen.
 
     Attributes:
-        batch: Sampling parameters of each sequence; greedy ones of a beam.
-        top: Likeliest tokens that come back of each greedy row, for beam searches; 0 for none.
-        process: Logits processors, if there are any: called once for each step, on the host.
-        drawn: Whether it is wanted with which probability tokens are sampled.
-        masks: What rows with a grammar may sample, if there are any: asked on the host once a step, while the model
-            computes, for which the host waits for the tokens of the step before.
+        batch: Sampling parameters of each sequence; beams have greedy ones.
+        top: How many of the likeliest tokens of each greedy row are returned, for beam searches; 0 for none.
+        process: Logits processors, called on the host once per step; None without any.
+        drawn: Whether the probabilities with which tokens are sampled are wanted.
+        masks: Masks of rows with a grammar; None without any.  The host fills them once per step while the model
+            computes, after waiting for the tokens of the previous step.
     """
 
     batch: SamplingBatch
@@ -111,10 +111,10 @@ class Results:
     """The results of a step, on the host except for tensors.
 
     Attributes:
-        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken, or a grammar allowed none.
-        logprobs: ``[R]`` float32, the log-softmax of the model's own logits at them; NaN where the logits were broken,
-            -inf where a grammar, or logits processors, allowed none.
-        drawn: ``[R, 2]`` float32, where it is wanted: the logarithm of the probability with which each was sampled, and
+        tokens: ``[R]`` int64 sampled tokens, -1 where the logits were broken, or a grammar allowed no token.
+        logprobs: ``[R]`` float32, the log-softmax of the model's own logits at the tokens; NaN where the logits were
+            broken, -inf where a grammar, or logits processors, allowed no token.
+        drawn: ``[R, 2]`` float32, where wanted: the logarithm of the probability with which each token was sampled, and
             the mass that the filters left.
         top_tokens: ``[R, top]`` int64 the likeliest tokens of each greedy row, best first.
         top_logprobs: ``[R, top]`` float32 likewise.
@@ -135,26 +135,26 @@ class Results:
     hidden: Tensor | None = None
 
     def likely(self, rows: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """``[R, 1]`` log-probabilities; or ``[R, 2]`` and masses, which are those ``drawn`` for some ``rows [R]``."""
+        """``[R, 1]`` log-probabilities; or ``[R, 2]`` with masses, taken from ``drawn`` where ``rows [R]`` is True."""
         if self.drawn is None:
             return self.logprobs[:, None]
         plain = np.stack((self.logprobs, np.ones_like(self.logprobs)), axis=1)
         return np.where(rows[:, None], self.drawn, plain)
 
 
-# To take others in costs the host some 20 us a row: of this number of rows, several steps of a small model.
+# Admitting other samples costs the host some 20 us per row: with this many rows, several steps of a small model.
 LARGE = 512
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a runner goes before the host changes what it runs.
+    """How far a runner runs ahead of the host, and when the host changes the batch.
 
     Attributes:
-        ahead: Steps that may be under way while the host looks at the tokens of the one before.
-        slack: Rows that have ended stay until they are one in ``slack``: compacting costs the host a little.
-        waited_for: Where requests wait, a batch runs on until one sample in ``waited_for`` has ended, or of
-            ``LARGE`` and more samples twice that share.
+        ahead: Steps that may be under way while the host reads the tokens of the step before them.
+        slack: Rows that have ended stay until they are one row in ``slack``: compacting costs the host some time.
+        waited_for: While requests wait, a batch runs until one sample in ``waited_for`` has ended, or twice that share
+            in batches of at least ``LARGE`` samples.
     """
 
     ahead: int = 1
@@ -162,7 +162,7 @@ class Pace:
     waited_for: int = sys.maxsize
 
     def makes_way(self, ended: int, rows: int) -> bool:
-        """Whether a batch of ``rows`` samples, of which some have ended, makes way for what waits."""
+        """Whether to commit a batch of ``rows`` samples, of which ``ended`` have ended, so that others can start."""
         return ended > 0 and ended * self.waited_for >= (2 * rows if rows >= LARGE else rows)
 
 
@@ -174,20 +174,20 @@ class Runner(Protocol):
 
     @property
     def pace(self) -> Pace:
-        """That of the batch at hand."""
+        """The pace of the present batch."""
 
     def counters(self) -> dict[str, float]:
-        """Cumulative counters, by the fields of a report."""
+        """Cumulative counters, keyed by field of the report."""
 
     @property
     def graph_bytes(self) -> int:
-        """GPU memory that graphs share."""
+        """Bytes of GPU memory that graphs share."""
 
     @property
     def reads(self) -> tuple[int, int]:
-        """Token KVs that one layer reads in the step launched last, and would read for each row apart.
+        """Tokens whose KV one layer reads in the step launched last, with sharing and if each row read its KV alone.
 
-        Both grow by a token for each row and step, unless layers see a part of their sequences (:attr:`sees_part`).
+        Both grow by one token per row and step, unless layers see only a part of their sequences (:attr:`sees_part`).
         """
 
     @property
@@ -196,40 +196,40 @@ class Runner(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """``[R, vocab]`` what the step launched last gave, where nothing is sampled; valid until the next step."""
+        """``[R, vocab]`` logits of the step launched last, if it samples nothing; valid until the next step."""
 
     def drop_graphs(self) -> None:
-        """Drop graphs, which read the model's weights where they were captured."""
+        """Drop graphs: they read the model's weights at the addresses of the capture."""
 
     def start_call(self) -> None:
-        """A call starts: what the model's steps read may lie elsewhere than in the call before."""
+        """Start a call: the tensors that the model's steps read may have moved since the call before."""
 
     def launch(self, batch: Batch) -> None:
-        """Start the first step of a batch, in place of the last batch, whose unread steps are discarded."""
+        """Start the first step of a batch; it replaces the last batch, whose unread steps are discarded."""
 
     def repeat(self, tokens: Tensor | None = None) -> None:
-        """Start another step of a batch that :attr:`~Batch.decodes`: each row runs the token sampled before.
+        """Start another step of a batch that :attr:`~Batch.decodes`: each row runs the token that it sampled last.
 
-        Each leaf has to hold the pages of its tokens to come.
+        Each leaf must have reserved the pages of its later tokens.
 
         Args:
-            tokens: ``[R]`` int64, what the rows run where nothing is sampled.
+            tokens: ``[R]`` int64, the tokens that the rows run if the batch samples none.
         """
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
         """Compact the batch to these of its rows, ascending."""
 
     def read(self) -> Results:
-        """The results of the oldest step that was not read, for the rows that it had."""
+        """The results of the oldest unread step, for the rows that it had."""
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Results:
-        """Choose next tokens from ``[R, vocab]`` float32 logits that an earlier step gave, without a step."""
+        """Choose next tokens from ``[R, vocab]`` float32 logits of an earlier step, without running a step."""
 
 
 def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[Node]) -> None:
-    """Launch a batch over the tree that ``batch.tree`` is a snapshot of, and mark its tokens computed.
+    """Launch a batch over ``tree``, of which ``batch.tree`` is a snapshot, and mark the batch's tokens computed.
 
-    ``nodes`` are those of its query runs, in order.
+    ``nodes`` are the nodes of the batch's query runs, in order.
     """
     queries, snapshot, states = batch.tree.queries, batch.tree.snapshot, tree.states
     if states is not None:
@@ -239,6 +239,6 @@ def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[
         goes_on = (np.isin(last, outputs.rows) | ends).tolist()
         batch = replace(batch, states=states.plan(nodes, queries.begin, queries.end, goes_on, ends.tolist()))
     runner.launch(batch)
-    tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some ran once more
+    tree.mark_computed(nodes, np.maximum(queries.end, snapshot.computed[queries.node]))  # some tokens ran again
     if states is not None and batch.states is not None:
         states.commit(batch.states)

@@ -1,4 +1,4 @@
-"""Capturing decode steps on a GPU, to be started again with one launch: the tree grows, the model runs, it samples."""
+"""Capture of decode steps on a GPU: one launch then grows the tree, runs the model and samples."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.runners.sampler import top_tokens
 from prefixkit.runners.waiting import RefuseWaiting
 
-# Beginning a capture waits for the whole device, which is an error while another thread captures.
+# The start of a capture waits for the whole device, which is an error while another thread captures.
 _capturing = threading.Lock()
-# Streams of captures that are gone, by device, the longest gone first.
+# Streams of dropped captures, by device, those dropped earliest first.
 _released: dict[int, deque[Any]] = {}
-# What a capture has come to.
+# The outcomes of a capture.
 _CANNOT, _NO_MEMORY, _DONE = range(3)
 T = TypeVar("T")
-# Graphs give at least this many of the likeliest tokens, if any.
+# Graphs return at least this many of the likeliest tokens, if any.
 _FEWEST_TOP = 16
 
 
 class Graph(Protocol):
-    """Work that was captured."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Start it again."""
+        """Launch the captured work."""
 
 
 class Capture(Protocol):
-    """Captures work; what it captured shares one pool of memory."""
+    """Captures work; all its graphs share one memory pool."""
 
     def __call__(self, work: Callable[[], None]) -> Graph:
-        """A graph of what ``work`` does on the current stream."""
+        """A graph of the work that ``work`` enqueues on the current stream."""
 
     @property
     def bytes(self) -> int:
-        """GPU memory of that pool."""
+        """Bytes of GPU memory of the memory pool."""
 
 
 class GraphOutput(NamedTuple):
-    """What a captured step gives.
+    """The outputs of a captured step.
 
     Attributes:
-        samples: Whether the graph samples tokens; else it gives logits.
-        top: Likeliest tokens of each row that it gives beside the sampled one; 0 for none.
-        uploads_batch: Whether it copies its batch from the staging buffers at each replay: batches of beams, and those
-            whose logits the host processes, change at every step.
-        drawn: Whether it gives the probabilities with which tokens were sampled.
+        samples: Whether the graph samples tokens; else it returns logits.
+        top: How many of the likeliest tokens of each row it returns in addition to the sampled one; 0 for none.
+        uploads_batch: Whether each replay copies the batch from the staging buffers: batches of beams, and those whose
+            logits the host processes, change at every step.
+        drawn: Whether the graph returns the probabilities with which tokens were sampled.
     """
 
     samples: bool
@@ -70,7 +70,7 @@ class GraphOutput(NamedTuple):
 
 @dataclass(eq=False)
 class Captured:
-    """A captured step, and the logits that a replay writes, where the graph does not sample from them."""
+    """A captured step, and the logits that a replay writes if the graph does not sample from them."""
 
     graph: Graph = field(init=False)
     logits: Tensor | None = None
@@ -79,10 +79,10 @@ class Captured:
 class CudaCapture:
     """Captures CUDA graphs in a memory pool that they share.
 
-    One thread captures at a time, and its capture is of this thread alone: others may allocate, launch and wait.  The
-    stream is this object's own: torch records events on it where pinned memory that a capture has read is freed,
-    which must not fall into another's capture.  Afterwards the next capture reuses it: cuBLAS holds some 32 MiB for
-    every stream that it has ever seen.
+    One thread captures at a time, and the capture is thread-local: other threads may allocate, launch and wait.  The
+    object captures on a stream of its own: when pinned memory that a capture has read is freed, torch records events on
+    the capture's stream, and these must not fall into another capture.  When the object is gone, a later one reuses its
+    stream, because cuBLAS holds some 32 MiB for every stream that it has ever seen.
     """
 
     def __init__(self) -> None:
@@ -116,15 +116,15 @@ def first_step(
     tree: StepTree,
     layer_counts: tuple[int, ...],
 ) -> Step:
-    """Run a step over buffers that hold no row, so that it writes nothing; everything lazy has happened then.
+    """Run a step over buffers that hold no row, so that it writes nothing, to do all lazy initialisation.
 
     Args:
-        model, eager: Runs steps; the same without compiled layers, which dynamo would leave out under a mode.
-        arrays, rows, tree: The buffers, and the step that is to be captured over them.
-        layer_counts: How many layers are of each kind.
+        model, eager: Runs steps; the same without compiled layers, which dynamo would skip under a dispatch mode.
+        arrays, rows, tree: The buffers, and the step to be captured over them.
+        layer_counts: Number of layers of each kind.
 
     Raises:
-        CannotCapture: no graph can hold it.
+        CannotCapture: no graph can hold the step.
     """
     arrays.clear()
     step = arrays.tree.step(tree, arrays.wanted[:rows], arrays.plans(tree), layer_counts)
@@ -148,11 +148,11 @@ def capture_step(
     step: Step,
     agreement: Agreement,
 ) -> Captured:
-    """Capture a step over the static buffers; what it gives is what the first process of the ``agreement`` has.
+    """Capture a step over the static buffers; all processes get the outputs of the first one of the ``agreement``.
 
     Raises:
-        CannotCapture: the step does what no graph can hold.
-        RuntimeError: there is no memory for it, or the device has failed.
+        CannotCapture: the step does work that no graph can hold.
+        RuntimeError: there is no memory for the graph, or the device has failed.
     """
     arrays.ring.allocate_top(arrays.most_top(output.top))
     captured = Captured()
@@ -186,8 +186,8 @@ def capture_step(
 
 
 def done_by_all(agreement: Agreement, make: Callable[[], T]) -> T:
-    """What a capture, or the making of its buffers, returns, once it has succeeded in all processes; what it has come
-    to in one of them is raised in all: CannotCapture before a lack of memory.
+    """The result of ``make``, a capture or the allocation of its buffers, once it has succeeded in all processes; a
+    failure in one of them is raised in all, CannotCapture rather than a lack of memory.
     """
     try:
         made, failed = make(), None
@@ -201,7 +201,7 @@ def done_by_all(agreement: Agreement, make: Callable[[], T]) -> T:
         try:
             raise failed
         finally:
-            failed = None  # or this frame, the error and its traceback would keep each other, and what was made
+            failed = None  # breaks the cycle of frame, error and traceback, which would keep buffers alive
     if least == _CANNOT:
         raise CannotCapture("another process of the model cannot capture the step")
     if least == _NO_MEMORY:
@@ -210,9 +210,9 @@ def done_by_all(agreement: Agreement, make: Callable[[], T]) -> T:
 
 
 def output_for(sampling: Sampling | None) -> GraphOutput:
-    """What a graph gives where tokens are sampled in this way; a graph serves several numbers of likeliest tokens."""
+    """The outputs of a graph for this sampling; one graph serves several numbers of likeliest tokens."""
     if sampling is None or (sampling.masks is not None and not (sampling.process or sampling.top)):
-        return GraphOutput(samples=False, drawn=sampling is not None and sampling.drawn)  # masks come as it runs
+        return GraphOutput(samples=False, drawn=sampling is not None and sampling.drawn)  # masks arrive while it runs
     if sampling.process is not None or sampling.masks is not None:
         return GraphOutput(samples=False, uploads_batch=True)
     top = max(_FEWEST_TOP, 1 << (sampling.top - 1).bit_length()) if sampling.top else 0

@@ -1,23 +1,23 @@
-"""What an error of a CUDA graph capture says: that a step cannot be captured, or that something broke.
+"""Classification of errors of a CUDA graph capture: the step cannot be captured, memory ran out, or the GPU faulted.
 
 A step that cannot be captured runs without a graph.  A fault of the GPU (an illegal address, a failed launch, a
-device-side assert) leaves the GPU unusable for the process, so it has to be reported as what it is.
+device-side assert) leaves the GPU unusable for the process, so it must be reported as a fault.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Numbers of the CUDA runtime, which are the driver's too.
+# Error numbers of the CUDA runtime; the driver has the same.
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_NOT_SUPPORTED = 801  # cudaErrorNotSupported: what runs in a stream, but in no graph
+_NOT_SUPPORTED = 801  # cudaErrorNotSupported: work that a stream can run but a graph cannot hold
 _CAPTURE = range(900, 909)  # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread
 
 
 def reason_of(error: BaseException) -> BaseException:
-    """What to report of an error that ended a capture: a fault that it followed, else a lack of memory, else itself.
+    """The error to report for one that ended a capture: a fault in its chain, else a lack of memory, else itself.
 
-    The end of a failed capture raises an error of its own, so the reason may lie behind it.
+    The end of a failed capture raises an error of its own, so the reason may be its cause or context.
     """
     chain = list[BaseException]()
     one: BaseException | None = error
@@ -30,7 +30,7 @@ def reason_of(error: BaseException) -> BaseException:
 
 def is_about_capture(error: BaseException) -> bool:
     """Whether an error says that the work cannot be captured: CUDA's own errors do, and torch's refusals."""
-    # The text of each of them speaks of a capture, or of capturing.
+    # The message of each of these errors contains "capture" or "capturing".
     code, text = _code(error), first_line(error).lower()
     if code is not None:
         return code in _CAPTURE or code == _NOT_SUPPORTED
@@ -60,6 +60,6 @@ def _is_of_cuda(error: BaseException) -> bool:
 
 
 def _code(error: BaseException) -> int | None:
-    """CUDA's number of an error, where torch tells it."""
+    """The CUDA error number, if torch reports it."""
     code = getattr(error, "error_code", None)
     return code if isinstance(code, int) else None

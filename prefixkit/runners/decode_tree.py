@@ -1,4 +1,4 @@
-"""The tree that a captured decode step runs over: static buffers on a device, in which leaves grow."""
+"""The tree of captured decode steps: static buffers on a device, in which leaves grow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from prefixkit.attention.step import Step
 
 
 class BatchTooLarge(ValueError):
-    """A batch does not fit the arrays made for it."""
+    """A batch does not fit the static buffers."""
 
 
 class DecodeCapacity(NamedTuple):
-    """How much a batch may hold: rows, nodes of its tree, pages of all nodes, with the runs of a deep tree."""
+    """Most rows, nodes and pages of all nodes of a batch's tree; the runs of a deep tree count as nodes."""
 
     rows: int
     nodes: int
@@ -29,7 +29,7 @@ class DecodeCapacity(NamedTuple):
 
     @staticmethod
     def of(tree: StepTree) -> DecodeCapacity:
-        """What this decode step needs."""
+        """The capacity that a decode step needs."""
         nodes, pages = tree.snapshot.num_nodes, len(tree.snapshot.pages)
         if tree.runs is not None:
             nodes, pages = nodes + len(tree.runs), pages + len(tree.runs.pages)
@@ -40,19 +40,19 @@ class DecodeCapacity(NamedTuple):
 
 
 class DecodeTree:
-    """The tree of decode steps where a model runs them: each query is the last token of a leaf.
+    """The tree of decode steps on the model's device: each query is the last token of a leaf.
 
-    :meth:`upload` uploads a tree.  Each :meth:`advance` starts a step: every row is one position further, its leaf one
-    token longer.  Rows beyond the batch's write nothing.
+    :meth:`upload` uploads a tree.  Each :meth:`advance` starts a step: it moves every row to the next position, and
+    lengthens its leaf by a token.  Rows beyond those of the batch write nothing.
 
     Attributes:
-        capacity: What a batch may hold.
-        nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them; behind the nodes of a
-            deep tree its runs.
-        leaf: ``[rows]`` int32, -1 behind the batch's rows.
+        capacity: The capacity for batches.
+        nodes: start, length, page_indptr, pages, first_slot, as ``tree_attention`` takes them; in a deep tree its runs
+            follow its nodes.
+        leaf: ``[rows]`` int32, the leaf of each row; -1 beyond the rows of the batch.
         sampled: ``[rows]`` int64 the tokens that the next step runs, written by the sampler; may be the sampler's
             tensor.
-        tokens, positions, slots: ``[rows]`` int64, of the step; token 0 for what is no token.
+        tokens, positions, slots: ``[rows]`` int64, of the present step; token 0 in rows that run no token.
     """
 
     def __init__(self, capacity: DecodeCapacity, page_size: int, device: torch.device | str) -> None:
@@ -68,18 +68,18 @@ class DecodeTree:
         self.leaf.fill_(-1)
 
     def upload(self, step: StepTree) -> None:
-        """Upload a decode step by one copy on the current stream, without a wait of the host.
+        """Upload a decode step by one copy on the current stream; the host does not wait.
 
         :meth:`advance` starts the step.
 
         Raises:
-            BatchTooLarge: it does not fit; nothing has changed.
+            BatchTooLarge: the step does not fit; nothing has changed.
         """
         self.stage(step)
         self._staged.upload()
 
     def enqueue_copy(self) -> None:
-        """Copy what :meth:`stage` wrote last to the device.  Can be captured."""
+        """Copy the staging buffer that :meth:`stage` wrote last to the device.  Can be captured."""
         self._staged.enqueue_copy()
 
     def stage(self, step: StepTree) -> None:
@@ -104,7 +104,7 @@ class DecodeTree:
         )
 
     def step(self, tree: StepTree, wanted: Tensor, plans: tuple[StepPlan, ...], counts: tuple[int, ...]) -> Step:
-        """The step of the rows ``wanted``, the first ones, over these arrays; lengths are those of ``tree``."""
+        """The step of the first rows, listed in ``wanted``, over these buffers, with the lengths of ``tree``."""
         rows = len(wanted)
         return Step(
             tokens=self.tokens[:rows],

@@ -1,4 +1,4 @@
-"""Steps that are planned and run one by one, on any device."""
+"""The eager runner, which plans and runs steps one by one, on any device."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from prefixkit.tree.state_slots import StateMoves
 
 
 class CompiledModel(Protocol):
-    """A model as :class:`EagerRunner` takes it, whose layers are compiled."""
+    """A model with compiled layers, as :class:`EagerRunner` takes it."""
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits, as ``model`` gives them."""
+        """The logits, as ``model`` of :class:`EagerRunner` returns them."""
 
     def hidden(self, step: Step) -> Tensor:
-        """Last hidden states, as ``hidden`` gives them."""
+        """The last hidden states, as ``hidden`` of :class:`EagerRunner` returns them."""
 
     def serves(self, step: Step, compiling: bool) -> bool:
-        """Whether a step is to run here; layers that are not compiled for such steps are, where ``compiling``."""
+        """Whether compiled layers serve a step; with ``compiling``, layers may be compiled for such steps first."""
 
 
 class EagerRunner:
@@ -43,12 +43,12 @@ class EagerRunner:
         model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
             to the pool.
         planners: Plan attention for the heads of each kind of layers.
-        device: Where the model runs.
-        pace: By default the host changes the batch as soon as a row ends: a row that runs on costs more.
-        hidden: Runs a step likewise, and gives the last hidden states of these rows; None where no call asks for them.
-        compiled: Runs the steps that it serves, in place of both; None: there is none.
-        layer_counts: How many layers are of each kind.
-        agreement: Of the processes that share the model: what a step gives is what the first of them has.
+        device: The model's device.
+        pace: By default the host changes the batch as soon as a row ends, because running an ended row costs more.
+        hidden: Runs a step like ``model``, and returns last hidden states of these rows; None if no call wants them.
+        compiled: Runs the steps that it serves, in place of ``model`` and ``hidden``; None: no layers are compiled.
+        layer_counts: Number of layers of each kind.
+        agreement: Agreement of the processes that share the model: all take the results of the first process.
     """
 
     graph_bytes = 0
@@ -70,7 +70,7 @@ class EagerRunner:
         self.hidden, self.compiled, self.agreement = hidden, compiled, agreement
         self._sampler: Sampler | None = None
         self._states: StateMoves | None = None  # of the step launched last
-        self._last: NDArray[np.int64] = np.empty(0, np.int64)  # what the step before sampled
+        self._last: NDArray[np.int64] = np.empty(0, np.int64)  # the tokens that the last step sampled
         self._unread: deque[Results] = deque()
         self._masks: TokenMasks | None = None
         self.grammar_waits = 0
@@ -87,13 +87,13 @@ class EagerRunner:
         return any(planner.visible.limits for planner in self.planners)
 
     def drop_graphs(self) -> None:
-        """Nothing: each step reads the weights, and there are no graphs."""
+        """Do nothing: each step reads the present weights, and there are no graphs."""
 
     def start_call(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing, for the same reason."""
 
     def launch(self, batch: Batch, compiling: bool = False) -> None:
-        """The same; ``compiling``: whether layers may be compiled for this step."""
+        """Launch a batch as ``Runner.launch`` does; ``compiling``: whether layers may be compiled for this step."""
         self._unread.clear()
         self._tree, self._states = batch.tree, batch.states
         outputs = batch.outputs
@@ -155,7 +155,7 @@ class EagerRunner:
         compiling: bool = False,
         hidden: bool = False,
     ) -> Tensor:
-        """Run a step; returns the logits of the rows that are wanted, or their last hidden states."""
+        """Run a step; returns the logits of the ``wanted`` rows, or with ``hidden`` their last hidden states."""
         layers = self.planners, self.device, self.layer_counts
         step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states)
         if self.compiled is not None and self.compiled.serves(step, compiling):
@@ -166,7 +166,7 @@ class EagerRunner:
         return self.hidden(step)
 
     def _choose(self, logits: Tensor, sampling: Sampling | None) -> Results:
-        """Next tokens of rows; without ``sampling`` they are those of the step before."""
+        """Choose the next tokens of the rows; without ``sampling``, as the last step did."""
         rows, vocab = logits.shape
         if sampling is not None:
             self._top, self._process, self._drawn = sampling.top, sampling.process, sampling.drawn
@@ -177,7 +177,7 @@ class EagerRunner:
         if sampling is not None:
             sampler.upload_params(slice(0, rows), sampling.batch)
         if self._process is not None:
-            self.agreement.broadcast(logits)  # processors may keep state of what they have seen
+            self.agreement.broadcast(logits)  # so that processors with state see the same in all processes
         scores = logits if self._process is None else self._process(logits.clone())
         allowed = None
         if self._masks is not None:
@@ -187,11 +187,11 @@ class EagerRunner:
         if self._process is not None:  # the log-probability is the model's own
             models = torch.log_softmax(logits, -1).gather(1, tokens.to(logits.device).clamp(min=0)[:, None])[:, 0]
             logprobs = torch.where(tokens < 0, logprobs, models.to(tokens.device))
-            excluded = _has_none(scores) & ~_has_none(logits)  # all tokens, as a grammar may
+            excluded = _has_none(scores) & ~_has_none(logits)  # processors may exclude all tokens, as a grammar may
             logprobs = torch.where(excluded.to(tokens.device), -math.inf, logprobs)
         top, of_drawn = top_tokens(logits, self._top, logprobs.to(logits.device)), sampler.drawn[:rows]
         self.agreement.broadcast(tokens, logprobs, *([of_drawn] if self._drawn else []))
-        self.agreement.broadcast(*top)  # on the logits' device, which may be another
+        self.agreement.broadcast(*top)  # on the logits' device, which may differ from that of the tokens
         self._last = tokens.cpu().numpy().copy()
         ids, best = (part.cpu().numpy() for part in top)
         drawn = of_drawn.cpu().numpy().copy() if self._drawn else None

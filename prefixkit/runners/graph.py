@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one for each bucket of batch sizes, over static buffers.
 
-A graph holds a whole step: the tree grows by a token per row, the model runs, the next tokens are sampled.  What
-changes between steps is in tensors that the graph only reads: the tree, the plan, the sampling parameters.  So a graph
-outlives every tree, and the host's part of a step is to launch it and to read, some steps later, what it sampled.
+A graph holds a whole step: it grows the tree by a token per row, runs the model and samples the next tokens.  The tree,
+the plan and the sampling parameters, which change between steps, are tensors that the graph only reads.  So a graph
+outlives every tree; the host only launches it, and reads its sampled tokens some steps later.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from prefixkit.tree.state_slots import StateMoves
 
 log = logging.getLogger("prefixkit")
 
-# A plan stays right as leaves grow, but its KV splits become uneven.
+# A plan stays correct as leaves grow, but its KV splits become uneven.
 REPLAN_EVERY = 64
-# The host never waits for the step before; compacting, and adding tokens to the tree, cost it about a step.
+# The host never waits for the previous step; compacting rows, and appending tokens to the tree, take it about a step.
 PACE = Pace(ahead=2, slack=16, waited_for=8)
-# Steps for which a batch is worth a capture.
+# Batches of fewer steps are not worth a capture.
 FEWEST_STEPS = 4
 
 
@@ -56,24 +56,24 @@ class GraphRunner:
     """Replays CUDA graphs for decode steps, and leaves other steps to an eager runner (see ``Runner``).
 
     Args:
-        eager: Runs steps with prompts in them, and all once the model's steps cannot be captured.
+        eager: Runs steps with prompts in them, and all steps once the model's steps cannot be captured.
         model: Runs a step in a way that can be captured: no waiting for the device, no allocation outside torch.
-        plannings: How steps in graphs are planned, for the heads of each kind of layers.
-        page_size: Of the pool.
+        plannings: The planning of captured steps, for the heads of each kind of layers.
+        page_size: Page size of the pool.
         pace: How far the host runs ahead.
         fewest_steps: A batch that runs for fewer steps captures no graph.
-        least_rows: Rows that a graph has at least.
-        weights: Says where what the model reads lies, and in which modes its modules run, such as their adapters;
-            called at the start of a call and of a capture.  Graphs are captured again once that differs.
-        moves: Counts what may have moved it; called before each step, and ``weights`` again when it has changed.
+        least_rows: Fewest rows of a graph.
+        weights: Returns the addresses of the tensors that the model reads, and its modules' modes, such as adapters;
+            called at the start of a call and of a capture.  Graphs are captured again once the result differs.
+        moves: Counts events that may have moved these tensors; called before each step: a new count calls ``weights``.
         keep_states: Whether layers of the model keep a state.
-        capture: Makes what captures graphs.
+        capture: Makes the object that captures graphs.
 
     Attributes:
-        captures: Graphs that were captured, again ones included.
-        seconds_capturing: What that took.
+        captures: Number of captures, including repeated ones.
+        seconds_capturing: Seconds spent capturing.
         graph_steps: Steps that graphs ran.
-        replan_every: Steps of a batch after which a plan is made anew; it may be set.
+        replan_every: A batch is planned again after this many steps; may be set.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class GraphRunner:
         self.make_capture, self._weights = capture, GraphWeights(weights, moves)
         self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
         self._pace, self._eagerly, self._keep_states, self.replan_every = pace, False, keep_states, REPLAN_EVERY
-        self._states: StateMoves | None = None  # of the batch's first step
+        self._states: StateMoves | None = None  # those of the batch's first step
         self._bucket = self._rows = self._steps = 0
         self._refused = self._no_memory = False
-        self._masked: MaskedSteps | None = None  # of a batch with grammars
+        self._masked: MaskedSteps | None = None  # only for a batch with grammars
         self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}  # by bucket, output and variant
         self._variant: Hashable = None
-        self._unread: deque[Results | tuple[int, int]] = deque()  # or index in the ring, rows
+        self._unread: deque[Results | tuple[int, int]] = deque()  # results, or index in the ring and number of rows
         self._arrays: GraphArrays | None = None
         self._capture: Capture | None = None
 
@@ -133,7 +133,7 @@ class GraphRunner:
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
-        self._capture = None  # and its memory
+        self._capture = None  # drops its memory pool too
 
     def start_call(self) -> None:
         self._no_memory = False  # memory may have been freed since
@@ -145,7 +145,7 @@ class GraphRunner:
         self._eagerly = not self._prepare_graph(batch)
         if not self._eagerly:
             return self._replay()
-        # Layers that the graphs of the steps to come are to be compiled for are compiled now.
+        # If graphs will run the later steps, compile layers now, before the capture.
         captures = batch.steps > self.fewest_steps and not (self._refused or self._no_memory)
         self.eager.launch(batch, compiling=captures)
 
@@ -186,7 +186,7 @@ class GraphRunner:
                     raise
                 log.warning("going on with a graph for more rows: %s", first_line(error))
                 bucket, self._variant = self._bucket, variant
-                self._drop_stale_graphs()  # the failed capture may have moved weights first
+                self._drop_stale_graphs()  # the failed capture may have moved weights
                 self._ensure_graph(arrays, bucket, tree)
             arrays.sampler.select_rows(upload([rows.astype(np.int64)], self.device)[0])
             arrays.upload_tree(tree)
@@ -233,7 +233,7 @@ class GraphRunner:
                 raise
             self._no_memory = True
             reason = f"no memory for CUDA graphs of {rows} rows: {first_line(error)}"
-        # Not while the error is handled: its traceback holds what was made until then.
+        # Not inside the except blocks, where the error's traceback still holds the buffers made so far.
         self.drop_graphs()
         self._arrays = None
         self._unread.clear()
@@ -241,7 +241,7 @@ class GraphRunner:
         return False
 
     def _place_batch(self, batch: Batch, bucket: int) -> None:
-        """Capture a graph where there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
+        """Capture a graph if there is none, and stage or upload the batch (see ``GraphOutput.uploads_batch``)."""
         arrays, tree, staged = self._arrays, batch.tree, False
         known = (bucket, self._output, self._variant) in self._graphs
         if arrays is not None and self._output.uploads_batch and known:
@@ -294,7 +294,7 @@ class GraphRunner:
         return self._tree.grown(steps) if steps > 0 else self._tree
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """The GPU as the current device: captures and events go by that."""
+        """Make the GPU the current device, which captures and events use."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class GraphRunner:
         self._bucket, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
     def _arrays_for(self, tree: StepTree) -> GraphArrays:
-        """The arrays, if they hold the tree; else larger ones, for which graphs must be captured anew."""
+        """The buffers if they hold the tree; else larger ones, for which graphs must be captured again."""
         if self._arrays is None or not self._arrays.holds(tree):
             if self._graphs:
                 log.info("%d rows need larger arrays: CUDA graphs are captured again", len(tree.queries.node))
@@ -316,13 +316,13 @@ class GraphRunner:
         return self._arrays
 
     def _drop_stale_graphs(self) -> None:
-        """Drop graphs that read weights where they no longer are: that memory may have been reused."""
+        """Drop graphs that read weights at old addresses: that memory may have been reused."""
         if self._weights.look(self.eager.agreement) and self._graphs:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
 
     def _variant_of(self, tree: StepTree) -> Hashable:
-        """What a graph of this tree's steps has that others have not."""
+        """The part of a graph's key that depends on the tree: graphs of other variants cannot run its steps."""
         return tuple(planning.variant(tree) for planning in self.plannings)
 
     def _bucket_for(self, rows: int) -> int:
@@ -330,14 +330,14 @@ class GraphRunner:
         return bucket_of(max(rows, self.least_rows))
 
     def _ensure_graph(self, arrays: GraphArrays, rows: int, tree: StepTree) -> None:
-        """Capture a bucket's graph for trees like this one if there is none.  Then the arrays hold no batch."""
+        """Capture a bucket's graph for trees like this one if there is none.  After a capture, no batch is uploaded."""
         key = rows, self._output, self._variant
         if key in self._graphs:
             return
         began = time.perf_counter()
         agreement, counts = self.eager.agreement, self.eager.layer_counts
         step = done_by_all(agreement, lambda: first_step(self.model, self.eager.model, arrays, rows, tree, counts))
-        self._drop_stale_graphs()  # compiled layers move theirs in their first step
+        self._drop_stale_graphs()  # compiled layers move their weights in their first step
         own = self._capture = self._capture or self.make_capture()
         work = self.model, arrays, self._output, step, agreement
         self._graphs[key] = done_by_all(agreement, lambda: capture_step(own, *work))

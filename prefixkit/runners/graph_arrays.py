@@ -23,10 +23,10 @@ from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
 from prefixkit.tree.state_slots import StateMoves
 
-# Rows of a step are rounded up to a bucket's: by less than half of them, except for the smallest.
+# The rows of a step are rounded up to those of a bucket: by less than half, except in the smallest buckets.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _STEP_OF_LARGE = 512
-# Steps whose tokens are on their way to the host, at most.
+# Most steps whose tokens are being copied to the host.
 _RING = 16
 
 
@@ -39,11 +39,11 @@ def bucket_of(rows: int) -> int:
 
 
 class CannotCapture(RuntimeError):
-    """A model's steps cannot run in CUDA graphs; nothing has run."""
+    """A model's steps cannot run in CUDA graphs; no step has run."""
 
 
 class Ring:
-    """The host's memory for what recent steps sampled, and events of its copies; pinned where they run on a GPU."""
+    """Host memory for the results of recent steps, pinned if they run on a GPU, and the events of their copies."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -55,7 +55,7 @@ class Ring:
         self._rows, self._sent = rows, 0
 
     def allocate_top(self, count: int) -> None:
-        """Make memory for the ``count`` likeliest tokens of one step: steps that have some are not started ahead."""
+        """Allocate memory for the ``count`` likeliest tokens of one step; steps with such tokens never run ahead."""
         if count not in self._top:
             self._top[count] = self._buffers(self._rows, count)
 
@@ -94,8 +94,8 @@ class Ring:
         return tokens
 
     def read(self, index: int, rows: int, top: int, count: int, drawn: bool) -> Results:
-        """A step's rows, once they are copied, with the first ``count`` of the ``top`` tokens that it copied, and with
-        how they were ``drawn``, if it copied that.
+        """A step's results, once they are copied, with the first ``count`` of its ``top`` copied likeliest tokens, and
+        with the ``drawn`` probabilities, if it copied these.
         """
         ids, logprobs = self._top[top]
         sampled = self.sampled(index, rows), self.logprobs[index, :rows].numpy().copy()
@@ -104,15 +104,15 @@ class Ring:
 
     def _buffers(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Zeros for tokens and for log-probabilities."""
-        with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             tokens = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
             return tokens, torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
 
 
 class GraphArrays:
-    """Everything that graphs read and write, for trees up to some size and up to ``rows`` rows, a bucket's.
+    """The static buffers of graphs, for trees up to some size and up to ``rows`` rows, the size of a bucket.
 
-    They hold trees somewhat larger than ``tree``, and ``pages`` pages of all nodes if that is more.
+    The buffers hold trees somewhat larger than ``tree``, with at least ``pages`` pages of all nodes.
     """
 
     sampler: Sampler  # made before the first graph
@@ -140,14 +140,14 @@ class GraphArrays:
                 kind = KindPlans(planner, planning, planning.visible, self.tree)
             self.kinds.append(kind)
         self.wanted = torch.arange(rows, device=device)
-        # Slots of the states before and after a step; 0 for rows that are none.
+        # Slots of the states before and after a step; 0 in unused rows.
         self._states = torch.zeros((2, rows), dtype=torch.int64, device=device) if keep_states else None
         self.ring = Ring(rows, device)
-        self._beams = 0  # rows of the sampler, where all are those of beams
+        self._beams = 0  # rows of the sampler, if all of them are beams
         self._staged_tokens = torch.zeros(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def __del__(self) -> None:
-        """Pinned memory that a graph reads must stay until its last replay has run: torch does not know of replays."""
+        """Wait: pinned memory must outlive the last replay that reads it, and torch does not know of replays."""
         if hasattr(self, "ring"):
             self.ring.wait()
 
@@ -155,23 +155,23 @@ class GraphArrays:
         return self.tree.capacity.holds(DecodeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
 
     def plans(self, tree: StepTree) -> tuple[StepPlan, ...]:
-        """The plans of a tree that is uploaded, or will be: one for each kind of layers."""
+        """The plans, one for each kind of layers, of a tree that is or will be uploaded."""
         return tuple(kind.plan_of(tree) for kind in self.kinds)
 
     def make_sampler(self, vocab: int) -> None:
         if not hasattr(self, "sampler"):
             if vocab > MOST_VOCAB:
                 raise CannotCapture(f"the sampling kernel serves up to {MOST_VOCAB} tokens, the model has {vocab}")
-            with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
                 self.sampler = Sampler(self.rows, vocab, self.tree.leaf.device)
             self.tree.sampled = self.sampler.tokens
 
     def most_top(self, count: int) -> int:
-        """At most ``count`` of the likeliest tokens: as many as the vocabulary has."""
+        """``count``, or the size of the vocabulary if that is smaller."""
         return min(count, self.sampler.vocab)
 
     def upload_sampling(self, sampling: SamplingBatch) -> None:
-        """Upload the sampling parameters of a batch's rows; those of beams, which are alike at each step, once."""
+        """Upload the sampling parameters of a batch's rows; those of beams, equal at every step, only once."""
         sampler, rows = self.sampler, len(sampling.params)
         beams = rows if all(params is GREEDY for params in sampling.params) else 0
         if not beams or beams != self._beams:
@@ -183,7 +183,7 @@ class GraphArrays:
         """Stage a decode step, and the tokens that it runs, for :meth:`enqueue_copy`.
 
         Raises:
-            BatchTooLarge, PlanTooLarge: it does not fit; no graph has been launched.
+            BatchTooLarge, PlanTooLarge: the step does not fit; no graph has been launched.
         """
         self.ring.wait()  # for the last replay to have read the staging buffers
         for kind in self.kinds:
@@ -192,7 +192,7 @@ class GraphArrays:
         self._staged_tokens.numpy()[: len(tokens)] = tokens
 
     def enqueue_copy(self, rows: int) -> None:
-        """Copy what was staged last to the device, and plan it, on the current stream.  Can be captured."""
+        """Copy the step staged last to the device, and plan it, on the current stream.  Can be captured."""
         self.tree.enqueue_copy()
         for kind in self.kinds:
             kind.enqueue_copy()
@@ -203,7 +203,7 @@ class GraphArrays:
         self.sampler.tokens[: len(tokens)] = upload([tokens.astype(np.int64)], self.tree.leaf.device)[0]
 
     def states(self, rows: int) -> tuple[StateBatch, ...]:
-        """What layers that keep a state do in a captured step; nothing where there are none."""
+        """The state slots of a captured step, for layers that keep a state; empty without such layers."""
         if self._states is None:
             return ()
         source, target = self._states[:, :rows]
@@ -217,7 +217,7 @@ class GraphArrays:
             self._states[:, : len(source)] = upload([np.array((source, target), np.int64)], self._states.device)[0]
 
     def continue_states(self) -> None:
-        """Let the states of the next step go on where those of the last one are."""
+        """Let the next step read states from the slots that the last step wrote."""
         if self._states is not None:
             self._states[0].copy_(self._states[1])
 
@@ -228,7 +228,7 @@ class GraphArrays:
             kind.upload(tree)
 
     def replan(self, tree: StepTree) -> None:
-        """Plan again for the tree as its leaves have grown."""
+        """Plan again for a tree whose leaves have grown."""
         for kind in self.kinds:
             kind.replan(tree)
 
@@ -239,7 +239,7 @@ class GraphArrays:
             kind.advance()
 
     def clear(self) -> None:
-        """No rows, no work."""
+        """Empty the buffers: the next step then has no rows and does no work."""
         self.tree.leaf.fill_(-1)
         self.tree.tokens.zero_()
         self.tree.positions.zero_()
@@ -255,7 +255,7 @@ def _more(n: int) -> int:
 
 
 def _with_slack(need: PlanCapacity, rows: int) -> PlanCapacity:
-    """Capacity for plans of other trees too."""
+    """A larger capacity, which also holds the plans of other trees."""
     sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
     tile_items, decode_items, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
     return PlanCapacity(tile_items, decode_items, segments, rows, partials, need.paths)

@@ -1,4 +1,4 @@
-"""Where the weights lie that graphs read."""
+"""The addresses of the weights that graphs read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from prefixkit.agreement import Agreement, everywhere
 
 
 class GraphWeights:
-    """Notices that a model's weights lie elsewhere than when graphs were captured.
+    """Detects that a model's weights have moved since graphs were captured.
 
     Args:
-        places: Says where what the model reads lies.
-        moves: Counts what may have moved it: of this model or of another.
+        places: Returns the addresses of the tensors that the model reads.
+        moves: Counts events that may have moved these tensors or those of another model.
     """
 
     def __init__(self, places: Callable[[], Hashable], moves: Callable[[], int]) -> None:
@@ -21,18 +21,18 @@ class GraphWeights:
         self._count = 0
 
     def stale(self, agreement: Agreement) -> bool:
-        """Whether they have moved since :meth:`look`, in some process."""
+        """Whether the weights have moved since :meth:`look`, in some process."""
         if self._moves() == self._count:
             return False
-        return not everywhere(agreement, self._places() == self._known)  # else another model's have moved
+        return not everywhere(agreement, self._places() == self._known)  # if equal, another model's weights have moved
 
     def look(self, agreement: Agreement) -> bool:
-        """Whether they lie elsewhere, in some process, than when this was asked last."""
+        """Whether the weights have moved, in some process, since the last call of this method."""
         places = self._places()
         moved, self._known = places != self._known, places
         self.skip_moves()
         return not everywhere(agreement, not moved)
 
     def skip_moves(self) -> None:
-        """What may have moved them so far has not."""
+        """Declare that no event counted so far has moved the weights."""
         self._count = self._moves()

@@ -1,4 +1,4 @@
-"""A kind of layers' plans of captured decode steps: over nodes that begin where some query sees them."""
+"""Plans of captured decode steps for one kind of layers, over nodes trimmed to the tokens that some query sees."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from prefixkit.tree.arrays import Ints
 class KindPlans:
     """The plans of one kind of layers, over the static buffers of a :class:`DecodeTree`.
 
-    Where queries see all tokens, the plan is over the tree's own nodes.  Else each node begins at its first token that
-    a query sees, as of the last upload, and kernels mask what falls out of sight until the next; and it ends where all
-    that any query sees does.
+    If queries see all tokens, the plan is over the tree's own nodes.  Otherwise the plan trims each node to the tokens
+    from the first to the last that some query sees, as of the last upload; until the next upload kernels mask the
+    tokens that become invisible.
 
     Args:
         planner: Makes the plans on the device.
-        planning: What made it.
-        visible: What queries of these layers see.
+        planning: The planning that made the planner.
+        visible: The tokens that queries of these layers see.
         tree: The tree.
     """
 
@@ -44,11 +44,11 @@ class KindPlans:
             self.nodes = [self._own_start, self._own_length, page_indptr, pages, self._own_first_slot]
 
     def holds(self, tree: StepTree) -> bool:
-        """Whether any plan of a tree fits."""
+        """Whether any plan of the tree fits."""
         return self.planner.holds(tree)
 
     def plan_of(self, tree: StepTree) -> StepPlan:
-        """The plan of a tree that is uploaded, or will be."""
+        """The plan of a tree that is or will be uploaded."""
         if self._staged is None:
             paths = self.planner.by_paths(tree)
             return self._planning.step_plan(self.planner.work, self.nodes, tree, paths=paths)
@@ -71,7 +71,7 @@ class KindPlans:
         self.planner.stage(tree)
 
     def upload(self, tree: StepTree) -> None:
-        """Upload a tree and plan it, on the current stream; its nodes are in the :class:`DecodeTree` by then.
+        """Upload a tree and plan it, on the current stream; the :class:`DecodeTree` must hold its nodes already.
 
         Raises:
             ValueError: the queries leave out KV that they need.
@@ -87,7 +87,7 @@ class KindPlans:
         self.planner.plan()
 
     def enqueue_copy(self) -> None:
-        """Copy what :meth:`stage` wrote last to the device, and plan it.  Can be captured."""
+        """Copy the tree that :meth:`stage` wrote last to the device, and plan it.  Can be captured."""
         if self._staged is not None:
             self._staged.enqueue_copy()
             self._trim()
@@ -103,18 +103,18 @@ class KindPlans:
         self.planner.plan()
 
     def advance(self) -> None:
-        """Follow a step of the tree, whose leaves have grown by a token.  Can be captured."""
+        """Lengthen the leaves by a token, as a step of the tree has done.  Can be captured."""
         if self._staged is not None:
             start, length, *_ = self._tree.nodes
             torch.sub(length, self._staged.tensors[0], out=self._own_length)
-            if self._visible.first:  # of a leaf that is shorter than that
+            if self._visible.first:  # a leaf may be shorter than its trimmed part
                 self._own_length.clamp_(min=0)
             if self._visible.until is not None:
                 most = (self._visible.until - start).clamp_(min=0)
                 torch.minimum(self._own_length, most, out=self._own_length)
 
     def clear(self) -> None:
-        """No work."""
+        """Empty the plan: the next step does no work."""
         self.planner.work[0].zero_()
 
     def _trim(self) -> None:
@@ -126,8 +126,8 @@ class KindPlans:
         self.advance()
 
     def _unseen(self, tree: StepTree) -> Ints:
-        """Tokens at the beginning of each node that no query sees; by paths of leaves alone, for other nodes are slices
-        of runs, and tiles begin where their queries see.
+        """Tokens at the beginning of each node that no query sees.  If the planner plans by paths, they are 0 for inner
+        nodes: these are slices of runs, and tiles begin at the first token that their queries see.
         """
         unseen = self._planning.unseen(tree)
         if self.planner.by_paths(tree):

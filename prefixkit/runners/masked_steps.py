@@ -1,4 +1,4 @@
-"""Captured steps whose rows have grammars: what they may sample is filled in on the host while the model computes."""
+"""Captured steps of rows with grammars: the host fills the masks of allowed tokens while the model computes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from prefixkit.runners.graph_arrays import GraphArrays, Ring
 
 
 class MaskedSteps:
-    """The steps of a batch, whose masks follow what they sample.
+    """The steps of a batch whose masks depend on the tokens sampled before.
 
-    The model's part of a step is launched before the tokens of the step before have reached the host, so the device
-    waits only where masks take longer than that part.
+    The model's part of a step is launched before the previous step's tokens have reached the host, so the device waits
+    only if filling the masks takes longer than that part.
     """
 
     def __init__(self, masks: TokenMasks, agreement: Agreement) -> None:
         self._masks, self._agreement = masks, agreement
-        self._last: tuple[Ring, int, int] | None = None  # where the tokens are that the masks have not seen
+        self._last: tuple[Ring, int, int] | None = None  # location of tokens that the masks have not accepted
 
     def sample(self, arrays: GraphArrays, logits: Tensor, drawn: bool) -> tuple[int, int]:
-        """Sample from what a replay under way writes, on the current stream; returns the ring's index, and rows."""
+        """Sample from the logits of a replay under way, on the current stream; returns index in the ring, and rows."""
         self._accept()
         (allowed,) = upload([self._masks.fill(logits.shape[1])], logits.device)
         arrays.sampler.sample(logits, drawn, allowed)
@@ -37,7 +37,7 @@ class MaskedSteps:
         return index, len(logits)
 
     def select_rows(self, rows: NDArray[np.intp]) -> None:
-        """Go on with these of the rows."""
+        """Continue with these rows alone."""
         self._accept()
         self._masks.select_rows(rows)
 
@@ -49,7 +49,7 @@ class MaskedSteps:
 
 
 def masked_steps(output: GraphOutput, sampling: Sampling | None, agreement: Agreement) -> MaskedSteps | None:
-    """Those of a batch; None where there are no grammars, or all is sampled from logits on the host."""
+    """The masked steps of a batch; None without grammars, or if the host samples all tokens from logits."""
     if sampling is None or sampling.masks is None or output.uploads_batch:
         return None
     return MaskedSteps(sampling.masks, agreement)

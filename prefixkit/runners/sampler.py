@@ -1,6 +1,6 @@
-"""Sampling on a device between static buffers: by the op ``sample``, which a CUDA graph can capture.
+"""Sampling on a device over static buffers, by the op ``sample``, which a CUDA graph can capture.
 
-Nothing waits for the device, and sampling allocates nothing there.
+The host never waits for the device, and sampling allocates no device memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Sampler:
     Rows are inactive until :meth:`upload_params` gives them parameters.
 
     A row that holds NaN or +inf, or no finite logit, or whose scores leave float32, gets token -1 and log-probability
-    NaN, where the specification raises; one that may sample nothing gets token -1 and log-probability -inf.
+    NaN, where the specification raises an error; a row that may sample no token gets token -1 and log-probability -inf.
 
     Attributes:
         rows, vocab: Most rows, and the length of each.
-        tokens: ``[rows]`` int64, what was sampled last; rows that are not active keep theirs.
+        tokens: ``[rows]`` int64, the tokens sampled last; inactive rows keep theirs.
         logprobs: ``[rows]`` float32, the log-softmax of the untouched logits at the token.
-        drawn: ``[rows, 2]`` float32, where it was asked for: the logarithm of the probability with which the token was
+        drawn: ``[rows, 2]`` float32, written on request: the logarithm of the probability with which the token was
             sampled, and the mass that the filters left.
         steps: ``[rows]`` int32 view, how many tokens a row has sampled: the counter of its random stream.  A step adds
             1.
-        active: ``[rows]`` int32 view, 0 for rows that are left alone; kernels may write it.
+        active: ``[rows]`` int32 view, 0 for rows that a step leaves unchanged; kernels may write it.
         seen: ``[rows, ceil(vocab / 32)]`` int32, bit ``t % 32`` of word ``t // 32`` says that the sequence holds token
             ``t``.  Written for every row, read where there is a repetition penalty.
 
@@ -64,11 +64,11 @@ class Sampler:
         wait of the host.
 
         Args:
-            rows: Which, each once.
-            batch: How each of them is sampled.
+            rows: The rows, each once.
+            batch: The sampling parameters of each of these rows.
 
         Raises:
-            ValueError: a row does not exist, or there are more or fewer of them than in the batch.
+            ValueError: a row does not exist, or the batch has another number of rows.
         """
         number = np.arange(self.rows)[rows] if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64).ravel()
         if len(number) != len(batch.params):
@@ -85,7 +85,7 @@ class Sampler:
             self.seen.index_copy_(0, uploaded[2], uploaded[3])
 
     def select_rows(self, index: Tensor) -> None:
-        """Move rows to the front: row ``i`` becomes what row ``index[i]`` was; those behind become inactive.
+        """Move rows to the front: row ``i`` becomes a copy of row ``index[i]``; rows from n on become inactive.
 
         Args:
             index: ``[n]`` int64 on the device, n at most ``rows``; a row may be taken more than once.
@@ -101,7 +101,7 @@ class Sampler:
         self.active[count:] = 0
 
     def sampled(self, rows: int, drawn: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens and log-probabilities of the first rows, and how they were drawn, where that was asked for."""
+        """Tokens and log-probabilities of the first ``rows`` rows, and their :attr:`drawn` or None."""
         return self.tokens[:rows], self.logprobs[:rows], self.drawn[:rows] if drawn else None
 
     def sample(self, logits: Tensor, drawn: bool = False, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class Sampler:
             ``tokens[:n]`` and ``logprobs[:n]``, always in the same buffers.
 
         Raises:
-            ValueError, TypeError: the logits do not fit.
+            ValueError, TypeError: the logits have the wrong shape or dtype.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab or logits.shape[0] > self.rows:
             raise ValueError(
@@ -134,20 +134,20 @@ def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         logits: ``[n, vocab]``, any float dtype.
-        count: How many; all, where the vocabulary has fewer.
-        best: ``[n]`` float32, the log-probability of the likeliest: what greedy rows have sampled.
+        count: How many tokens; all tokens if the vocabulary has fewer.
+        best: ``[n]`` float32, the log-probability of the likeliest token, which greedy rows have sampled.
 
     Returns:
-        ``[n, count]`` int64 and float32.  A row that holds NaN has one in front.
+        ``[n, count]`` int64 and float32.  In a row that holds NaN, a token whose logit is NaN comes first.
     """
     logits = logits if count else logits[:, :0]
-    ids = _top_ids(logits, min(count, logits.shape[1]))  # as they are: 16 bits are ranked in half the time
+    ids = _top_ids(logits, min(count, logits.shape[1]))  # in the logits' dtype: ranking 16 bits takes half the time
     scores = logits.gather(1, ids).float()
     return ids, (scores - scores[:, :1]) + best[:, None]
 
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """``[n, count]``; on a GPU of the blocks of 128 tokens with the largest maxima, for these hold them."""
+    """``[n, count]`` ids; a GPU ranks only the blocks of 128 tokens with the largest maxima, which contain them."""
     if logits.device.type != "cuda" or logits.shape[1] % 128 or logits.shape[1] < 256 * count:
         return logits.topk(count).indices
     parts = logits.reshape(len(logits), -1, 128)

@@ -13,15 +13,15 @@ from prefixkit.runners.graph_arrays import CannotCapture
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _INDEXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
-# Ops whose result, or its shape, the host has to see.
+# Tags of ops whose result, or its shape, the host must read.
 _SEEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """CannotCapture where an op makes the host wait for a GPU: a capture would fail, and not as cleanly.
+    """Raises CannotCapture if an op makes the host wait for a GPU: a capture would fail too, but less cleanly.
 
-    Mixtures of experts do that whose layers ask which experts have tokens, and rotary embeddings that ask for the
-    longest position.  Only the thread that enters it is watched.
+    Mixtures of experts wait if their layers read which experts have tokens, and rotary embeddings if they read the
+    longest position.  The mode watches only the thread that enters it.
     """
 
     def __torch_dispatch__(
@@ -42,7 +42,7 @@ def waits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         return waited_for and len(devices) > 1
     if devices <= {"cpu"}:
         return False
-    if func in _INDEXED:  # by a mask, whose tokens have to be counted first, or by numbers
+    if func in _INDEXED:  # by a mask, whose True elements the host must count, or by indices
         indices = [*_tensors(args[1])]
         masked = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
         return masked and not (len(indices) == 1 and _fills(args))
@@ -50,8 +50,8 @@ def waits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _fills(args: tuple[Any, ...]) -> bool:
-    """Whether one number is written where a mask says so, which torch does without counting: ``x[mask] = 0.0``, as in
-    the embedding of a vocabulary that is split over processes.
+    """Whether an op writes one number where a mask is True, as ``x[mask] = 0.0`` in the embedding of a vocabulary that
+    is split over processes: torch then does not count the True elements.
     """
     value, adds = args[2] if len(args) > 2 else None, args[3] if len(args) > 3 else False
     return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not adds

@@ -1,4 +1,4 @@
-"""Steps over all that is uncomputed, and over tokens after which something is wanted."""
+"""Steps over all uncomputed tokens, and over tokens of which outputs are wanted."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
 from prefixkit.tree.arrays import Longs
 from prefixkit.tree.radix import PrefixTree
 
-# From the query rows of some wanted tokens, and the numbers of these, to what the rows give.
+# Maps the query rows of some wanted tokens, and the numbers of these tokens, to the outputs wanted of the rows.
 OutputsOf = Callable[[Longs, Longs], Outputs]
 
 
 def compute_wanted(
     runner: Runner, tree: PrefixTree, node: Longs, offset: Longs, outputs: OutputsOf, chunk: int, most_wanted: int
 ) -> Iterator[tuple[Batch, Longs]]:
-    """Compute what is uncomputed, and run tokens after which something is wanted: once more where they are computed.
+    """Compute all uncomputed tokens, and run the wanted tokens, again if they have KV already.
 
     Args:
-        runner, tree: Run the steps, over the present snapshot of the tree.
-        node, offset: ``[wanted]`` where these tokens are: indices of nodes, and places in them.  Equal ones run once.
-        outputs: What rows give; asked for each step, of no rows too.
-        chunk: Tokens of a step at most.
-        most_wanted: Different wanted tokens of a step at most.
+        runner, tree: Runs the steps; the tree, as of its present snapshot.
+        node, offset: ``[wanted]`` node index of each wanted token, and offset in the node.  Equal ones run once.
+        outputs: Returns the outputs wanted of rows; called for each step, even if it runs no wanted token.
+        chunk: Most tokens of a step.
+        most_wanted: Most distinct wanted tokens of a step.
 
     Yields:
         Each step once it is launched, and the numbers of the wanted tokens that it runs, in the order of their rows.
@@ -40,7 +40,7 @@ def compute_wanted(
         if len(rows) > most_wanted:
             step = _next_step(tree, node[done:], offset[done:], int(rows[most_wanted]))
             assert step is not None, "of the first rows of the other"
-            rows = _rows(step, node[done:], offset[done:])[:most_wanted]  # those of whole spans may be more, or fewer
+            rows = _rows(step, node[done:], offset[done:])[:most_wanted]  # steps of whole spans may run more, or fewer
         part = slice(*np.searchsorted(token, (done, done + len(rows))).tolist())
         which, nodes = numbers[part], tree.nodes()
         given = outputs(rows[token[part] - done], which)
@@ -51,7 +51,7 @@ def compute_wanted(
 
 
 def _next_step(tree: PrefixTree, node: Longs, offset: Longs, chunk: int) -> StepTree | None:
-    """The next ``chunk`` tokens, where something is wanted after these, ascending."""
+    """The step over the next ``chunk`` tokens, for wanted tokens in ascending order."""
     wanted, first = np.unique(node, return_index=True)
     states = None if tree.states is None else tree.nodes()
     texts = None if tree.spelling is None else (tree.spelling, tree.nodes())
@@ -59,7 +59,7 @@ def _next_step(tree: PrefixTree, node: Longs, offset: Longs, chunk: int) -> Step
 
 
 def _rows(step: StepTree, node: Longs, offset: Longs) -> Longs:
-    """The query rows of the first of these tokens, ascending, as far as they are in a step."""
+    """The query rows of those of these tokens, ascending, that a step runs; they are the first ones."""
     begin = np.zeros(step.snapshot.num_nodes, np.int64)
     begin[step.queries.node] = step.queries.begin
     within = offset - begin[node]
