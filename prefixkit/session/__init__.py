@@ -1,1 +1,1 @@
-"""What users hold from call to call: sessions and search nodes; and what they ask, checked."""
+"""Sessions and search nodes, which users hold from call to call, and the checks of users' arguments."""

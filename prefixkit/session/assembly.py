@@ -1,10 +1,10 @@
-"""From a patched model to an engine that samples from it: pool, tree, planner, and what decodes."""
+"""Assembly of the engine of a patched model: pool, tree, planner and runner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import prefixkit.backends  # noqa: F401 - registers them
+import prefixkit.backends  # noqa: F401 - registers the backends
 from prefixkit.engine.engine import Engine
 from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import EngineSettings
@@ -29,10 +29,10 @@ def make_engine(
     compiled: bool = False,
     scores: bool = False,
 ) -> Engine:
-    """An engine over a patched model, with a pool that holds what these requests need, within the budget.
+    """An engine over a patched model, with a pool for the KV of these requests, within the budget.
 
-    Its arguments are those of :func:`prefixkit.generate`; ``graphs``: decode by CUDA graphs where our kernels can;
-    ``scores``: the requests stand for texts whose tokens are scored, and nothing is sampled.
+    Its arguments are those of :func:`prefixkit.generate`; ``graphs``: decode with CUDA graphs if the kernels of
+    prefixkit support it; ``scores``: each request is a text whose tokens are scored, and nothing is sampled.
     """
     refuse_sharded(facts.inner)
     spec = facts.spec

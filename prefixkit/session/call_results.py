@@ -1,4 +1,4 @@
-"""One call: what comes with it, and what it returns."""
+"""The listeners, results and stream of one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("prefixkit")
 
 
 class SessionBusy(ValueError):
-    """A session was called during another call of it: from a thread, from a callback, or while a stream was open."""
+    """A session was called during another of its calls: by a thread, by a callback, or while a stream was open."""
 
 
 class MemoryReleased(ValueError):
@@ -49,12 +49,12 @@ class Result:
         return self.samples[index]
 
     def of_prompt(self, prompt_index: int) -> list[Sample]:
-        """The samples of the prompt at place ``prompt_index`` of the call's list, from 0."""
+        """The samples of the prompt at index ``prompt_index`` of the call's list, from 0."""
         return [sample for sample in self.samples if sample.prompt_index == prompt_index]
 
 
 def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *listeners: Any) -> Call:
-    """What comes with a call: the listeners of :class:`Call`, in its order, and how tokens become text.
+    """A call with these listeners, in the order of the fields of :class:`Call`, and with a detokenizer.
 
     Raises:
         ValueError: see :class:`Call`.
@@ -64,18 +64,18 @@ def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *lis
 
 
 def check_length(facts: ModelFacts, longest: int) -> None:
-    """Warn of sequences that are longer than what the model was made for."""
+    """Warn of sequences that are longer than the model's maximum length."""
     limit = getattr(facts.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)
 
 
 class Stream(Iterator[Sample]):
-    """The samples of a call as they finish; :meth:`prefixkit.Session.stream` says how it begins and ends."""
+    """The samples of a call as they finish; :meth:`prefixkit.Session.stream` says when the call starts and ends."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin, self._cut = begin, ""
-        self._samples: Any = None  # a generator, once it has begun
+        self._samples: Any = None  # a generator, once the call has started
 
     def __repr__(self) -> str:
         if self._cut:
@@ -92,17 +92,17 @@ class Stream(Iterator[Sample]):
         try:
             return next(self._samples)  # type: ignore[no-any-return]
         except BaseException as error:
-            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:  # else its own callback asked
+            if not isinstance(error, StopIteration) and self._samples.gi_frame is None:  # not from its own callback
                 self._cut = f"{type(error).__name__}: {error}"
             raise
 
     def close(self) -> None:
-        """End it: samples that have not finished are dropped, and none follow."""
+        """End the stream: unfinished samples are dropped, and no more samples follow."""
         self._samples = self._samples or (one for one in list[Sample]())
         self._samples.close()
 
     def cut(self, why: str) -> None:
-        """End it where it is under way, between two samples; a further ``next`` raises with the reason."""
+        """End a stream that has started, between two samples; a further ``next`` raises with the reason."""
         if self._samples is not None and self._samples.gi_suspended:
             self._samples.close()
             self._cut = why

@@ -1,4 +1,4 @@
-"""Grammars of samplings, compiled once for each tokenizer."""
+"""Grammars of sampling parameters, compiled once for each tokenizer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from prefixkit.models import ModelFacts
 from prefixkit.sampling.grammar import Grammar, Matcher
 from prefixkit.sampling.params import SamplingParams
 
-# Grammars that stay compiled for one tokenizer: some MiB each, of a schema; those used longest ago go.
+# Most compiled grammars cached for one tokenizer: one of a schema takes some MiB; the least recently used are dropped.
 MOST_COMPILED = 256
 
 _compiled: WeakKeyDictionary[Any, dict[tuple[int, int], CompiledGrammars]] = WeakKeyDictionary()
 
 
 class CompiledGrammars:
-    """Those of one tokenizer for a model's vocabulary; threads may share it.
+    """A cache of grammars compiled for one tokenizer and a model's vocabulary; threads may share it.
 
     Args:
-        tokenizer: One of transformers.
-        vocab: Tokens of the model, which may be more or fewer than the tokenizer's.
-        most: Grammars that stay compiled.
+        tokenizer: A tokenizer of transformers.
+        vocab: Size of the model's vocabulary, which may be larger or smaller than the tokenizer's.
+        most: Most compiled grammars in the cache.
 
     Raises:
-        ValueError: it is not known which bytes its tokens add to a text.
+        ValueError: it is unknown which bytes the tokenizer's tokens add to a text.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, most: int = MOST_COMPILED) -> None:
@@ -45,12 +45,12 @@ class CompiledGrammars:
         self._most, self._lock = most, threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """That of a grammar before the first token: to be forked."""
+        """The matcher of a grammar before the first token; callers must fork it."""
         with self._lock:
             found = self._matchers.pop(grammar, None)
             if found is None:
                 found = self._compile(grammar)
-            self._matchers[grammar] = found  # the last one again
+            self._matchers[grammar] = found  # now the most recently used
             while len(self._matchers) > self._most:
                 self._matchers.pop(next(iter(self._matchers)))
             return found
@@ -63,24 +63,24 @@ class CompiledGrammars:
 
 
 def matchers_of(facts: ModelFacts, tokenizer: Any, each: Sequence[SamplingParams | BeamParams]) -> list[Matcher | None]:
-    """For each parameters the matcher of their grammar before the first token; None where there is none.
+    """For each parameters the matcher of their grammar before the first token; None without a grammar.
 
     Raises:
-        ValueError: a grammar is malformed, or there is no tokenizer that it could be compiled for.
+        ValueError: a grammar is malformed, or there is no tokenizer for which it could be compiled.
     """
     grammars = [own.grammar if isinstance(own, SamplingParams) else None for own in each]
     return [None if grammar is None else matcher_of(facts, tokenizer, grammar) for grammar in grammars]
 
 
 def matcher_of(facts: ModelFacts, tokenizer: Any, grammar: Grammar) -> Matcher:
-    """The matcher of one grammar, likewise."""
+    """The matcher of one grammar before the first token; raises as :func:`matchers_of` does."""
     if tokenizer is None:
         raise ValueError(
             "a grammar is of text, but tokenizer is None; pass the model's tokenizer, or use logits_processors"
         )
     try:
         known = _compiled.setdefault(tokenizer, {})
-    except TypeError:  # it has no hash: none of transformers' tokenizers, and refused below
+    except TypeError:  # no hash: not a tokenizer of transformers, and refused below
         known = {}
     key = facts.vocab_size, len(tokenizer) if hasattr(tokenizer, "__len__") else 0  # tokens may have been added
     if key not in known:

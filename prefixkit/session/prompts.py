@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prefixkit.sampling.params import as_list
 
-# Other roles that a padding token may have: it can then stand at an edge of a prompt and be meant.
+# Other roles that a padding token may have: it may then begin or end a prompt on purpose.
 _ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
 
 # One prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Unpadded(list[int]):
-    """Token ids that are meant as they are, whatever they begin and end with."""
+    """Token ids without padding, even if they begin or end with the padding token."""
 
 
 def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_size: int) -> list[NDArray[np.int32]]:
@@ -28,7 +28,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     Raises:
         ValueError: no prompts, an empty prompt, padding (see :func:`refuse_padding`), text without a tokenizer, or a
             token outside the vocabulary.
-        TypeError: something that is no prompt.
+        TypeError: one of them is not a prompt.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -50,7 +50,7 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
 
 
 def check_ids(where: str, tokens: NDArray[np.integer], vocab_size: int) -> None:
-    """Raise ValueError where a token is outside the vocabulary; ``where`` says whose it is."""
+    """Raise ValueError if a token is outside the vocabulary; ``where`` names the text in the message."""
     if len(outside := tokens[(tokens < 0) | (tokens >= vocab_size)]):
         raise ValueError(
             f"{where}: token {int(outside[0])} is outside the model's vocabulary of {vocab_size}; "
@@ -94,10 +94,10 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
 
 
 def text_tokens(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
-    """The token ids of a text, by a tokenizer with ``options``; ``where`` says whose it is.
+    """The token ids of a text, from a tokenizer called with ``options``; ``where`` names the text in messages.
 
     Raises:
-        ValueError: it holds a lone surrogate, as JSON may, of which tokenizers say no more than that it is no text.
+        ValueError: the text holds a lone surrogate, as JSON may; tokenizers report only that the input is not text.
     """
     try:
         return tokenizer(text, **options)["input_ids"]
@@ -117,9 +117,9 @@ def _is_chat(prompt: object) -> bool:
 def refuse_padding(encoded: Sequence[NDArray[np.integer]], tokenizer: Any, what: str = "prompt") -> None:
     """Refuse token ids that a tokenizer padded: prefixkit would take padding for text.
 
-    The rule: token ids of one length, in several lists or a 2-D array, are padded if one of them begins or ends with
-    the tokenizer's padding token; with two of it, where that token has another role too (such as end of text), for one
-    is then often meant.
+    The rule: several lists of token ids of one length, or the rows of a 2-D array, are padded if one of them begins or
+    ends with the tokenizer's padding token.  If that token has another role too, such as end of text, one such token is
+    often intended, and only two in a row count as padding.
     """
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None or len({len(tokens) for tokens in encoded}) > 1:

@@ -1,4 +1,4 @@
-"""From prompts and parameters as users give them to requests."""
+"""Conversion of users' prompts and parameters to requests."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from prefixkit.session.prompts import Prompt, check_ids, encode_prompts, occurre
 Prompts = Prompt | Iterable[Prompt]
 # Fields of transformers' GenerationConfig that are refused.
 REFUSED_FIELDS = {
-    # Unless logits processors are given: who passes these says what is to be done with logits.
+    # Refused unless logits processors are given, which then decide how logits are processed.
     "logits": "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens epsilon_cutoff eta_cutoff "
     "remove_invalid_values typical_p guidance_scale encoder_repetition_penalty top_h bad_words_ids suppress_tokens "
     "begin_suppress_tokens forced_bos_token_id forced_eos_token_id sequence_bias watermarking_config "
     "exponential_decay_length_penalty",
-    # Other ways of searching, of ending and of reading the prompt.
+    # Other search methods, stop criteria and ways of reading the prompt.
     "calls": "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids "
     "max_time token_healing is_assistant assistant_ensemble_weight",
 }
-# The number at which a field does nothing, as None and what is empty do; it is 0 for the others.
+# The number at which a field has no effect, 0 for fields not listed; None and empty values have no effect either.
 _NEUTRAL: dict[str, float | None] = {
     **{"repetition_penalty": 1, "encoder_repetition_penalty": 1, "typical_p": 1, "guidance_scale": 1, "num_beams": 1},
     **{"num_beam_groups": 1, "forced_bos_token_id": None, "forced_eos_token_id": None, "top_h": None},
     **{"max_time": None, "length_penalty": None},
 }
 
-# For those who know transformers' names: the field that stands for each.
+# The field that corresponds to each name of transformers.
 _OF_TRANSFORMERS = {
     **{"num_return_sequences": "n", "max_length": "max_new_tokens", "do_sample": "temperature=0 for likeliest tokens"},
     **{"stop_strings": "stop", "eos_token_id": "stop_token_ids", "logits_processor": "logits_processors"},
@@ -73,13 +73,13 @@ def prompt_requests(facts: ModelFacts, tokenizer: Any, prompts: Prompts) -> list
 
 
 def text_requests(texts: Iterable[NDArray[np.int32]]) -> list[Request]:
-    """The same of token ids: what such a request takes of memory is the pages of its text."""
+    """A request for each text of token ids, which needs memory for the pages of its text."""
     params = SamplingParams(temperature=0, max_new_tokens=1, stop_token_ids=())
     return [Request(index, tokens, params) for index, tokens in enumerate(texts)]
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether it is a string, a list of token ids or a list of chat messages, not a list of prompts."""
+    """Whether ``prompts`` is a string, a list of token ids or a list of chat messages, not a list of prompts."""
     if getattr(prompts, "ndim", None) is not None:
         return bool(prompts.ndim == 1)
     first = next(iter(prompts), None) if isinstance(prompts, Sequence) else None
@@ -91,8 +91,8 @@ def scored_tokens(
 ) -> tuple[list[NDArray[np.int32]], list[list[NDArray[np.int32]]]]:
     """Token ids of prompts, and of the continuations of each; everything is checked.
 
-    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.score` says what may be given and is
-    raised.
+    With ``one``, ``prompts`` is a list of a single prompt.  :meth:`prefixkit.Session.score` documents arguments and
+    errors.
     """
     facts.check_lm_head()
     encoded = _encoded(facts, tokenizer, prompts)
@@ -122,10 +122,10 @@ def scored_tokens(
 
 
 def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one: bool) -> list[Text]:
-    """Prompts, and the positions after which something is wanted; everything is checked.
+    """Prompts, and the positions whose values are wanted; everything is checked.
 
-    Where there is ``one`` prompt, ``prompts`` lists it.  :meth:`prefixkit.Session.values` says what may be given and is
-    raised.
+    With ``one``, ``prompts`` is a list of a single prompt.  :meth:`prefixkit.Session.values` documents arguments and
+    errors.
     """
     encoded = _encoded(facts, tokenizer, prompts)
     check_length(facts, max(map(len, encoded)))
@@ -141,7 +141,7 @@ def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one:
 
 
 def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
-    """Positions in a prompt of ``length`` tokens, from the end where negative; ascending and different."""
+    """Positions in a prompt of ``length`` tokens, counted from the end where negative; ascending and distinct."""
     positions = np.asarray(given)
     if positions.ndim != 1 or not positions.size or not np.issubdtype(positions.dtype, np.integer):
         raise TypeError(f"prompt {prompt}: at must be a list of integers, at least one, got {given!r}")
@@ -154,14 +154,14 @@ def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
 
 
 def _is_list_of_continuations(one: Any) -> bool:
-    """Whether it is a list of strings or of lists, not a continuation itself."""
+    """Whether ``one`` is a list of strings or of lists, not a continuation itself."""
     if isinstance(one, str | bytes) or not isinstance(one, Iterable):
         return False
     return all(isinstance(inner, str | Iterable) and getattr(inner, "ndim", 1) for inner in one)
 
 
 def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "tokens") -> NDArray[np.int32]:
-    """Token ids of a string alone, without special tokens, or the given ones, checked; messages say ``where``.
+    """Token ids of a string, without special tokens, or the given ids, checked; ``where`` names them in messages.
 
     Raises:
         ValueError, TypeError: see :meth:`prefixkit.SearchNode.extend`.
@@ -182,7 +182,7 @@ def continuation_tokens(tokenizer: Any, one: Any, vocab: int, where: str = "toke
 
 
 def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Request]) -> list[Request]:
-    """Requests with their stop tokens, after the checks that the others have passed."""
+    """Requests of users, checked like those made from prompts, with their stop tokens."""
     asked = as_list("requests", requests, "prefixkit.Request")
     if not asked:
         raise ValueError("requests is empty; pass at least one request")
@@ -197,17 +197,17 @@ def checked_requests(facts: ModelFacts, tokenizer: Any, requests: Iterable[Reque
 
 
 def configured(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Fields of a generation config, without those that change nothing; none where it is None."""
+    """Fields of a generation config, without those that have no effect; empty if the config is None."""
     fields = [(name, getattr(config, name, None)) for name in names]
     return {name: of for name, of in fields if (of != _NEUTRAL.get(name, 0) if isinstance(of, int | float) else of)}
 
 
 def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[Params]:
-    """Parameters, of which those without stop tokens get the generation config's end of sequence, or the tokenizer's.
+    """Parameters with stop tokens: by default the generation config's end-of-sequence tokens, or the tokenizer's.
 
     Raises:
         TypeError: the model has no language-model head.
-        ValueError: the generation config asks for what would be left out, or stop strings need text.
+        ValueError: the generation config sets a field that is not supported, or stop strings need a tokenizer.
     """
     facts.check_lm_head()
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], REFUSED_FIELDS["logits"].split()
@@ -248,10 +248,10 @@ def params_of_each(
     how: str,
     things: str,
 ) -> list[Params]:
-    """Parameters for each of ``count`` things: its own or those of all, with ``fields`` in their place.
+    """Parameters for each of ``count`` things, from one set for all or one for each; ``fields`` replace their fields.
 
-    Where ``params`` are none, they are of the first kind, with what the generation config says beside the fields.  The
-    fields ``n`` and ``seed`` are one value, or one for each.  Messages say ``how`` parameters are given.
+    If ``params`` is None, parameters are of the first kind, from ``fields`` and then the generation config.  The fields
+    ``n`` and ``seed`` are one value, or one for each thing.  ``how`` says in messages how parameters are given.
     """
     changes: dict[str, Any] = {**fields}
     if params is None:
@@ -281,7 +281,7 @@ def params_of_each(
 
 
 def _check_names(kind: type[Any], fields: Iterable[str]) -> None:
-    """Raise TypeError where parameters of a kind have no field of one of these names."""
+    """Raise TypeError if parameters of a kind lack a field of one of these names."""
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:
         of_ours = _OF_TRANSFORMERS.get(unknown[0], "")
@@ -292,7 +292,7 @@ def _check_names(kind: type[Any], fields: Iterable[str]) -> None:
 
 
 def _values(name: str, value: Any, count: int) -> list[Any]:
-    """The value for each prompt; what each of them is, the parameters check."""
+    """The value for each prompt; the parameters check the values."""
     if isinstance(value, int) or getattr(value, "ndim", None) == 0:  # arrays and tensors of no dimension are numbers
         return [value] * count
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

@@ -1,4 +1,4 @@
-"""Search programs over a session: nodes are forked, stepped, scored and dropped; what they share is computed once."""
+"""Search over a session: nodes are forked, stepped, scored and dropped; tokens that they share are computed once."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ForeignNode(ValueError):
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Run:
-    """Tokens that joined a node at once; all nodes that have them hold this one run, and those before it.
+    """Tokens appended to a node at once; all nodes that have them share this run and the runs before it.
 
     Attributes:
-        before: What came before; None for the prompt.
+        before: The run before; None for the prompt.
         tokens: ``[length]`` token ids.
-        logprobs: ``[length]`` float32 of each; None where none were sampled, until they are asked for.
-        end: Tokens up to its end, the prompt's included.
+        logprobs: ``[length]`` float32, one for each token; None for tokens that were not sampled, until first read.
+        end: Number of tokens up to its end, including the prompt's.
     """
 
     before: _Run | None
@@ -50,14 +50,14 @@ class _Run:
     end: int
 
     def all(self) -> list[_Run]:
-        """Those from the prompt to this one."""
+        """The runs from the prompt to this one."""
         runs, run = [self], self
         while run.before is not None:
             runs.append(run := run.before)
         return runs[::-1]
 
     def ids(self) -> Ints:
-        """``[end]`` tokens from the first of the prompt to the last of this one."""
+        """``[end]`` token ids from the first of the prompt to the last of this run."""
         return np.concatenate([run.tokens for run in self.all()])
 
 
@@ -66,17 +66,17 @@ class SearchNode:
 
     A node holds tokens; their KV is in the session's prefix cache.  Evicted KV is computed again when the node is
     stepped, so memory pressure slows a search down and never breaks it, and a node outlives ``release_memory()``.
-    Nodes share the lists of their common tokens: a fork takes the same time at any length.
+    Nodes share the lists of their common tokens, so the time of a fork does not depend on the length.
 
     Attributes:
-        session: The session that it belongs to.
-        seed: With the tokens before them, and nothing else, the seed determines the random numbers of the next tokens:
-            nodes of equal tokens and seeds sample the same.
-        parent: The node that it was forked from; None for a prompt's own.
+        session: The session of the node.
+        seed: The seed and the node's tokens alone determine the random numbers of the next tokens: nodes of equal
+            tokens and seeds sample the same.
+        parent: The node from which it was forked; None for the first node of a prompt.
         finish_reason: Why its last step ended: ``"stop"`` by a stop token, after which it takes no more steps,
             ``"until"`` by a string or function of ``until`` or ``SamplingParams.stop``, or because a grammar without
             stop tokens is finished, ``"length"`` after ``max_new_tokens``, ``"dead_end"`` as for a sample.  A fork
-            begins with its parent's reason; None before the first step, and after :meth:`extend`.
+            starts with its parent's reason; None before the first step, and after :meth:`extend`.
     """
 
     def __init__(self, session: Any, tokens: Ints, seed: int) -> None:
@@ -94,14 +94,14 @@ class SearchNode:
         return f"SearchNode({self._last.end} tokens, seed={self.seed}, finish_reason={self.finish_reason!r})"
 
     def __len__(self) -> int:
-        """Tokens, the prompt's included."""
+        """Number of tokens, including the prompt's."""
         return self._held().end
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids, the prompt's included."""
+        """Token ids, including the prompt's."""
         return list(self._held().ids().tolist())
 
     @property
@@ -111,7 +111,7 @@ class SearchNode:
 
     @property
     def text(self) -> str:
-        """The text of the tokens after the prompt, without special tokens; empty where there is no tokenizer."""
+        """The text of the tokens after the prompt, without special tokens; empty without a tokenizer."""
         tokens, tokenizer = self.new_tokens, self.session.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -119,7 +119,7 @@ class SearchNode:
     def logprobs(self) -> list[float]:
         """The model's own log-probability of each token after the prompt, before any penalty, temperature or filter.
 
-        Those of tokens that :meth:`extend` was given are computed when they are first asked for, by ``session.score``.
+        For tokens given to :meth:`extend`, ``session.score`` computes them when they are first read.
         """
         found: list[float] = []
         for run in self._held().all()[1:]:
@@ -141,9 +141,9 @@ class SearchNode:
         """Make nodes with the tokens of this one, which then grow independently.  Nothing is computed or copied.
 
         Args:
-            count: How many, at least one.
-            seeds: One for each, 0 to 2**64 - 1.  None: the seeds follow from the node's own seed and the number of its
-                earlier forks, so that all are different, and the same at each run of the program.
+            count: Number of nodes, at least one.
+            seeds: One for each, 0 to 2**64 - 1.  None: the seeds are derived from the node's own seed and the number of
+                its earlier forks, so that all differ, and are the same in each run of the program.
 
         Raises:
             NodeReleased: the node has been released.
@@ -166,13 +166,14 @@ class SearchNode:
         return nodes
 
     def extend(self, tokens: str | Sequence[int]) -> SearchNode:
-        """Append given tokens, or the tokens of a string without special ones; a node that had ended can be stepped
-        again.  Returns the node.
+        """Append given tokens, or those of a string, without special tokens; a finished node can then be stepped again.
+
+        Returns the node.
 
         Raises:
             NodeReleased: the node has been released.
-            ValueError, TypeError: no token, one outside the vocabulary, or text without a tokenizer; or a step of the
-                node is under way, and this is one of its callbacks or another thread.
+            ValueError, TypeError: no token, a token outside the vocabulary, or text without a tokenizer; or a step of
+                the node is under way, and one of its callbacks or another thread calls this.
         """
         self._check_idle("extend")
         own = continuation_tokens(self.session.tokenizer, tokens, text_config(self.session.model).vocab_size)
@@ -183,21 +184,21 @@ class SearchNode:
         """Drop the node's tokens; other nodes keep theirs, and the node's KV may be evicted.
 
         Raises:
-            NodeReleased: it was released before.
+            NodeReleased: the node was released before.
             ValueError: a step of the node is under way.
         """
         self._check_idle("release")
         self._last, self._places = None, {}
 
     def ids(self) -> Ints:
-        """``[len(node)]`` token ids, the prompt's included: the session's, to be read alone."""
+        """``[len(node)]`` token ids, including the prompt's; the session owns them, and callers must not write them."""
         return self._held().ids()
 
     def place_in(self, grammar: Grammar, begin: Matcher) -> Matcher:
-        """Where the node's end is in a grammar that its steps have followed; else ``begin``, for it begins here.
+        """The matcher at the node's end, if its steps have followed this grammar; else ``begin``: it starts here.
 
         Raises:
-            ValueError: what was appended since does not match.
+            ValueError: tokens appended since the last such step do not match.
         """
         if grammar not in self._places:
             return begin
@@ -212,7 +213,7 @@ class SearchNode:
         return matcher
 
     def remember_place(self, grammar: Grammar, matcher: Matcher) -> None:
-        """Note where the node's end is in a grammar that a step has followed from here: ``matcher`` is there."""
+        """Remember ``matcher``, the state at the node's end of a grammar that a step follows from here."""
         self._places[grammar] = self._held().end, matcher
 
     def append(
@@ -221,12 +222,12 @@ class SearchNode:
         logprobs: NDArray[np.float32] | None,
         reason: NodeReason | None,
     ) -> None:
-        """Append what a step of the session has sampled, or what :meth:`extend` was given.
+        """Append tokens that a step of the session has sampled, or that :meth:`extend` was given.
 
         Args:
             tokens: ``[count]`` int32 token ids.
-            logprobs: ``[count]`` float32, the natural logarithm of each one's probability; None: computed when asked
-                for.
+            logprobs: ``[count]`` float32, the natural logarithm of each one's probability; None: computed when first
+                read.
             reason: Why the step ended; None for given tokens.
         """
         last = self._held()
@@ -244,7 +245,7 @@ class SearchNode:
 
 
 def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode]:
-    """Nodes that a session may use; TypeError, ForeignNode or NodeReleased where one is not."""
+    """Nodes that a session may use; raises TypeError, ForeignNode or NodeReleased if it may not use one of them."""
     found = as_list("nodes", nodes, "search nodes")
     for node in found:
         if not isinstance(node, SearchNode):
@@ -257,7 +258,7 @@ def check_nodes(session: object, nodes: Iterable[SearchNode]) -> list[SearchNode
 
 @contextmanager
 def in_step(nodes: list[SearchNode]) -> Iterator[None]:
-    """Nodes are not to change meanwhile: what is sampled follows the tokens that they have now."""
+    """Keep the nodes unchanged during a step, because sampled tokens continue their present tokens."""
     for node in nodes:
         node._in_step = True
     try:
@@ -268,7 +269,7 @@ def in_step(nodes: list[SearchNode]) -> Iterator[None]:
 
 
 def with_tokens(session: object, name: str, prompts: Any) -> tuple[Any, bool]:
-    """A list of prompts, with tokens in the place of nodes, and whether it is of a single prompt that was given."""
+    """A list of prompts, with nodes replaced by their tokens, and whether a single prompt was given."""
     one = isinstance(prompts, SearchNode) or is_one_prompt(prompts)
     if isinstance(prompts, Mapping) or (hasattr(prompts, "ndim") and not one):
         return prompts, one

@@ -1,4 +1,4 @@
-"""Steps of search nodes: requests of what they ask, and what was sampled appended to them."""
+"""Steps of search nodes: their requests, and the sampled tokens that are appended to them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def step_requests(
     until: Until | None,
     fields: SamplingFields,
 ) -> list[Request]:
-    """What :meth:`prefixkit.Session.step` runs: a request for each node, with its seed.
+    """The requests of :meth:`prefixkit.Session.step`: one for each node, with its seed.
 
     Raises:
-        ValueError, TypeError: see there.
+        ValueError, TypeError: as :meth:`prefixkit.Session.step`.
     """
     if not nodes:
         raise ValueError("nodes is empty; pass at least one search node")
@@ -50,7 +50,7 @@ def step_requests(
 
 
 def append_samples(nodes: list[SearchNode], requests: list[Request], samples: Iterable[Sample]) -> list[SearchNode]:
-    """Append what was sampled to the nodes; children take the place of a node that asked for several beams."""
+    """Append sampled tokens to the nodes; children replace a node whose search returns several sequences."""
     found: list[list[Sample]] = [[] for _ in nodes]
     for sample in samples:
         found[sample.prompt_index].append(sample)
@@ -58,7 +58,7 @@ def append_samples(nodes: list[SearchNode], requests: list[Request], samples: It
 
 
 def _placed(node: SearchNode, request: Request) -> Request:
-    """The request from where the node is in its grammar."""
+    """The request with the matcher at the node's end."""
     grammar, begin = getattr(request.params, "grammar", None), request.matcher
     if grammar is None or begin is None:
         return request
@@ -66,7 +66,7 @@ def _placed(node: SearchNode, request: Request) -> Request:
 
 
 def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, ...]) -> Params:
-    """Parameters with the node's seed, and ``until`` among what stops a sample."""
+    """Parameters with the node's seed, and with ``until`` added to ``stop``."""
     if isinstance(params, BeamParams):
         if until:
             raise ValueError(
@@ -82,7 +82,7 @@ def _of_node(node: SearchNode, params: Params, until: tuple[str | StopFunction, 
 
 
 def _grown(node: SearchNode, request: Request, samples: list[Sample]) -> list[SearchNode]:
-    """The node with the tokens of its sample, or its children with those of the several beams that it asked for."""
+    """The node with the tokens of its sample, or its children with those of the several sequences of its search."""
     params = request.params
     several = isinstance(params, BeamParams) and params.num_return_sequences > 1
     grown = node.fork(len(samples)) if several else [node]

@@ -42,9 +42,9 @@ class Session(SessionMemory):
     raised, the session can be used.
 
     The KV of prompts and samples stays in the pool when a call ends, until its pages are needed: for a prompt that
-    begins like an earlier one, or continues a sample, only new tokens are computed.  KV of other weights is never used:
-    a call notices weights that were written to, and another adapter (docs/howto/memory.md says how).  Where steps
-    cannot run in CUDA graphs, for example for lack of memory, a call runs them without, and one log line says so.
+    shares a prefix with an earlier one, or continues a sample, only new tokens are computed.  KV of other weights is
+    never used: a call detects changed weights and another adapter (docs/howto/memory.md says how).  If steps cannot run
+    in CUDA graphs, for example for lack of memory, a call runs them without graphs, and one log line says so.
 
     Args:
         model, tokenizer, page_size, prefill_chunk: As for :func:`prefixkit.generate`.
@@ -53,11 +53,11 @@ class Session(SessionMemory):
             sessions.  The store is made at once and does not grow; requests that do not fit at once wait, or are
             preempted.
         compiled: On a GPU, run layers through torch.compile.  Compiling takes some seconds once for each model, and
-            less where torch finds the result in its cache on disk; later sessions on the model use the same compiled
+            less if torch finds the result in its cache on disk; later sessions on the model use the same compiled
             layers.  The first call that samples more than a few tokens compiles them; later calls, scores and values
             use them too.
         most_running: Most samples, or beam searches, that run at once; others wait.
-        memory: Policy of eviction and preemption; None: ``MemoryPolicy()``.
+        memory: The policy of eviction and preemption; None: ``MemoryPolicy()``.
 
     Raises:
         NotPatched: the model is not patched.
@@ -119,7 +119,7 @@ class Session(SessionMemory):
                 self._engine(facts, [request.tokens for request in requests], requests) as engine,
             ):
                 call = self._call(facts, requests, True, None, on_token)
-                yield  # it has begun
+                yield  # the call has started
                 yield from engine.stream(requests, call)
 
         self._streams.add(stream := Stream(samples))
@@ -154,7 +154,7 @@ class Session(SessionMemory):
         on_token: Callable[[TokenEvent], None] | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> Result:
-        """Run requests, samples and beam searches in one batch over one tree; the other calls are made of this one.
+        """Run requests, samples and beam searches in one batch over one tree; the other calls use this one.
 
         Requests with equal prompts, seeds and ``occurrence`` get equal samples.
 
@@ -170,7 +170,7 @@ class Session(SessionMemory):
             return self._run(facts, own, return_samples, on_sample, on_token, on_step)
 
     def prompt(self, prompt: Prompt, seed: int = 0) -> SearchNode:
-        """Make the first node of a search: a prompt to be forked, stepped and scored; nothing is computed yet.
+        """Make the first node of a search, a prompt that can be forked, stepped and scored; nothing is computed yet.
 
         The prompt is a string, a list of token ids, or a list of chat messages, as for :func:`prefixkit.generate`;
         ``seed`` is the seed of the node's samples.
@@ -224,25 +224,25 @@ class Session(SessionMemory):
         The model need not have a language-model head: it may be an ``AutoModelForTokenClassification`` with
         ``head=model.score``, for example.
 
-        Tokens that prompts share are computed once.  Tokens whose KV the session has are computed again only where
-        their values are wanted.
+        Tokens that prompts share are computed once.  Tokens whose KV the session has are computed again only if their
+        values are wanted.
 
         Args:
             prompts: One prompt, which may be a :class:`SearchNode`, or a list of them.
             head: A function, for example a ``torch.nn.Linear``, from last hidden states ``[tokens, hidden_size]``, the
                 input of the language-model head, in the dtype and on the device of the model, to a tensor ``[tokens,
                 ...]``.  It is called once for each step, without gradients.
-            at: After which tokens: ``"last"``, ``"all"``, or a list of positions, from the end where negative; for a
-                list of prompts a list of such lists.
+            at: The positions whose values are wanted: ``"last"``, ``"all"``, or a list of positions, negative ones
+                counted from the end; for a list of prompts a list of such lists.
 
         Returns:
-            For the one prompt a tensor ``[positions, ...]`` on the CPU; for a list of prompts a list of them.
+            For one prompt a tensor ``[positions, ...]`` on the CPU; for a list of prompts a list of them.
 
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; or ``at`` is out of range, or the
                 head returns something else.
             KVBudgetTooSmall: a prompt does not fit the pool; nothing was computed.
-            UnsupportedModel: the model below its language-model head gives no last hidden states.
+            UnsupportedModel: the model below its language-model head returns no last hidden states.
         """
         with self._called() as facts:
             given, one = with_tokens(self, "prompts", prompts)
@@ -288,9 +288,9 @@ class Session(SessionMemory):
         Raises:
             SessionBusy, MemoryReleased, ValueError, TypeError: as :meth:`generate`; nothing was written.
             UnsupportedVariant: the model applies a variant under which tokens see later ones.
-            KVBudgetTooSmall: the pool does not hold all of them at once; nothing was written.
-            OSError: the file cannot be written; where it is a folder, or in one that does not exist, nothing was
-                computed.
+            KVBudgetTooSmall: the pool does not hold all prefixes at once; nothing was written.
+            OSError: the file cannot be written; if the path is a folder, or in a folder that does not exist, nothing
+                was computed.
         """
         with self._called() as facts:
             _check_causal(facts)
@@ -308,14 +308,14 @@ class Session(SessionMemory):
                     return save_prefixes(store, path, pins, kv_origin(facts))
                 finally:
                     for pin in pins:
-                        if pin.tree is store.tree:  # after an interrupt the store has another
+                        if pin.tree is store.tree:  # after an interrupt the store has another tree
                             store.retain(pin)
 
     def load(self, path: str | Path) -> int:
         """Read prefixes that :meth:`save` wrote into the prefix cache, as if their prompts had been computed here.
 
         Args:
-            path: The file.  It is mapped into memory; KV that the prefix cache has already is not read.
+            path: The file.  It is mapped into memory; KV that is already in the prefix cache is not read.
 
         Returns:
             The number of tokens that were read.
@@ -323,10 +323,10 @@ class Session(SessionMemory):
         Raises:
             SessionBusy, MemoryReleased: as :meth:`generate`.
             UnsupportedVariant: as :meth:`save`.
-            PrefixFileError: it is not a prefix file, it is torn, or it is of another model, dtype or layout; the
+            PrefixFileError: the file is not a prefix file, is incomplete, or is of another model, dtype or layout; the
                 message says which.
-            KVBudgetTooSmall: the pool does not hold it.
-            OSError: it cannot be read.
+            KVBudgetTooSmall: the pool does not hold the prefixes.
+            OSError: the file cannot be read.
         """
         with self._called() as facts:
             _check_causal(facts)
@@ -341,7 +341,7 @@ class Session(SessionMemory):
 
 
 def _check_causal(facts: ModelFacts) -> None:
-    """Raise UnsupportedVariant where a prefix's KV may depend on what comes after it."""
+    """Raise UnsupportedVariant if a prefix's KV may depend on later tokens."""
     if facts.looks_ahead:
         names = ", ".join(mask.variant.name for mask in facts.looks_ahead)
         raise UnsupportedVariant(

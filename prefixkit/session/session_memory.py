@@ -1,4 +1,4 @@
-"""What a session holds between calls: pool, tree and runner, one lock, and the prefixes that it keeps."""
+"""What a session holds between calls: pool, tree and runner, one lock, and pinned prefixes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pin:
 
         Raises:
             SessionBusy: a call of the session, or another one that uses its KV store, is under way.
-            ValueError: it was released before.
+            ValueError: the pin was released before.
         """
         with self.session._busy():
             tree = self.sequence.tree
@@ -67,7 +67,7 @@ class Pin:
                 raise ValueError(f"the pin of {len(self.tokens)} tokens was released before; pin the prompt again")
             store = self.session.store
             if store is None or tree is not store.tree:
-                self.sequence.tree = None  # it ended with its tree
+                self.sequence.tree = None  # the sequence ended with its tree
                 return
             with self.session._lent_store():
                 tree.retain(self.sequence)
@@ -77,9 +77,9 @@ class SessionMemory:
     """The part of a :class:`prefixkit.Session` that outlives its calls; see there for the arguments.
 
     Attributes:
-        store: Where the session's KV lies: pool, tree and prefix cache, to look at between calls; None once released.
-            Sessions without a ``kv_budget`` and ``model.generate()`` share one, as far as they compute alike.
-        report: That of the call that is under way, or of the last one; empty before the first.
+        store: The session's KV: pool, tree and prefix cache, for inspection between calls; None once released.
+            Sessions without a ``kv_budget`` and ``model.generate()`` share one store if they compute KV alike.
+        report: The report of the call under way, or of the last call; empty before the first.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SessionMemory:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Allocate memory for pool and graphs again after :meth:`release_memory`, if it was released."""
+        """Allocate memory for pool and graphs again, if :meth:`release_memory` has released it."""
         with self._busy():
             if self.store is None:
                 self._take_home(patched_facts(self.model))
@@ -150,9 +150,9 @@ class SessionMemory:
     def weights_changed(self) -> None:
         """Declare that weights have changed: the prefix cache is emptied, and the next call captures its graphs again.
 
-        Calls notice changed weights by themselves, except for a few elements written through ``.data`` or a raw
-        pointer, which only ``patch(model, compare_weights="always")`` notices.  CUDA graphs read weights in place; only
-        a number that the host read from weights during the capture is part of a graph.
+        Calls detect changed weights themselves, except for a few elements written through ``.data`` or a raw pointer,
+        which only ``patch(model, compare_weights="always")`` detects.  CUDA graphs read weights in place; only numbers
+        that the host read from weights during the capture are part of a graph.
         """
         with self._busy():
             if self.store is not None:
@@ -198,7 +198,7 @@ class SessionMemory:
 
     @contextmanager
     def _called(self) -> Iterator[ModelFacts]:
-        """What is known of the model, during a call of the session."""
+        """The facts of the model, during a call of the session."""
         with self._busy():
             yield patched_facts(self.model)
 
@@ -211,17 +211,17 @@ class SessionMemory:
         *,
         elsewhere: bool = True,
     ) -> Iterator[Engine]:
-        """An engine over a KV store that is lent to a call, without KV of other weights than the model has now.
+        """An engine over a KV store lent to a call, which holds KV of the model's present weights only.
 
-        ``prompts`` are about to use its KV; ``asked`` is what processes that share the model must be asked alike;
-        ``elsewhere``: see :meth:`_lent_store`.
+        ``prompts`` are about to use its KV; ``asked`` are arguments that must be equal in all processes that share the
+        model; ``elsewhere``: see :meth:`_lent_store`.
         """
         if self.store is None:
             raise MemoryReleased("the session has given its memory back; call resume() first, or open another session")
         self._stores.agreement.check("requests", lambda: (prompts, asked))
         if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
             log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
-            self._let_go()  # first, for the memory
+            self._let_go()  # first, to free its memory
             self._take_home(facts)
         with self._lent_store(elsewhere) as store:
             known, found = store.version is not None, partial(store.tree.longest_match, prompts)
@@ -231,10 +231,10 @@ class SessionMemory:
 
     @contextmanager
     def _lent_store(self, elsewhere: bool = False) -> Iterator[KVStore]:
-        """The session's store while no other call uses it.
+        """The session's store, if no other call uses it.
 
-        Where one of ``generate()`` or of another session does, it is another store, if the call may run ``elsewhere``;
-        else SessionBusy is raised.
+        If a call of ``generate()`` or of another session uses it, this yields another store where the call may run
+        ``elsewhere``, and raises SessionBusy otherwise.
         """
         store = self.store
         assert store is not None, "checked before"
