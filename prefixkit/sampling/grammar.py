@@ -1,6 +1,6 @@
-"""What sampling asks of a grammar: which tokens may follow a text, and whether it may end there.
+"""The protocols of grammars: which tokens may follow a text, and whether the text may end there.
 
-A grammar is a noun that packages of ``prefixkit.integrations`` make; a user's own serves likewise.
+Modules of ``prefixkit.integrations`` make grammars; users may pass their own.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ from numpy.typing import NDArray
 
 
 class Matcher(Protocol):
-    """Where one text is in a grammar.
+    """The state of one text in a grammar.
 
-    Bits of a row are those of the op ``sample``, bit ``t % 32`` of word ``t // 32`` for token ``t``.  That of ``end``
-    says whether the text may end.
+    The bits of a row are laid out as for the op ``sample``: bit ``t % 32`` of word ``t // 32`` belongs to token ``t``.
+    The bit of ``end`` says whether the text may end.
 
     Attributes:
-        vocab: Tokens of the vocabulary.
-        end: The token that stands for the end.
+        vocab: Number of tokens of the vocabulary.
+        end: The token that represents the end.
     """
 
     vocab: int
     end: int
 
     def fork(self) -> Self:
-        """Another one at the same place, which goes on apart."""
+        """A copy in the same state, which then advances independently."""
 
     @classmethod
     def accept(cls, matchers: Sequence[Self], tokens: Sequence[int]) -> Sequence[bool]:
-        """Let each go on by its token; False where that may not follow, and the matcher is of no more use.
+        """Advance each matcher by its token; False where the token may not follow: the matcher is then unusable.
 
         Args:
-            matchers: Of one class, of any grammars.
+            matchers: Matchers of one class, of any grammars.
             tokens: A token for each.
         """
 
     @classmethod
     def fill(cls, matchers: Sequence[Self], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Write which tokens may follow, for each of several matchers into its row of ``bits``.
+        """Write the tokens that may follow, for each matcher into its row of ``bits``.
 
         Args:
-            matchers: Of one class, of any grammars.
+            matchers: Matchers of one class, of any grammars.
             rows: A row of ``bits`` for each.
-            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end; bits behind these may
-                become anything.
+            bits: ``[any, words]`` int32, C-contiguous, with words for all tokens and the end; bits after these are
+                undefined afterwards.
         """
 
 
 @runtime_checkable
 class Grammar(Protocol):
-    """What texts are to match; hashable, for it is compiled once for each tokenizer."""
+    """A grammar that texts must match; hashable, because it is compiled once for each tokenizer."""
 
     @staticmethod
     def compiler(tokens: Sequence[bytes], end: int) -> Any:
-        """What compiles grammars of this class for a vocabulary.
+        """The object that compiles grammars of this class for a vocabulary.
 
         Args:
-            tokens: ``[vocab]`` the bytes that each token adds to a text; none for those that no text holds: special
-                tokens, and padding of the vocabulary.
-            end: One of these, or ``vocab``: the token that stands for the end, whatever ends samples.
+            tokens: ``[vocab]`` the bytes that each token adds to a text; empty for tokens that no text contains:
+                special tokens, and padding of the vocabulary.
+            end: One of these tokens, or ``vocab``: the token that represents the end, whichever tokens end samples.
         """
 
     def compile(self, compiler: Any) -> Matcher:
         """A matcher before the first token, which is forked for each text.
 
         Args:
-            compiler: What :meth:`compiler` has made for the vocabulary.
+            compiler: The result of :meth:`compiler` for the vocabulary.
 
         Raises:
             ValueError: the grammar is malformed; the message says where.
@@ -80,7 +80,7 @@ def as_schema(schema: Any) -> str:
     """The text of a JSON schema, given as text, as a dict, or as a class that has ``model_json_schema`` (pydantic).
 
     Raises:
-        TypeError, ValueError: it is none of these, or no JSON.
+        TypeError, ValueError: the schema is none of these, or not JSON.
     """
     given = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
@@ -99,7 +99,7 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 def as_rules(name: str, text: object) -> str:
-    """The text of a grammar that is none of JSON; TypeError or ValueError, for ``name``, where it is none, or empty."""
+    """The text of a regular expression or of rules; TypeError or ValueError, naming ``name``, if not text or empty."""
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a string, got {type(text).__name__} {text!r}")
     if not text:

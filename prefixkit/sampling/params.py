@@ -1,4 +1,4 @@
-"""Sampling parameters: the one place that says what they are and what they may be."""
+"""Sampling parameters: their meaning, their checks, and the checks of other arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
-MOST_ITEMS = 2**22  # of an argument that is a list: more come of an iterator without an end
+MOST_ITEMS = 2**22  # most items of a list argument: more come from an endless iterator
 StopFunction = Callable[[list[int], str], bool]
 Logprobs = Literal["model", "sampled"]
 
@@ -36,7 +36,8 @@ class SamplingParams:
             included, already holds; 1.0 is off (Keskar et al. 2019, section 4.1).
         temperature: Divides the logits; 0 is greedy: the likeliest token, the lowest id among equals.
         top_k: Keep the ``top_k`` likeliest tokens; 0 is off.
-        top_p: Keep the fewest likeliest tokens that hold this probability; 1.0 is off (Holtzman et al. 2020).
+        top_p: Keep the fewest likeliest tokens with at least this probability in total; 1.0 is off (Holtzman et al.
+            2020).
         min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; 0.0 is off (Nguyen et al. 2024).
         max_new_tokens: Most tokens to sample for one sample.
         seed: 0 to 2**64 - 1.  Equal seed, sample index, prompt and occurrence (see ``Request``) use equal random
@@ -61,7 +62,7 @@ class SamplingParams:
         ValueError, TypeError: a field is out of range, or of another type.
     """
 
-    forks = False  # whether sequences of a run part
+    forks = False  # whether a run forks its sequences
     sequences_per_run = 1
 
     n: int = 1
@@ -123,7 +124,7 @@ class SamplingParams:
 
     @property
     def runs(self) -> int:
-        """Runs of one prompt: its samples."""
+        """Number of runs of one prompt: its samples."""
         return self.n
 
     @cached_property
@@ -138,12 +139,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether sampling takes the likeliest token."""
         return self.temperature == 0
 
     @cached_property
     def drawn(self) -> bool:
-        """Whether log-probabilities are wanted that are not the model's: where all is off, those sampled are."""
+        """Whether the wanted log-probabilities differ from the model's: they do not if nothing changes the logits."""
         off = self.temperature == self.repetition_penalty == self.top_p == 1 and self.top_k == self.min_p == 0
         return self.logprobs == "sampled" and not (off and self.logits_processors is None and self.grammar is None)
 
@@ -186,7 +187,7 @@ def as_integer(name: str, value: object, least: int, remedy: str, most: float = 
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
-        # Arrays and tensors refuse what is no single integer.
+        # Arrays and tensors raise here unless they hold a single integer.
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None

@@ -1,9 +1,9 @@
-"""Counter-based random numbers: one private stream per sample, addressed by step, with no state to keep.
+"""Counter-based random numbers: one stateless stream per sample, addressed by step.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).  A sample's key
-comes from its seed, its index, its prompt, and how many equal prompts stand before that one; the counter is the step.
-So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step goes on as
-if it had never stopped.
+is derived from its seed, its index, its prompt, and the number of equal prompts before that one; the counter is the
+step.  So a sample's numbers are the same alone or in a batch, on any device, and a sample resumed at a later step
+continues as if it had never stopped.
 
 A uniform's exact bits, for other implementations: with the 64-bit ``key`` and ``step``,
 
@@ -13,7 +13,7 @@ A uniform's exact bits, for other implementations: with the 64-bit ``key`` and `
     uniform        = ((x0 >> 5) * 2**26 + (x1 >> 6)) * 2**-53
 
 that is, the upper 27 bits of x0 above the upper 26 bits of x1: a 53-bit integer, scaled exactly in float64.  x2 and x3
-are not used, and c2 and c3 are left to further streams of the same step.
+are not used, and c2 and c3 are reserved for further streams of the same step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
     ``counter [..., 4]`` and ``key [..., 2]``, whose leading dimensions broadcast, give ``[..., 4]`` random words.
     """
-    # Words travel in 64-bit lanes: a 32 x 32 bit product fits one exactly.
+    # Words are held in 64-bit lanes: a 32 x 32 bit product fits a lane exactly.
     c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
     k0, k1 = np.moveaxis(key.astype(np.uint64), -1, 0)
     for turn in range(_ROUNDS):
@@ -51,16 +51,16 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 
 def sample_key(seed: int, index: int, tokens: ArrayLike, occurrence: int = 0) -> np.uint64:
-    """The key of sample ``index`` of a prompt: equal on every machine, and different for whatever differs.
+    """The key of sample ``index`` of a prompt: equal on every machine, and different if any argument differs.
 
-    BLAKE2b with an 8-byte digest, the person ``prefixkit`` and the occurrence as salt (uint64), of the seed and the
-    index as uint64 and the tokens as int32; all of them, the digest too, little-endian.
+    BLAKE2b with an 8-byte digest, the person ``prefixkit`` and the occurrence as salt (uint64), over the seed and the
+    index as uint64 and the tokens as int32; all numbers, including the digest, are little-endian.
 
     Args:
         seed: 0 to 2**64 - 1.
         index: Which sample of the prompt, from 0.
         tokens: ``[length]`` the prompt's token ids.
-        occurrence: How many equal prompts stand before this one in the input.
+        occurrence: Number of equal prompts before this one in the input.
     """
     prompt = np.ascontiguousarray(tokens, dtype="<i4")
     seeded, salt = struct.pack("<QQ", seed, index), struct.pack("<Q", occurrence)
@@ -74,7 +74,7 @@ def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]) -> NDArr
 
     Args:
         keys: ``[rows]`` from :func:`sample_key`.
-        steps: ``[rows]`` how many tokens the sample has sampled before; at least 0.
+        steps: ``[rows]`` number of tokens that the sample has sampled before; at least 0.
     """
     keys, steps = np.broadcast_arrays(np.asarray(keys, dtype=np.uint64), np.asarray(steps).astype(np.uint64))
     zeros = np.zeros_like(steps)

@@ -1,36 +1,38 @@
 """Sampling the next token: penalty, temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
-Each row is sampled from its own logits, parameters and uniform number alone, so a row's token is the same whatever else
-is in the batch, and the same on a CPU (here) and on a GPU (``csrc/sampling``): what follows is the specification of
-both, bit by bit.  The vocabulary is never sorted.
+Each row is sampled from its own logits, parameters and uniform number alone.  A row's token therefore does not depend
+on the other rows of the batch, and is the same on a CPU (here) and on a GPU (``csrc/sampling``).  The following rules
+specify both, bit by bit.  The vocabulary is never sorted.
 
-1. **Scores.**  Logits in float32; those of bfloat16 and float16 are converted exactly.  Where the penalty is not 1,
-   each token that the sequence holds has ``score < 0 ? score * penalty : score / penalty``, rounded once, with the
-   penalty in float32.  Then tokens that a grammar does not allow have score -inf.  Greedy rows take the first of the
-   largest scores.
+1. **Scores.**  Logits in float32; bfloat16 and float16 logits are converted exactly.  If the penalty is not 1, each
+   token that the sequence holds gets ``score < 0 ? score * penalty : score / penalty``, rounded once, with the penalty
+   in float32.  Then tokens that a grammar does not allow get score -inf.  Greedy rows take the first of the largest
+   scores.
 2. **Weights.**  With ``top`` the largest score and ``rate = max(float32(log2(e)) / float32(temperature), 2**-126)``::
 
        power  = max((score - top) * rate, -64)      each operation rounded to float32, as all below
        n, f   = floor(power), power - floor(power)
-       g      = ((((c5 f + c4) f + c3) f + c2) f + c1) f + 1       products and sums rounded apart, no fused ones
+       g      = ((((c5 f + c4) f + c3) f + c2) f + c1) f + 1       products and sums rounded separately, not fused
        weight = floor(g * 2**(39 + n))              exactly: a whole number from 0 to 2**39
 
-   with c1 to c5 in ``weights.EXP2``.  Weights are whole, so their sums are exact in any order.  A token less likely
-   than 2**-39 times the likeliest has no weight; others are within ``(3.3 ln(top weight / weight) + 3) * 2**-24``,
-   relative, and then one unit of ``exp((score - top) / temperature) * 2**39``.
-3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Top-p keeps, of these, the fewest
-   largest weights that hold ``max(1, min(ceil(top_p * float64(total)), total))``, product rounded to float64; of
-   equal weights at its border those with the higher ids.  Min-p keeps weights of at least ``ceil(min_p * 2**39)``.
-4. **Sample.**  The uniform is ``u / 2**53`` with a whole ``u`` (``rng``).  The token is the first, by id, at which the
-   cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in whole numbers of 128 bits.
+   with c1 to c5 in ``weights.EXP2``.  Weights are integers, so their sums are exact in any order.  A token less likely
+   than 2**-39 times the likeliest has weight 0; the other weights differ from ``exp((score - top) / temperature) *
+   2**39`` by a relative error of at most ``(3.3 ln(top weight / weight) + 3) * 2**-24``, and then by at most one unit.
+3. **Filters.**  Top-k keeps the tokens whose score is at least the k-th largest.  Of these, top-p keeps the fewest
+   largest weights whose sum is at least ``max(1, min(ceil(top_p * float64(total)), total))``, with the product rounded
+   to float64; of equal weights at the border it keeps those with the higher ids.  Min-p keeps weights of at least
+   ``ceil(min_p * 2**39)``.
+4. **Sample.**  The uniform is ``u / 2**53`` with an integer ``u`` (``rng``).  The token is the first, by id, at which
+   the cumulative sum of kept weights exceeds ``floor(u * total / 2**53)``, in 128-bit integers.
 
-The log-probability is the log-softmax of the untouched logits, and equal on two devices to some units in the last
-place.  So are the probability with which the token was sampled, its weight over the sum of the kept weights (1 in
-greedy rows), and the mass that the filters left, that sum over the sum of all weights.
+The log-probability is the log-softmax of the untouched logits; on two devices it is equal up to some units in the last
+place.  The same holds for the probability with which the token was sampled, which is its weight over the sum of the
+kept weights (1 in greedy rows), and for the mass that the filters left, which is that sum over the sum of all weights.
 
-Top-p ranks only the tokens that may belong to the nucleus: those below (1 - p) / V together hold less than 1 - p, so
-they lie outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k.  So do transformers'
-processors, but that theirs leave to the sort which of equally likely tokens top-p keeps.
+Top-p ranks only the tokens that may belong to the nucleus: tokens less likely than (1 - p) / V together have less than
+1 - p, so they are outside it.  Top-k keeps every token as likely as the k-th, so it can keep more than k tokens.  The
+processors of transformers follow the same rules, except that their sort decides which of equally likely tokens top-p
+keeps.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ from prefixkit.sampling.weights import Floats, Scratch, block_sums, invert, leas
 Ids = NDArray[np.integer[Any]]
 Positions = NDArray[np.intp]
 
-GREEDY = SamplingParams(temperature=0)  # of a beam: the log-probability of its likeliest token says those of others
+GREEDY = SamplingParams(temperature=0)  # of beams: the likeliest token's log-probability gives those of the others
 _ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-_scratch = Scratch()  # five times as much at most, or a row of each
-_SPARE = 0.01  # of an exponent of 2: more than its roundings, down to 2**-64
-_SHRINK = 1 - 1e-6  # bounds give way by more than float32 rounds, so that rounding never excludes a token
+_scratch = Scratch()  # at most five times _ELEMENTS_AT_ONCE, or one row of each use
+_SPARE = 0.01  # margin of an exponent of 2: larger than its rounding errors, down to 2**-64
+_SHRINK = 1 - 1e-6  # lowers bounds by more than the rounding of float32, which then never excludes a token
 
 
 class BrokenLogits(ValueError):
@@ -64,7 +66,7 @@ class BrokenLogits(ValueError):
 
 
 class NothingAllowed(BrokenLogits):
-    """No token can be sampled: of those that are allowed, none has a finite score."""
+    """No token can be sampled: no allowed token has a finite score."""
 
 
 def sample_tokens(
@@ -79,7 +81,7 @@ def sample_tokens(
 
     Args:
         logits: ``[rows, vocab]`` float32, bfloat16 or float16, read only.  ``-inf`` masks a token.
-        params: One for all rows, or one for each.
+        params: One set of parameters for all rows, or one for each.
         uniforms: ``[rows]`` float64 in [0, 1), one for each row (``rng.uniforms``); greedy rows ignore theirs.
         histories: For each row the tokens its sequence holds, prompt included, in any order and as often as they occur;
             only the repetition penalty needs them.
@@ -95,7 +97,7 @@ def sample_tokens(
         TypeError: the logits have another dtype.
         ValueError: shapes disagree, or a penalised row has no history.
         BrokenLogits: a row holds NaN, +inf or no finite logit, or its scores leave float32.
-        NothingAllowed: of a row's allowed tokens none has a finite score.
+        NothingAllowed: no allowed token of a row has a finite score.
     """
     each, seen = _check(logits, params, uniforms, histories)
     may = [None] * len(each) if allowed is None else allowed
@@ -116,7 +118,7 @@ def sample_tokens(
 
 
 def _float32(logits: Tensor) -> Tensor:
-    """The same numbers in float32."""
+    """The logits, converted to float32."""
     if logits.dtype == torch.float32:
         return logits
     return torch.from_numpy(_scratch.rows("logits", *logits.shape)).copy_(logits)
@@ -125,8 +127,8 @@ def _float32(logits: Tensor) -> Tensor:
 def kept_tokens(scores: Floats, weights: Floats, params: SamplingParams, total: int | None = None) -> Positions | None:
     """The tokens that top-k, top-p and min-p leave, in ascending order; None for the whole vocabulary.
 
-    ``scores [vocab]`` are penalised logits, ``weights [vocab]`` what :func:`weigh` gives of them, and ``total`` their
-    sum, where it is known.
+    ``scores [vocab]`` are penalised logits, ``weights [vocab]`` the result of :func:`weigh` for them, and ``total`` the
+    sum of the weights, if known.
     """
     kept: Positions | None = None
     if 0 < params.top_k < len(scores):
@@ -152,7 +154,7 @@ def _check(
     uniforms: NDArray[np.float64],
     histories: Sequence[Ids] | None,
 ) -> tuple[list[SamplingParams], Sequence[Ids | None]]:
-    """Parameters and history of each row, or an error that says which argument does not fit."""
+    """Parameters and history of each row; raises an error that says which argument does not fit."""
     if logits.dtype not in _FLOATS:
         raise TypeError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}; convert them with .float()")
     if logits.ndim != 2 or (logits.shape[0] and not logits.shape[1]):
@@ -174,8 +176,8 @@ def _check(
 
 
 def _check_finite(log_softmax: Tensor, logits: Tensor, first_row: int) -> None:
-    """Name the first row that cannot be sampled from."""
-    # A single NaN or +inf, or nothing but -inf, turns every entry of a row's log-softmax into NaN: one column tells.
+    """Raise an error that names the first row from which no token can be sampled."""
+    # A single NaN or +inf, or only -inf, makes every entry of a row's log-softmax NaN, so one column is enough.
     broken = torch.isnan(log_softmax[:, 0])
     if bool(broken.any()):
         row = first_row + int(broken.nonzero()[0])
@@ -192,7 +194,7 @@ def _scores(
     histories: Sequence[Ids | None],
     allowed: Sequence[Ids | None],
 ) -> Floats:
-    """Penalised logits of allowed tokens, the rows themselves where that is nothing; an error where none is sampled."""
+    """Penalised logits of allowed tokens, or unchanged rows without copying; raises if no token can be sampled."""
     scores = logits
     with np.errstate(all="ignore"):
         if any(own.repetition_penalty != 1 or may is not None for own, may in zip(params, allowed, strict=True)):
@@ -213,9 +215,9 @@ def _scores(
 
 
 def _penalise(scores: Floats, history: Ids, penalty: float) -> None:
-    """Make the tokens of a sequence less likely, in place and each once, however often they occur."""
+    """Make the tokens of a sequence less likely, in place, each token once even if it occurs more often."""
     ids = np.asarray(history, dtype=np.int64)
-    ids = ids[ids < len(scores)]  # an embedding can be larger than the head: its last tokens are never sampled
+    ids = ids[ids < len(scores)]  # an embedding may have more tokens than the head: the head never samples these
     old, factor = scores[ids], np.float32(penalty)
     scores[ids] = np.where(old < 0, old * factor, old / factor)
 
@@ -242,7 +244,7 @@ def _sample_rows(
             if drawn is not None:
                 drawn[row] = 0, 1
         elif drawn is None and (some := _candidates(scores[row], own)) is not None:
-            # They hold the likeliest token, so they weigh what they weigh among all.
+            # The candidates include the likeliest token, so their weights are the same as among all tokens.
             (held,) = weigh(scores[row, some][None], [own.temperature])
             tokens[row] = int(some[_sample_weighed(scores[row, some], held, None, own, float(uniforms[row]))[0]])
         else:
@@ -261,9 +263,9 @@ def _sample_rows(
 def _sample_weighed(
     scores: Floats, weights: Floats, blocks: NDArray[np.int64] | None, params: SamplingParams, uniform: float
 ) -> tuple[int, int]:
-    """A token by its place among these, and what all weigh that the filters leave.
+    """The index of the sampled token among these, and the sum of the weights that the filters leave.
 
-    ``blocks`` are the sums of the weights, where they are known.
+    ``blocks`` are the block sums of the weights, if known.
     """
     kept = kept_tokens(scores, weights, params, None if blocks is None else int(blocks[-1]))
     if kept is None:
@@ -275,7 +277,7 @@ def _sample_weighed(
 
 
 def _candidates(scores: Floats, params: SamplingParams) -> Positions | None:
-    """Ascending, all tokens that top-k, or min-p on its own, can keep; None where every token must be weighed."""
+    """The tokens, ascending, that top-k, or min-p on its own, can keep; None if every token must be weighed."""
     if 0 < params.top_k < len(scores):
         return np.flatnonzero(scores >= _kth_largest(scores, params.top_k))
     if params.min_p > 0 and params.top_p == 1:
@@ -287,7 +289,7 @@ def _candidates(scores: Floats, params: SamplingParams) -> Positions | None:
 
 def _kth_largest(scores: Floats, k: int) -> np.float32:
     """The k-th largest score."""
-    # It is at least the k-th largest of the maxima of disjoint groups, so only the scores above that one need ranking.
+    # It is at least the k-th largest of the maxima of disjoint groups, so only scores above that bound need ranking.
     groups = max(1024, 4 * k)
     depth = len(scores) // groups
     if depth > 1:
@@ -297,15 +299,15 @@ def _kth_largest(scores: Floats, k: int) -> np.float32:
 
 
 def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
-    """Ascending positions of the fewest largest weights that hold ``top_p`` of the sum."""
+    """Ascending positions of the fewest largest weights whose sum is at least ``top_p`` of the total."""
     need = share(total, top_p)
-    # At least 1, for a token without weight is never sampled.
+    # At least 1, because a token of weight 0 is never sampled.
     likely = np.flatnonzero(weights >= np.float32(max((total - need) // len(weights) * _SHRINK, 1)))
     held = weights[likely]
-    # Positive floats are ordered as their bits are, so a histogram over the upper bits ranks everything but one bin.
-    bins = held.view(np.int32) >> 18  # 32 bins an octave
+    # Positive floats have the order of their bits, so a histogram over the upper bits ranks all but those of one bin.
+    bins = held.view(np.int32) >> 18  # 32 bins per octave
     bins -= bins.min()
-    # Those of a bin are multiples of one power of 2, so float64 adds them up exactly; bins need 64 bits.
+    # Weights of one bin are multiples of one power of 2, so float64 adds them exactly; sums over bins need 64 bits.
     above = np.cumsum(np.bincount(bins, weights=held)[::-1].astype(np.int64))
     depth = min(int(np.searchsorted(above, need)), len(above) - 1)
     missing = need - (int(above[depth - 1]) if depth else 0)
@@ -313,7 +315,7 @@ def _nucleus(weights: Floats, top_p: float, total: int) -> Positions:
     count = min(len(ranked), 1 + int(np.searchsorted(np.cumsum(ranked, dtype=np.float64).astype(np.int64), missing)))
     border = ranked[count - 1]
     kept = likely[held >= border]
-    surplus = int(np.count_nonzero(ranked >= border)) - count  # tokens as likely as the last that is needed
+    surplus = int(np.count_nonzero(ranked >= border)) - count  # tokens of the border's weight that are not needed
     return np.delete(kept, np.flatnonzero(weights[kept] == border)[:surplus]) if surplus else kept
 
 
@@ -322,10 +324,10 @@ class SamplingBatch:
     """How the rows of a batch are sampled.
 
     Attributes:
-        params: ``[rows]`` of each.
+        params: ``[rows]`` the parameters of each row.
         keys: ``[rows]`` uint64 from ``rng.sample_key``.
-        steps: ``[rows]`` how many tokens each has sampled, from 0 to 2**31 - 1.
-        histories: For each the tokens that its sequence holds, prompt included; read where there is a repetition
+        steps: ``[rows]`` number of tokens that each row has sampled, from 0 to 2**31 - 1.
+        histories: For each row the tokens that its sequence holds, prompt included; read only with a repetition
             penalty.
     """
 

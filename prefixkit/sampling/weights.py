@@ -1,4 +1,4 @@
-"""How likely tokens are, in whole numbers: sums are exact in any order, so every device samples the same token.
+"""The weights of tokens as integers: sums are exact in any order, so every device samples the same token.
 
 The arithmetic is part of the specification in ``sampling``; ``csrc/sampling/sample_weight.cuh`` repeats it bit by bit.
 """
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 TOP_BITS = 39
-# Weights are float32 that hold whole numbers; the likeliest token's is 2**39.
+# Weights are float32 with integer values; the weight of the likeliest token is 2**39.
 TOP = float(2**TOP_BITS)
 LOG2E = np.float32(1.4426950408889634)
-# 2**f for 0 <= f <= 1, from the highest power down: within 1.7e-7, rising, and exact at both ends, as tests try on all
-# f.
+# Coefficients of 2**f for 0 <= f <= 1, from the highest power down: within 1.7e-7, monotonic, and exact at both ends,
+# as a test checks for every f.
 EXP2 = tuple(
     np.float32(float.fromhex(text))
     for text in ("0x1.eca6e2p-10", "0x1.269dfcp-7", "0x1.c9442ap-5", "0x1.ebd8a8p-3", "0x1.62e4c8p-1", "0x1p+0")
 )
-_SCALED = tuple(np.float32(TOP) * factor for factor in EXP2)  # by a power of 2, which rounds nothing
-FLOOR = -64.0  # of exponents; below -39 every weight is 0
+_SCALED = tuple(np.float32(TOP) * factor for factor in EXP2)  # scaled by a power of 2, without rounding
+FLOOR = -64.0  # lower bound of exponents; below -39 every weight is 0
 _BLOCK = 256  # tokens per block of the two-level cumulative sum
 
 
 def rate(temperature: float) -> np.float32:
-    """What a difference of scores is multiplied by to become an exponent of 2."""
+    """The factor that turns a difference of scores into an exponent of 2."""
     with np.errstate(over="ignore"):  # a temperature beyond float32 is infinite
         return np.float32(max(LOG2E / np.float32(temperature), np.finfo(np.float32).tiny))
 
 
 class Scratch(threading.local):
-    """Workspace for rows of numbers, which a thread keeps: fresh pages each time would take as long as the
+    """Workspace for rows of numbers, kept per thread: faulting in fresh pages for each call would take as long as the
     arithmetic.
     """
 
@@ -45,7 +45,7 @@ class Scratch(threading.local):
         self._buffers: dict[str, Floats] = {}
 
     def rows(self, use: str, rows: int, tokens: int) -> Floats:
-        """``[rows, tokens]`` with anything in it, good until the next that is asked for the same use."""
+        """``[rows, tokens]`` uninitialised, valid until the next call for the same use."""
         buffer = self._buffers.get(use)
         if buffer is None or buffer.size < rows * tokens:
             buffer = self._buffers[use] = np.empty(rows * tokens, dtype=np.float32)
@@ -53,22 +53,22 @@ class Scratch(threading.local):
 
 
 def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None = None) -> Floats:
-    """The weights of rows of scores, ``2**39 * exp((score - largest) / temperature)`` cut to whole numbers.
+    """The weights of rows of scores, ``2**39 * exp((score - largest) / temperature)`` rounded down to integers.
 
     Args:
         scores: ``[rows, vocab]`` penalised logits, the largest of each row finite.
         temperatures: ``[rows]`` above 0.
-        scratch: Where to put them; None: they are the caller's.
+        scratch: Workspace that holds the result; None: the result is allocated.
 
     Returns:
-        ``[rows, vocab]`` float32 that hold whole numbers from 0 to 2**39.
+        ``[rows, vocab]`` float32 with integer values from 0 to 2**39.
     """
     space = Scratch() if scratch is None else scratch
     power, whole, weights = (space.rows(use, *scores.shape) for use in ("power", "whole", "weights"))
-    with np.errstate(over="ignore"):  # to -inf, which has no weight
+    with np.errstate(over="ignore"):  # to -inf, which has weight 0
         np.subtract(scores, scores.max(1, keepdims=True), out=power)
         power *= np.array([rate(temperature) for temperature in temperatures])[:, None]
-    torch.from_numpy(power).clamp_(min=FLOOR)  # numpy's own takes five times as long
+    torch.from_numpy(power).clamp_(min=FLOOR)  # numpy's clip takes five times as long
     np.floor(power, out=whole)
     power -= whole
     np.multiply(power, _SCALED[0], out=weights)
@@ -76,7 +76,7 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
         weights += factor
         weights *= power
     weights += _SCALED[-1]
-    # Times 2**whole, which moves the exponent field alone.
+    # Multiply by 2**whole, which changes only the exponent field.
     whole *= np.float32(2**23)
     shift = power.view(np.int32)  # no longer needed
     np.copyto(shift, whole, casting="unsafe")
@@ -86,11 +86,11 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
 
 
 def block_sums(weights: Floats) -> NDArray[np.int64]:
-    """``[rows, blocks]`` of weights ``[rows, tokens]``: sums of each block and those before it; at least one token."""
+    """``[rows, blocks]`` cumulative block sums of weights ``[rows, tokens]``, of at least one token."""
     rows, tokens = weights.shape
     blocks = np.empty((rows, -(-tokens // _BLOCK)))
     inside = tokens // _BLOCK * _BLOCK
-    # Whole numbers below 2**53, so float64 adds them up without rounding.
+    # Integers below 2**53, so float64 adds them without rounding.
     if inside:
         full = torch.from_numpy(weights)[:, :inside].view(rows, -1, _BLOCK)
         torch.sum(full, 2, dtype=torch.float64, out=torch.from_numpy(blocks)[:, : inside // _BLOCK])
@@ -113,12 +113,12 @@ def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
 
 
 def share(total: int, top_p: float) -> int:
-    """The least weight that top-p keeps: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
+    """The least sum of weights that top-p keeps: ``ceil(top_p * total)`` in float64, at least 1, at most ``total``."""
     return max(1, min(math.ceil(top_p * float(total)), total))
 
 
 def least(min_p: float) -> np.float32:
-    """The least weight that min-p keeps: ``ceil(min_p * 2**39)``, or the next float32, between which there are none."""
+    """The least weight that min-p keeps: ``ceil(min_p * 2**39)``, rounded up to float32, as all weights are float32."""
     exact = math.ceil(min_p * TOP)
     rounded = np.float32(exact)
     return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < exact else rounded
