@@ -1,1 +1,1 @@
-"""prefixkit under tools that people already use: one file each, on top of sessions."""
+"""Integrations of sessions into other tools: TRL, lm-evaluation-harness, xgrammar and llguidance."""

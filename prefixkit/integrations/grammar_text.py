@@ -1,4 +1,4 @@
-"""Grammars that are texts: JSON schemas, regular expressions, EBNF; the package that reads them compiles them."""
+"""Grammars given as text: JSON schemas, regular expressions, EBNF; a package such as xgrammar compiles them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from prefixkit.sampling.grammar import as_rules, as_schema, shortened
 
 @dataclass(frozen=True)
 class GrammarText:
-    """What ``json_schema``, ``regex`` and ``ebnf`` of a package make.
+    """A grammar as ``json_schema``, ``regex`` and ``ebnf`` of an integration make it.
 
     Attributes:
-        kind: What ``text`` is.
-        text: Schema, expression or rules.
+        kind: The kind of ``text``.
+        text: The schema, the expression or the rules.
         whitespace: Whether JSON may have whitespace between its tokens.
     """
 
@@ -28,43 +28,43 @@ class GrammarText:
 
     @classmethod
     def json_schema(cls, schema: Any, *, whitespace: bool = True) -> Self:
-        """Texts that are JSON of a schema.
+        """The grammar of JSON texts that match a schema.
 
         Args:
             schema: A dict, its JSON text, or a class of pydantic.
-            whitespace: Whether there may be whitespace between JSON's tokens; False: there is none.
+            whitespace: Whether JSON may have whitespace between its tokens.
 
         Raises:
-            TypeError, ValueError: it is no schema, or one of which the package would leave out something.
+            TypeError, ValueError: it is not a schema, or the package would ignore a part of it.
         """
         return cls("json_schema", as_schema(schema), bool(whitespace))
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError: it is no text."""
+        """Texts that the regular expression ``pattern`` matches in full; TypeError or ValueError if it is not text."""
         return cls("regex", as_rules("a regular expression", pattern))
 
     @classmethod
     def ebnf(cls, rules: str) -> Self:
-        """Texts of a grammar in EBNF, as GGML writes it (GBNF): of its ``rules``, ``root ::= ...`` is where it begins.
+        """A grammar in the EBNF of GGML (GBNF); the rule ``root ::= ...`` is its start.
 
         Raises:
-            TypeError, ValueError: it is no text; whether its rules are well-formed is found when it is first used.
+            TypeError, ValueError: ``rules`` is not text; malformed rules raise when the grammar is first used.
         """
         return cls("ebnf", as_rules("a grammar", rules))
 
     def refused(self, package: str, why: object) -> ValueError:
-        """The error that says why a package does not take it."""
+        """The error that says why a package refuses the grammar."""
         return ValueError(f"{self.kind} is refused by {package}: {str(why).strip()}")
 
 
 class Compiler(NamedTuple):
-    """What a package compiles grammars for.
+    """A vocabulary for which a package compiles grammars.
 
     Attributes:
-        inner: Its own tokenizer or compiler.
-        vocab: Tokens of the vocabulary.
-        end: The token that stands for the end.
+        inner: The package's own tokenizer or compiler.
+        vocab: Number of tokens of the vocabulary.
+        end: The token that represents the end.
     """
 
     inner: Any

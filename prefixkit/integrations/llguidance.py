@@ -2,7 +2,7 @@
 
     session.generate(prompts, grammar=regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}"))
 
-Text that a grammar makes certain is not forced to the tokenizer's own spelling: every token that can follow may.
+Where a grammar allows one text only, samples may spell it with any tokens, not only with the tokenizer's own ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import llguidance  # noqa: E402
 import llguidance.numpy  # noqa: E402
 from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: E402
 
-# Text that is certain may be spelled by any tokens, as the model would: else it is by those of the tokenizer alone.
+# Any tokens may spell the only allowed text, as the model prefers; by default llguidance forces the tokenizer's own.
 _HEADER = '%llguidance {"no_forcing": true}'
 
 
@@ -35,11 +35,11 @@ class LLGrammar(GrammarText):
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Texts that ``pattern``, a regular expression, matches in full; TypeError or ValueError: it is no text, or its
-        last backslash escapes nothing.
+        """The grammar of texts that the regular expression ``pattern`` matches in full; TypeError or ValueError if it
+        is not text, or if its last backslash escapes nothing.
         """
         made = super().regex(pattern)
-        if (len(made.text) - len(made.text.rstrip("\\"))) % 2:  # llguidance would leave it out
+        if (len(made.text) - len(made.text.rstrip("\\"))) % 2:  # llguidance would ignore it
             raise ValueError(f"regex ends with a backslash that escapes nothing: {shortened(made.text)!r}")
         return made
 
@@ -53,7 +53,7 @@ class LLGrammar(GrammarText):
         """See ``Grammar``."""
         try:
             lark = self._lark()
-        except Exception as error:  # its parser of EBNF has no class of its own for all that is wrong
+        except Exception as error:  # llguidance's EBNF parser raises errors of many classes
             raise self.refused("llguidance", error) from error
         inner = llguidance.LLMatcher(compiler.inner, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
         if inner.is_error():
@@ -61,7 +61,7 @@ class LLGrammar(GrammarText):
         return LLGrammarMatcher(inner, compiler.vocab, compiler.end)
 
     def _lark(self) -> str:
-        """The same in Lark's syntax, with a header."""
+        """The grammar in Lark's syntax, with a header."""
         if self.kind == "json_schema":
             options = {"x-guidance": {"whitespace_flexible": self.whitespace}}
             return f"{_HEADER}\nstart: %json {json.dumps(json.loads(self.text) | options)}"
@@ -71,7 +71,7 @@ class LLGrammar(GrammarText):
 
 
 class _Vocabulary:
-    """Tokens as llguidance takes them."""
+    """The vocabulary in the form that llguidance takes."""
 
     bos_token_id = None
 
@@ -80,7 +80,7 @@ class _Vocabulary:
         self.special_token_ids = [token for token, text in enumerate(tokens) if not text] + [end]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Nothing asks for the tokens of a text, where none is forced."""
+        """Raise: without forced text, llguidance never asks for the tokens of a text."""
         raise TypeError("grammars are of bytes")
 
 
@@ -95,7 +95,7 @@ class LLGrammarMatcher:
 
     @classmethod
     def accept(cls, matchers: Sequence[LLGrammarMatcher], tokens: Sequence[int]) -> list[bool]:
-        # One by one, for each takes some microseconds: the executor's threads would be woken for less.
+        # One by one: each takes some microseconds, less than waking the executor's threads.
         return [bool(one._inner.try_consume_tokens([token])) for one, token in zip(matchers, tokens, strict=True)]
 
     @classmethod
@@ -103,13 +103,13 @@ class LLGrammarMatcher:
         pairs = [(one._inner, row) for one, row in zip(matchers, rows, strict=True)]
         llguidance.numpy.fill_next_token_bitmask_par(_executor(), pairs, bits)
         for inner, row in pairs:
-            if inner.is_error():  # a limit was met: what it has written would let the text end
+            if inner.is_error():  # it has met a limit, and the mask it wrote would let the text end
                 bits[row] = 0
 
 
 @lru_cache(1)
 def _executor() -> llguidance.LLExecutor:
-    """Its threads serve all calls."""
+    """The executor, whose threads serve all calls."""
     return llguidance.LLExecutor()
 
 

@@ -41,21 +41,21 @@ log = logging.getLogger("prefixkit")
 
 # Distinct tokens of one call of ``Session.score``: progress is shown, and lm-eval's cache written, after each call.
 TOKENS_PER_CALL = 2**15
-# What a task's ``generation_kwargs`` may set, with transformers' own values for what neither they nor the model's
-# ``generation_config`` set.
+# The options that a task's ``generation_kwargs`` may set, with the defaults of transformers, which apply if the model's
+# ``generation_config`` does not set them either.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_WITHOUT_EFFECT = {"use_cache", "do_sample"}  # on what is generated, once the temperature says whether to sample
+_WITHOUT_EFFECT = {"use_cache", "do_sample"}  # the temperature decides whether to sample
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """A request of ``_loglikelihood_tokens``, cut to what the model can see.
+    """A request of ``_loglikelihood_tokens``, cut to the tokens that the model can see.
 
     Attributes:
-        index: Its place among the requests.
+        index: Its index among the requests.
         tokens: Ids of the context and then the continuation.
-        length: Tokens of the context, at least one and fewer than all.
-        key: What lm-eval's cache knows it by; None for a window of a rolling request.
+        length: Number of tokens of the context, at least one and fewer than all.
+        key: Its key in lm-eval's cache; None for a window of a rolling request.
     """
 
     index: int
@@ -77,11 +77,11 @@ class _Wanted:
     """Generation requests with one text and the same options, which get different samples.
 
     Attributes:
-        indices: Their places among the requests.
-        context, options: As the requests have them.
+        indices: Their indices among the requests.
+        context, options: The text and the options of the requests.
         tokens: The text's token ids.
-        until: What ends a sample.
-        params: How to sample.
+        until: Stop strings.
+        params: Sampling parameters.
     """
 
     indices: list[int]
@@ -109,7 +109,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         session: The session over the model.
 
     Raises:
-        ValueError: the model is an encoder with a decoder.
+        ValueError: the model is an encoder-decoder model.
         UnsupportedModel: see :func:`prefixkit.patch`.
     """
 
@@ -131,15 +131,15 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         if not is_patched(self.model):
             patch(self.model)
         self.session = Session(self.model, self.tokenizer, kv_budget=kv_budget, page_size=page_size, compiled=compiled)
-        # By text, while requests are tokenized.
+        # Token ids by text; filled only during loglikelihood().
         self._encoded = dict[str, Ints]()
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """For ``batch_size="auto"``: how many rolling windows are scored at a time; nothing is tried out."""
+        """The number of rolling windows scored at a time with ``batch_size="auto"``; found without trial runs."""
         return int(self.max_batch_size)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As ``HFLM``'s; each distinct text is tokenized once, all by one call of the tokenizer, which has threads."""
+        """As in ``HFLM``; one call of the multithreaded tokenizer tokenizes each distinct text once."""
         pairs = [(context, own) for context, own in (request.args for request in requests) if context.strip()]
         texts = [text for context, own in pairs for text in (context.rstrip(), context + own)]
         self._encoded = self._encode(texts, self.tokenizer.decode(self.prefix_token_id))
@@ -150,7 +150,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             self._encoded = {}
 
     def _encode(self, texts: Iterable[str], bos: str | None, truncation: bool = False) -> dict[str, Ints]:
-        """Token ids as ``HFLM`` makes them, by text; it adds no special tokens to a text that begins with ``bos``."""
+        """Token ids by text, as in ``HFLM``: a text that begins with ``bos`` gets no special tokens."""
         distinct, found = [*dict.fromkeys(texts)], dict[str, Ints]()
         for with_bos in (False, True):
             some = [text for text in distinct if has_bos_prefix(text, bos) == with_bos]
@@ -162,7 +162,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def tok_encode(self, string: str, *given: Any, **options: Any) -> list[int] | Ints:
-        """As ``HFLM``'s; within :meth:`loglikelihood` the array of what is known of its texts, which HFLM slices."""
+        """As in ``HFLM``; during :meth:`loglikelihood` the array of ids already encoded, which ``HFLM`` slices."""
         known = None if given or options else self._encoded.get(string)
         ids: list[int] | Ints = super().tok_encode(string, *given, **options) if known is None else known
         return ids
@@ -199,12 +199,12 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """A text for each request, sampled as its ``generation_kwargs`` say, cut before what it is generated until.
+        """A text for each request, sampled with its ``generation_kwargs`` and cut before the first stop string.
 
-        Equal requests get different samples, whose seed is torch's, which lm-eval sets (``--seed``).
+        Equal requests get different samples.  Their seed is torch's, which lm-eval sets (``--seed``).
 
         Raises:
-            ValueError: ``generation_kwargs`` set what sessions do not have, or leave no room for the context.
+            ValueError: ``generation_kwargs`` set options that sessions do not have, or leave no room for the context.
         """
         found = [""] * len(requests)
         wanted = self._wanted([request.args for request in requests])
@@ -225,7 +225,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         return self.session.stream([Unpadded(one.tokens) for one in wanted], [one.params for one in wanted])
 
     def _cut(self, context: list[int] | Ints, continuation: list[int] | Ints) -> tuple[Ints, int]:
-        """The tokens that the model can see, and how many of them are the context's."""
+        """The tokens that the model can see, and how many of them belong to the context."""
         if not 0 < len(continuation) <= self.max_length or not len(context):
             raise ValueError(
                 f"a context of {len(context)} tokens with a continuation of {len(continuation)} cannot be scored: the "
@@ -286,7 +286,7 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
         return fields
 
     def _text(self, tokens: list[int], until: list[str]) -> str:
-        """The text of a sample, as ``HFLM`` cuts it: what was thought is left out, and what follows a stop string."""
+        """The text of a sample as ``HFLM`` cuts it: without the thinking part, up to the first stop string."""
         end = self.think_end_token
         if isinstance(end, int) and end in tokens:
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
@@ -322,7 +322,7 @@ def _in_calls(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
 
 
 def main() -> None:
-    """The command line of lm-eval, whose model types this module has added to."""
+    """The command line of lm-eval, with the model type that this module adds."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

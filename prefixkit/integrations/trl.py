@@ -3,9 +3,9 @@
 >>> from prefixkit.integrations.trl import SessionGRPOTrainer
 >>> trainer = SessionGRPOTrainer(model=model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=dataset)
 
-There is no second copy of the weights and nothing to synchronise: a session notices that weights have changed.  The
-samples of a prompt share its KV, and the session's memory is freed before the update.  :class:`SessionRollouts` is the
-mixin for trainer classes of your own; :func:`session_rollouts` makes a ``rollout_func`` for TRL's unchanged
+There is no second copy of the weights, and weights need no synchronisation: a session detects changed weights.  The
+samples of a prompt share its KV, and the session frees its memory before the update.  :class:`SessionRollouts` is the
+mixin for users' own trainer classes; :func:`session_rollouts` makes a ``rollout_func`` for TRL's unchanged
 ``GRPOTrainer``.
 """
 
@@ -36,12 +36,12 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How a trainer's completions are sampled; temperature, filters and lengths are those of its config.
+    """How a trainer's completions are sampled; its config sets temperature, filters and lengths.
 
     Attributes:
         logprobs: Which log-probabilities of completions the importance correction uses: ``"sampled"``, those after
             temperature, penalty and filters, renormalised, so that the correction is exact; ``"model"``, those before
-            the filters, so that it corrects rounding only.
+            the filters, so that the correction covers rounding only.
         release_memory: Whether the session frees its memory after each batch of completions, for the update; otherwise
             the pool and CUDA graphs stay, and the next batch starts sooner.
         kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
@@ -62,16 +62,16 @@ class Rollouts:
 
 
 class SessionRollouts:
-    """A mixin for ``GRPOTrainer`` and ``RLOOTrainer``: the first base class of a trainer.
+    """A mixin for ``GRPOTrainer`` and ``RLOOTrainer``; it must be the first base class of a trainer.
 
     Completions come from a session on the trainer's model, which is patched and stays patched.  During sampling modules
     are in evaluation mode, without dropout, as the importance correction requires.
 
     The correction is TRL's for vLLM, by the fields ``vllm_importance_sampling_correction``, ``_mode``, ``_clip_min``
-    and ``_clip_max`` of ``GRPOConfig``: the ratio of the model's probabilities, by a forward pass as in training, to
-    those of the rollout.  The ratio multiplies the advantages, which is equivalent to TRL's losses; the loss "vespo"
-    applies it itself.  ``RLOOConfig`` has no such fields: for RLOO the ratio is that of whole completions, and a ratio
-    above 3 counts as 0.
+    and ``_clip_max`` of ``GRPOConfig``: the ratio of the model's probabilities, from a forward pass as in training, to
+    those of the rollout.  The advantages are multiplied by the ratio, which is equivalent to TRL's losses; the loss
+    "vespo" applies the ratio itself.  ``RLOOConfig`` has no such fields: for RLOO the ratio is that of whole
+    completions, and a ratio above 3 counts as 0.
 
     Args:
         rollouts: Settings of the rollouts; None: ``Rollouts()``.
@@ -81,13 +81,13 @@ class SessionRollouts:
         ValueError: the trainer shards its model (DeepSpeed, FSDP) or splits it (tensor parallelism), has a backend of
             its own (vLLM, continuous batching), trains an image-text model, or sets generation options that sessions
             do not have.
-        TypeError: ``rollouts`` is no ``Rollouts``.
+        TypeError: ``rollouts`` is not a ``Rollouts``.
         UnsupportedModel: see :func:`prefixkit.patch`.
     """
 
     def __init__(self, *given: Any, rollouts: Rollouts | None = None, **options: Any) -> None:
         sampler = _Sampler(_as_rollouts(rollouts))
-        # TRL connects to vLLM as it is made; of its trainers the third argument is the config.
+        # TRL's trainers connect to vLLM in their constructor, so check first; their third argument is the config.
         _check_backend(type(self).__name__, options.get("args", given[2] if len(given) > 2 else None))
         super().__init__(*given, **options)
         _check(self)
@@ -99,11 +99,11 @@ class SessionRollouts:
 
     @property
     def session(self) -> Session | None:
-        """What completions come from; None before the first."""
+        """The session that samples completions; None before the first completions."""
         return self._sampler.session
 
     def _generate(self, prompts: Any) -> Any:
-        """TRL's hook: completions, of several turns where there are tools; between them the session has its memory."""
+        """TRL's hook: completions, with tools of several turns, between which the session keeps its memory."""
         try:
             return super()._generate(prompts)  # type: ignore[misc]  # the trainer's
         finally:
@@ -112,14 +112,14 @@ class SessionRollouts:
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *given: Any, **options: Any
     ) -> Any:
-        """TRL's hook: completions for prompts that stand in the list once for each; of GRPO, with log-probabilities."""
+        """TRL's hook: one completion for each entry of ``prompt_ids``; for GRPO with log-probabilities."""
         if images is not None:
             raise ValueError("prompts have images, which sessions do not take; train with TRL's own generation")
         ids, self._sampled_logps = self._sampler(self, prompt_ids)
         return (ids, self._sampled_logps) if isinstance(self, GRPOTrainer) else ids
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL's hook: a batch for the loss, here with advantages under the importance correction."""
+        """TRL's hook: a batch for the loss, here with corrected advantages."""
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the trainer's
         return corrected(self, batch, self._sampled_logps)
 
@@ -136,14 +136,14 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
     """A ``rollout_func`` for ``GRPOTrainer``: completions from a session on the trainer's model.
 
     TRL passes such a function one prompt for each completion.  Chat messages go through the tokenizer's template here.
-    Images and tools are not supported, and there is no importance correction: TRL does not use the log-probabilities of
-    a ``rollout_func`` for one; only its off-policy mask reads them.
+    Images and tools are not supported, and there is no importance correction: TRL uses the log-probabilities of a
+    ``rollout_func`` for its off-policy mask only.
 
     Args:
-        rollouts: How completions are sampled; None: as ``Rollouts()`` says.
+        rollouts: How completions are sampled; None: ``Rollouts()``.
 
     Raises:
-        TypeError: ``rollouts`` is no ``Rollouts``.
+        TypeError: ``rollouts`` is not a ``Rollouts``.
         ValueError: as for :class:`SessionRollouts`, at the first call.
     """
     sampler = _Sampler(_as_rollouts(rollouts))
@@ -161,7 +161,7 @@ def session_rollouts(rollouts: Rollouts | None = None) -> Callable[[list[Any], A
 
 
 def _check(trainer: Any) -> None:
-    """Raise ValueError, with the remedy, where a trainer's completions cannot come from a session."""
+    """Raise ValueError, with the remedy, if a session cannot sample a trainer's completions."""
     name = type(trainer).__name__
     for what, there in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if there:
@@ -180,7 +180,7 @@ def _check(trainer: Any) -> None:
 
 
 def _check_backend(name: str, args: Any) -> None:
-    """Raise ValueError where a config asks that completions come from elsewhere; ``name`` says for which trainer."""
+    """Raise ValueError if a config selects another generation backend; ``name`` is the trainer's."""
     for field in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(args, field, False):
             raise ValueError(f"{name}: {field}=True asks for another backend; leave it out")
@@ -193,10 +193,10 @@ def _as_rollouts(given: Rollouts | None) -> Rollouts:
 
 
 def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
-    """What the trainer's generation config says."""
+    """Sampling parameters from the trainer's generation config."""
     config = trainer.generation_config
     asked = configured(config, " ".join(REFUSED_FIELDS.values()).split())
-    if (several := config.num_return_sequences or 1) != 1:  # a prompt is in TRL's list once for each completion
+    if (several := config.num_return_sequences or 1) != 1:  # TRL's list has a prompt once per completion
         asked["num_return_sequences"] = several
     if asked:
         given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
@@ -205,7 +205,7 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         )
     stop, temperature = config.stop_strings or (), config.temperature if config.do_sample else 0.0
     penalty = config.repetition_penalty or 1.0
-    models = rollouts.logprobs == "model" and temperature == penalty == 1  # as the model has them: these cost nothing
+    models = rollouts.logprobs == "model" and temperature == penalty == 1  # equal to the model's, which cost nothing
     return SamplingParams(
         temperature=temperature,
         top_k=config.top_k or 0,
@@ -225,18 +225,17 @@ class _Sampler:
     """Samples completions from a session on the model of a trainer.
 
     Attributes:
-        rollouts: How.
-        session: None before the first completions.
+        rollouts: How completions are sampled.
+        session: The session; None before the first completions.
     """
 
     rollouts: Rollouts
     session: Session | None = None
 
     def __call__(self, trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        """A completion for each prompt, in order, and log-probabilities; equal prompts get different ones.
+        """A completion for each prompt, in order, and its log-probabilities; equal prompts get different completions.
 
-        The seed is drawn from torch's generator, which the trainer seeds for each process, and whose state is in its
-        checkpoints.
+        The seed is drawn from torch's generator, which the trainer seeds for each process and saves in its checkpoints.
         """
         params = _params(trainer, self.rollouts, int(torch.randint(2**63 - 1, ())))
         with profiling_context(trainer, "prefixkit.generate"), evaluating(trainer.model), _autocast(trainer):
@@ -245,12 +244,12 @@ class _Sampler:
         return [sample.tokens for sample in samples], [_logprobs(sample, self.rollouts) for sample in samples]
 
     def end(self) -> None:
-        """Give the session's memory back, unless it is to stay."""
+        """Release the session's memory, unless the rollouts keep it."""
         if self.session is not None and self.rollouts.release_memory:
             self.session.release_memory()
 
     def _session(self, trainer: Any) -> Session:
-        """The session, with its memory; a new one where the trainer has another model."""
+        """The session, with its memory allocated; a new session if the trainer has another model."""
         model, how = trainer.model, self.rollouts
         if self.session is None or self.session.model is not model:
             if not is_patched(model):
@@ -269,7 +268,7 @@ def _logprobs(sample: Sample, rollouts: Rollouts) -> list[float]:
 
 
 def _encoded(trainer: Any, prompt: Any) -> list[int]:
-    """A prompt's token ids, chat messages by the tokenizer's template."""
+    """A prompt's token ids; the tokenizer's template formats chat messages."""
     if isinstance(prompt, str):
         return list(trainer.processing_class(prompt)["input_ids"])
     template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
@@ -281,10 +280,10 @@ def _encoded(trainer: Any, prompt: Any) -> list[int]:
 
 @contextmanager
 def _autocast(trainer: Any) -> Iterator[None]:
-    """Mixed precision as in training, around all that a session does.
+    """Mixed precision as in training, around all work of a session.
 
-    Accelerate has put its own around the model's ``forward``, which the session's look at the model's layers does not
-    pass.  It also keeps weights that it has cast until it ends; a CUDA graph would go on to read them.
+    Accelerate's autocast wraps the model's ``forward``, which the session's inspection of the layers does not call.
+    That autocast also caches cast weights until it exits, and a CUDA graph would read them after that.
     """
     model, accelerator = trainer.model, trainer.accelerator
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Fields of GRPOConfig by which TRL corrects for vLLM, with their defaults, for RLOOConfig has none.
+# Defaults of the fields of GRPOConfig for TRL's correction of vLLM; they serve RLOOConfig, which has no such fields.
 _CORRECTION: dict[str, Any] = {"correction": True, "mode": "sequence_mask", "clip_min": None, "clip_max": 3.0}
 
 
 def corrected(trainer: Any, batch: dict[str, Any], sampled: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """A batch for the loss, with advantages times the importance ratio.
+    """A batch for the loss, with advantages multiplied by the importance ratio.
 
     Args:
-        trainer: A ``GRPOTrainer`` or ``RLOOTrainer``; its config says how, as for vLLM.
-        batch: As TRL makes it.
-        sampled: The log-probabilities of the completions as they were sampled, where the batch does not have them.
+        trainer: A ``GRPOTrainer`` or ``RLOOTrainer``, whose config sets the correction as for vLLM.
+        batch: A batch as TRL makes it.
+        sampled: The log-probabilities with which completions were sampled, for batches without them.
     """
     fields = ((f"vllm_importance_sampling_{name}", default) for name, default in _CORRECTION.items())
     corrects, mode, *bounds = (getattr(trainer.args, *field) for field in fields)
@@ -27,7 +27,7 @@ def corrected(trainer: Any, batch: dict[str, Any], sampled: Sequence[Sequence[fl
         return batch
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     own = batch["sampling_per_token_logps"] if "sampling_per_token_logps" in batch else _padded(sampled, mask)
-    by_token = "old_logps" not in batch  # those of RLOO are of whole completions
+    by_token = "old_logps" not in batch  # RLOO has log-probabilities of whole completions
     if by_token:
         difference = (_logps_before(trainer, batch) - own) * mask
         seen = difference[mask.bool()]
@@ -36,7 +36,7 @@ def corrected(trainer: Any, batch: dict[str, Any], sampled: Sequence[Sequence[fl
         seen = difference[:, 0] / mask.sum(1).clamp(min=1)
     ratio = importance_ratio(difference, mode, *bounds)
     _log(trainer, seen.abs(), ratio if ratio.shape[1] == 1 else ratio[mask.bool()])
-    if getattr(trainer, "loss_type", None) == "vespo":  # which takes it by itself
+    if getattr(trainer, "loss_type", None) == "vespo":  # which applies the ratio itself
         return {**batch, "importance_sampling_ratio": ratio}
     advantages = batch["advantages"]
     return {**batch, "advantages": advantages[:, None] * ratio if by_token else advantages * ratio[:, 0]}
@@ -48,14 +48,14 @@ def importance_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> Tensor:
-    """The importance ratio as TRL takes it for vLLM.
+    """The importance ratio, as TRL computes it for vLLM.
 
     Args:
-        difference: ``[completions, tokens]`` float log-probabilities before the update less those of the rollout, 0
-            where nothing was sampled; or ``[completions, 1]`` their sums.
-        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": whether the ratio is of each token
-            or of the completion, and what becomes of one beyond the bounds: it is brought to them, or 0.
-        clip_min, clip_max: The bounds; None: there is none.
+        difference: ``[completions, tokens]`` float log-probabilities before the update minus those of the rollout, 0
+            where no token was sampled; or ``[completions, 1]`` their sums.
+        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": whether each token or each
+            completion has a ratio, and whether a ratio beyond the bounds is clamped to them (truncate) or 0 (mask).
+        clip_min, clip_max: The bounds; None: no bound.
 
     Returns:
         ``[completions, tokens]``, or ``[completions, 1]`` for completions.
@@ -78,7 +78,7 @@ def importance_ratio(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; then each module is as it was."""
+    """Put the model in evaluation mode, and restore each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -89,7 +89,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _logps_before(trainer: Any, batch: Any) -> Tensor:
-    """``[completions, tokens]`` the model's log-probabilities before the update: TRL's, or of one more forward pass."""
+    """``[completions, tokens]`` log-probabilities before the update: TRL's, or those of one more forward pass."""
     if "old_per_token_logps" in batch:
         known: Tensor = batch["old_per_token_logps"]
         return known
@@ -103,7 +103,7 @@ def _logps_before(trainer: Any, batch: Any) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """``[rows, tokens]`` float32 with zeros behind, in the shape of the mask."""
+    """``[rows, tokens]`` float32 in the shape of the mask, rows padded with zeros at the end."""
     found = torch.zeros(mask.shape)
     for row, own in zip(found, rows, strict=True):
         row[: len(own)] = torch.tensor(own)
@@ -111,7 +111,7 @@ def _padded(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 
 
 def _log(trainer: Any, difference: Tensor, ratio: Tensor) -> None:
-    """Log what TRL logs of vLLM, by the same names."""
+    """Log the metrics that TRL logs for vLLM, under the same names."""
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for name, values in (("sampling_logp_difference", difference), ("importance_sampling_ratio", ratio)):
         own = values.flatten() if values.numel() else values.new_zeros(1)

@@ -2,10 +2,10 @@
 
     session.generate(prompts, grammar=json_schema(schema), n=64)
 
-What xgrammar would leave out of a JSON schema is refused.  Three things stay wider in it than they should be: strings
-of a JSON schema with ``minLength`` or ``maxLength`` may hold control characters, which JSON forbids (``pattern`` has
-them not), ``oneOf`` is ``anyOf`` where alternatives may overlap, and negated classes such as ``[^0]`` let encoded
-surrogates pass, which are no UTF-8.
+A JSON schema of which xgrammar would ignore a part is refused.  In three cases xgrammar allows more than it should:
+strings of a JSON schema with ``minLength`` or ``maxLength`` may hold control characters, which JSON forbids (strings
+with ``pattern`` may not), ``oneOf`` is treated as ``anyOf`` where alternatives may overlap, and negated classes such as
+``[^0]`` match encoded surrogates, which are not valid UTF-8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefixkit.integrations.xgrammar_schemas import refuse_left_out
 require("xgrammar", "xgrammar")
 import xgrammar  # noqa: E402
 
-_AT = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \([^)]*\) is false: )?")  # time and place in xgrammar's own sources
+_AT = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \([^)]*\) is false: )?")  # time, and position in xgrammar's sources
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +37,7 @@ class XGrammar(GrammarText):
 
     @classmethod
     def json_schema(cls, schema: Any, *, whitespace: bool = True) -> Self:
-        """As `GrammarText.json_schema` of ``schema`` and ``whitespace``; ValueError: xgrammar leaves out some of it."""
+        """See `GrammarText.json_schema`; raises ValueError if xgrammar would ignore a part of ``schema``."""
         made = super().json_schema(schema, whitespace=whitespace)
         refuse_left_out(json.loads(made.text))
         return made
@@ -47,7 +47,7 @@ class XGrammar(GrammarText):
         """See ``Grammar``."""
         given = [*tokens, b""] if end == len(tokens) else list(tokens)
         info = xgrammar.TokenizerInfo(given, xgrammar.VocabType.RAW, vocab_size=len(given), stop_token_ids=[end])
-        # The session keeps compiled grammars, so that the package need not keep them too.
+        # The session caches compiled grammars, so xgrammar need not cache them too.
         threads = min(8, os.cpu_count() or 1)
         return Compiler(xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False), len(tokens), end)
 
@@ -59,7 +59,7 @@ class XGrammar(GrammarText):
                 found = inner.compile_json_schema(self.text, any_whitespace=self.whitespace, separators=separators)
             else:
                 found = (inner.compile_regex if self.kind == "regex" else inner.compile_grammar)(self.text)
-        except RuntimeError as error:  # its own class for all that is wrong
+        except RuntimeError as error:  # xgrammar raises this class for all errors
             raise self.refused("xgrammar", _AT.sub("", str(error))) from error
         return XGrammarMatcher(xgrammar.GrammarMatcher(found), compiler.vocab, compiler.end)
 
@@ -85,7 +85,7 @@ class XGrammarMatcher:
 
 @lru_cache(1)
 def _batch() -> xgrammar.BatchGrammarMatcher:
-    """Its threads serve all calls."""
+    """The batch matcher, whose threads serve all calls."""
     return xgrammar.BatchGrammarMatcher()
 
 

@@ -1,4 +1,4 @@
-"""What of a JSON schema xgrammar (0.2.8) leaves out, with a line in its own log or without one."""
+"""Finds the parts of a JSON schema that xgrammar (0.2.8) ignores, some of them without a line in its log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 _NEVER = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
 _NEVER |= {"dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"}
-# The first of these that a schema has is all that is followed of it.
+# xgrammar follows only the first of these keywords that a schema has.
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LENGTH = {"minLength", "maxLength"}
@@ -21,17 +21,17 @@ _OF_TYPE = {
     "number": _RANGE | {"multipleOf"},
 }
 _FOLLOWED = set(_WHOLE).union(*_OF_TYPE.values())
-# Which of a schema's values are schemas, are lists of schemas, and have schemas as their values.
+# Keywords whose value is a schema, a list of schemas, or a mapping of names to schemas.
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "additionalItems", "unevaluatedItems")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def refuse_left_out(schema: dict[str, Any]) -> None:
-    """Raise ValueError where xgrammar would leave out what a schema asks for, so that samples might not match it.
+    """Raise ValueError if xgrammar would ignore a part of a schema, so that samples might not match it.
 
-    What is malformed is left for xgrammar to say.
-    ``oneOf`` is none of this, though xgrammar takes it as ``anyOf`` where alternatives may overlap.
+    xgrammar itself reports malformed schemas.
+    ``oneOf`` is not refused, although xgrammar treats it as ``anyOf`` where alternatives may overlap.
     """
     left = [("#", schema)]
     while left:
@@ -45,7 +45,7 @@ def refuse_left_out(schema: dict[str, Any]) -> None:
 
 
 def _left_out(schema: dict[str, Any]) -> Iterator[str]:
-    """Keywords that are left out of one schema, apart from those in it."""
+    """Keywords of one schema that xgrammar ignores, without those of the schemas in it."""
     given = {name for name, value in schema.items() if (name, value) != ("uniqueItems", False)}
     yield from sorted(given & _NEVER)
     whole = next((name for name in _WHOLE if name in given), None)
@@ -56,21 +56,21 @@ def _left_out(schema: dict[str, Any]) -> Iterator[str]:
         yield from sorted(given & _FOLLOWED - {whole})
         reference = schema[whole] if whole == "$ref" else "#"
         if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-            yield "$ref"  # it takes any JSON for it
+            yield "$ref"  # xgrammar then allows any JSON
         if whole == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
             yield whole
         return
     types = _types(schema)
     for kind, names in _OF_TYPE.items():
         if kind not in types:
-            # Where there is no type, some keywords stand for theirs.
+            # In a schema without a type, some keywords imply their type.
             inferred = "type" not in given and kind in ("object", "array") and given & (names - _OBJECT - _ARRAY)
             yield from () if inferred or "type" in given else sorted(given & names)
     yield from _left_out_of_type(schema, given, types)
 
 
 def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) -> Iterator[str]:
-    """Keywords that are left out beside others of the same type."""
+    """Keywords that xgrammar ignores if other keywords of the same type are given."""
     if "propertyNames" in given and given & {"properties", "patternProperties"}:
         yield "propertyNames"
     names, properties = schema.get("required"), schema.get("properties", {})
@@ -89,16 +89,16 @@ def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) 
 
 
 def _named_twice(properties: dict[str, Any], patterns: Any) -> bool:
-    """Whether a pattern is one of a property's own name; each is followed without the other then."""
+    """Whether a pattern matches a property's name: xgrammar then follows the schema of each without the other."""
     try:
         found = [re.compile(pattern) for pattern in patterns or ()]
     except (TypeError, re.error):
-        return False  # xgrammar says what is wrong
+        return False  # xgrammar reports the error
     return any(one.search(name) for one in found for name in properties)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """A schema's types; numbers that may be fractions are a "float" too, and all are a "number"."""
+    """A schema's types; "number" adds "float", for numbers that may be fractions, and "integer" adds "number"."""
     given = schema.get("type", [])
     found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     if "number" in found:
@@ -107,13 +107,13 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _fits(given: Any) -> Callable[[Any], bool]:
-    """Whether a value is of one of the types that a schema gives."""
+    """A function that says whether a value is of one of the types that a schema gives."""
     types = given if isinstance(given, list) else [given]
     return lambda value: _type_of(value) in types or (_type_of(value) == "integer" and "number" in types)
 
 
 def _type_of(value: Any) -> str:
-    """JSON schema's name of a value's type."""
+    """The name of a value's type in JSON schema."""
     if isinstance(value, float) and value.is_integer():
         return "integer"
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -121,7 +121,7 @@ def _type_of(value: Any) -> str:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas in a schema, by their places in it; those of ``propertyNames`` are followed without a type."""
+    """The schemas in a schema, by their paths in it; xgrammar follows those of ``propertyNames`` without a type."""
     yield from ((name, schema[name]) for name in _SCHEMAS if name in schema)
     for name in _LISTS:
         if isinstance(own := schema.get(name), list):
