@@ -1,1 +1,1 @@
-"""Tiny models, named and random trees, and checks of both: what tests, benchmarks and scripts share."""
+"""Tiny models, named and random trees, and checks of both, shared by tests, benchmarks and scripts."""

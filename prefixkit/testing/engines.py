@@ -1,4 +1,4 @@
-"""Engines that remember what their calls counted: what tests and benchmarks of steps run."""
+"""Engines that accumulate the counts of their calls, for tests and benchmarks of steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from prefixkit.session import assembly
 
 
 class ReportingEngine(Engine):
-    """An engine whose calls have the same listeners, and add to one report.
+    """An engine whose calls use the same listeners, and add to one report.
 
     Attributes:
-        options: Listeners, detokenizer and ``return_samples`` of calls that bring none.
-        report: What all calls have counted; assign another to count anew.
+        options: Listeners, detokenizer and ``return_samples`` of runs without a ``Call``.
+        report: The counts of all calls; assign a new report to reset them.
         last: The loop of the last call; None before the first.
     """
 

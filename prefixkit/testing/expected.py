@@ -1,4 +1,4 @@
-"""Prompts for the engine over a fake model, its runs, and what each sample must be."""
+"""Prompts for the engine over a fake model, its runs, and the expected samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefixkit.testing.integrity import check_tree
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, index: int) -> list[int]:
-    """What sample ``index`` must be, sampled token by token, alone."""
+    """The expected tokens of sample ``index``, sampled token by token, alone."""
     return list(_alone(tuple(map(int, prompt)), params, index))
 
 
@@ -38,7 +38,7 @@ def _alone(prompt: tuple[int, ...], params: SamplingParams, index: int) -> list[
 
 
 def beams_alone(prompt: Sequence[int], params: BeamParams) -> Any:
-    """What a search must find, best first, replayed over whole sequences."""
+    """The expected beams of a search, best first, replayed over whole sequences."""
     search = BeamSearch(params)
     while not search.done:
         after = torch.from_numpy(np.stack([logits_after([*prompt, *beam.tokens]) for beam in search.beams]))
@@ -48,7 +48,7 @@ def beams_alone(prompt: Sequence[int], params: BeamParams) -> Any:
 
 
 def random_prompts(seed: int, count: int = 8) -> list[NDArray[np.int64]]:
-    """Prompts with shared heads, a duplicate, and one that is another's prefix."""
+    """Prompts with shared prefixes, a duplicate, and one that is a prefix of another."""
     print("seed", seed)
     rng = np.random.default_rng(seed)
     head = rng.integers(0, VOCAB, 23)
@@ -62,7 +62,7 @@ def run(engine: ReportingEngine, prompts: Iterable[Any], params: SamplingParams 
 
 
 def assert_all_given_back(engine: ReportingEngine) -> None:
-    """No sequence is left, and every page is free except for those of the prefix cache."""
+    """Assert that no sequence is left, and that all pages but those of the prefix cache are free."""
     check_tree(engine.store.tree)
     assert engine.store.tree.pages_held() == 0
     engine.store.cache.clear()

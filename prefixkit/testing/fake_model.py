@@ -1,8 +1,8 @@
 """A language model without weights: its logits are a hash of all the tokens that a query can see through the plan.
 
-It keeps the token of each slot where a real model keeps KV, and reads them only as the step's plan says: the plan on
-the host, or the tensors that kernels take, where a decoder grows the tree in them.  So it finds a query that sees too
-little, too much or the wrong branch, and counts how often each token was computed.
+It stores tokens in the slots where a real model stores KV, and reads them only through the step's plan: the plan on the
+host, or the tensors that kernels take, if a captured step grows the tree in them.  So it detects a query that sees too
+few tokens, too many or the wrong branch, and counts how often each token was computed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ VOCAB = 50
 
 def logits_after(tokens: Iterable[int]) -> NDArray[np.float32]:
     """``[VOCAB]`` the fake model's logits after a sequence of tokens: a function of all of them and their order."""
-    # The length tells sequences of few tokens 0 apart: seeds are padded with zeros.
+    # The length distinguishes sequences that differ only in tokens 0 at the end, because seeds are padded with zeros.
     tokens = list(tokens)
     return _logits_of(np.array([len(tokens), *tokens], dtype=np.int64).tobytes()).copy()
 
 
-@lru_cache(100_000)  # most sequences are asked for twice: by the run that a test expects and by the one it judges
+@lru_cache(100_000)  # most are needed twice: for the expected and for the tested run
 def _logits_of(seed: bytes) -> NDArray[np.float32]:
     drawn = np.random.default_rng(np.frombuffer(seed, dtype=np.uint32)).normal(size=VOCAB)
     return drawn.astype(np.float32) * np.float32(2)
 
 
 def values_of(tokens: Iterable[int], weights: int = 0) -> list[int]:
-    """For each token what stands for its V: a hash of all tokens up to it, and of the weights."""
+    """The fake V of each token: a hash of all tokens up to it, and of the weights."""
     # float32 holds integers of 24 bits.
     return [
         value & 0xFFFFFF
@@ -61,7 +61,7 @@ def values_of(tokens: Iterable[int], weights: int = 0) -> list[int]:
 
 
 def last_value(tokens: Sequence[int], weights: int = 0) -> int:
-    """The last of ``values_of(tokens, weights)``, of all tokens at once."""
+    """The last of ``values_of(tokens, weights)``, without computing the others."""
     return zlib.crc32(np.array(tokens, dtype="<i8").tobytes(), weights) & 0xFFFFFF
 
 
@@ -69,7 +69,7 @@ class FakeModel:
     """Runs steps; ``computed`` counts the full prefix of every token that ran.
 
     Attributes:
-        weights: What the weights are called; only V depends on it.
+        weights: A number that identifies the weights; only V depends on it.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -103,7 +103,7 @@ class FakeModel:
         visible: list[dict[int, int]] = [{} for _ in range(step.num_rows)]
         for q_begin, q_end, partial, seg_begin, coded, *_ in items.tolist():
             count, kind = divmod(coded, KINDS)
-            until = list(positions[q_begin:q_end])  # the last position that each of its rows sees
+            until = list(positions[q_begin:q_end])  # last position that each row of the item sees
             if kind != MaskKind.OWN:
                 until = limits[partial:][: q_end - q_begin].tolist() if kind == MaskKind.LIMIT else [OPEN] * len(until)
             for node, begin, end in segments[seg_begin : seg_begin + count].tolist():
@@ -116,14 +116,14 @@ class FakeModel:
                     assert visible[row].keys().isdisjoint(fresh), "a token seen twice"
                     visible[row].update(fresh)
         for row, tokens in enumerate(visible):
-            if tokens or step.slots[row] >= 0:  # else it pads a graph's rows
+            if tokens or step.slots[row] >= 0:  # else the row is padding of a graph
                 assert sorted(tokens) == list(range(positions[row] + 1)), "a token missing"
         return [[token for _, token in sorted(tokens.items())] for tokens in visible]
 
 
 def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[np.ndarray]]:
-    """A step's items, their segments and limits, and the tree's arrays: the plan's tensors if they are there, else the
-    host's.
+    """A step's items, their segments and limits, and the tree's arrays: the plan's tensors if it has them, else the
+    arrays on the host.
     """
     if len(step.plan) > 1:
         counts, tile_items, decode_items, segments, _, _, limits, *nodes = (each.numpy() for each in step.plan[:12])
@@ -135,7 +135,7 @@ def work_of(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sequence[np
 def make_engine(
     num_pages: int = 4096, page_size: int = 4, pace: Pace = STEP_BY_STEP, **options: Any
 ) -> tuple[ReportingEngine, FakeModel]:
-    """An engine over a fake model, and the model; its cost model shares whatever can be shared."""
+    """An engine over a fake model, and the model; the cost model shares all that can be shared."""
     pool = KVPool(spec_of_alike(num_layers=1, kv_heads=1, head_dim=1), num_pages, page_size)
     model = FakeModel(pool)
     planner = TorchPlanner(HeadShape(1, 1, 1, 4), CostModel(item=0, kv_byte=1, partial_byte=0))

@@ -1,4 +1,4 @@
-"""Random forests as flat arrays, built without the prefix tree, so that attention is tested apart from it."""
+"""Random forests as flat arrays, built without the prefix tree, so that attention is tested independently of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ SHARE_NONE = CostModel(item=1e9, kv_byte=0.0, partial_byte=0.0)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A forest, some queries and the numbers that they attend to.
+    """A forest, some queries and the KV that they attend to.
 
-    Slots that no token owns hold NaN, so reading one shows.  Only variants that have sinks see ``sinks``, ``[heads]``.
+    Slots that no token owns hold NaN, so that a read of one shows in the output.  Only variants with sinks read
+    ``sinks``, ``[heads]``.
     """
 
     snapshot: TreeSnapshot
@@ -58,7 +59,7 @@ class Case:
         return torch.from_numpy(self.snapshot.start[self.row_node].astype(np.int64) + self.queries.row_offset())
 
     def sinks_for(self, variant: Variant) -> Tensor | None:
-        """What the op takes as sinks under this variant."""
+        """The sinks that the op takes under this variant."""
         return self.sinks if variant.has_sinks else None
 
 
@@ -73,7 +74,7 @@ def random_parents(rng: np.random.Generator, nodes: int) -> list[int]:
         return [-1] * nodes
     parents = [-1]
     for node in range(1, nodes):
-        # In depth-first order a new node hangs on the last node or one of its ancestors, or is a new root.
+        # In depth-first order the parent of a new node is the last node or one of its ancestors, or there is none.
         open_nodes = [node - 1]
         while open_nodes[-1] >= 0:
             open_nodes.append(parents[open_nodes[-1]])
@@ -86,8 +87,8 @@ def make_snapshot(
 ) -> tuple[TreeSnapshot, int]:
     """A snapshot with these nodes, and the number of pages of its pool.
 
-    Unless ``orderly``, pages lie in random order, nodes begin inside pages, and some children go on in the page that
-    cuts their parent's end, as after a split.
+    Unless ``orderly``, pages are in random order, nodes begin inside pages, and some children continue in the page in
+    which their parent ends, as after a split.
     """
     nodes = len(parents)
     parent, length = np.array(parents, dtype=np.int32), np.array(lengths, dtype=np.int32)
@@ -168,8 +169,8 @@ def fill(
 ) -> Case:
     """Random queries and sinks, and random KV for every token of the tree, written through ``kv_append``.
 
-    ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and so how sharp the softmax is; ``v_dim``
-    is the size of V's heads, by default the same.
+    ``heads`` is (heads, kv_heads, head_dim); ``spread`` scales the queries, and with them the sharpness of the softmax;
+    ``v_dim`` is the head size of V, by default ``head_dim``.
     """
     num_heads, kv_heads, head_dim = heads
     v_dim = head_dim if v_dim is None else v_dim
@@ -200,8 +201,8 @@ def random_case(
     *,
     plain: bool = False,
 ) -> Case:
-    """A small forest of any kind, or a batch of sequences that share nothing where it is ``plain``; ``heads`` and
-    ``v_dim`` as :func:`fill` takes them.
+    """A small forest of any kind, or with ``plain`` a batch of sequences that share nothing; ``heads`` and ``v_dim`` as
+    :func:`fill` takes them.
     """
     if heads is None:
         kv_heads = int(rng.choice([1, 2, 3]))
@@ -232,7 +233,7 @@ def gpu_plan_of(
     gpu: GpuCost = H200,
     paths: bool = False,
 ) -> Plan:
-    """A plan for kernels with this number of blocks and rows of items: rows are cut into tiles, their KV is split."""
+    """A plan for kernels of this many blocks and rows per item: rows are cut into tiles, and their KV is split."""
     tree = StepTree(case.snapshot, case.queries)
     gpu = replace(gpu, sharing=replace(gpu.sharing, tile_heads=tile_rows, decode_heads=decode_rows))
     formats = [decompose(tree, case.shape, cost, shared, paths=paths)]
@@ -242,7 +243,7 @@ def gpu_plan_of(
 def random_split_plan(
     rng: np.random.Generator, case: Case, cost: CostModel, shared: np.ndarray | None = None, *, paths: bool = False
 ) -> Plan:
-    """A plan whose tiles hold few queries and whose KV is split every few tokens, as if the GPU were large."""
+    """A plan with few queries per tile and KV splits of few tokens, as for a large GPU."""
     roles = [
         replace(role, kv_tile=int(rng.integers(1, 9)), start=0.0, write=0.0, merge=0.0, least=1)
         for role in (H200.tile, H200.decode)
@@ -253,8 +254,8 @@ def random_split_plan(
 
 
 def random_plan(rng: np.random.Generator, case: Case, *, split: float = 0.3) -> Plan:
-    """Any plan that computes the case: node by node shared or not, half by paths; in ``split`` of them with rows and KV
-    split.
+    """A random valid plan for the case: each node shared or not, half of the plans by paths, and a fraction ``split``
+    of them with rows and KV split.
     """
     cost = (CPU_COST, SHARE_ALL, SHARE_NONE)[rng.integers(3)]
     shared = rng.random(case.snapshot.num_nodes) < 0.5 if rng.random() < 0.4 else None
@@ -291,7 +292,7 @@ def attend(case: Case, plan: Plan, variant: str = "causal") -> tuple[Tensor, Ten
 
 
 def program_of(case: Case, plan: Plan, variant: Variant = CAUSAL, costs: Tuning = tuning.CPU) -> Program:
-    """The program for a CPU, with costs of one's own."""
+    """The program for a CPU, with the given costs."""
     return _program(case, plan, variant, costs, on_cpu=True)
 
 
@@ -310,11 +311,11 @@ def _program(case: Case, plan: Plan, variant: Variant, costs: Tuning, *, on_cpu:
 
 
 def run_on(case: Case, program: Program, variant: Variant = CAUSAL) -> tuple[Tensor, Tensor]:
-    """A program on the case's numbers, in pages laid out as its device has them."""
+    """The results of a program on the case's tensors, with pages in the layout of its device."""
     k, v = (of if program.on_cpu else head_major(of) for of in (case.k_pages, case.v_pages))
     return run_program(program, case.q, k, v, case.scale, variant, case.sinks_for(variant))
 
 
 def head_major(pages: Tensor) -> Tensor:
-    """``[pages, page_size, kv_heads, head_dim]`` with strides that put a page's heads one after the other."""
+    """``[pages, page_size, kv_heads, head_dim]`` with strides that store a page head by head."""
     return pages.transpose(1, 2).contiguous().transpose(1, 2)

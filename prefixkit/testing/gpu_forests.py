@@ -1,6 +1,6 @@
 """Large random forests made on the GPU: every kind of tree, ragged, with prefill and decode in one step.
 
-Slots that no visible token owns hold NaN, so a kernel that reads one shows it.
+Slots that no visible token owns hold NaN, so that a kernel's read of one shows in its output.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 KINDS = ("forest", "chain", "star", "beams", "roots")
 MOST_LEAVES, LONGEST_SUFFIX, DEEPEST = 2048, 4096, 256
-# Token KVs x KV heads of a forest, and query heads: what keeps 5,000 forests within minutes.
+# Most tokens x KV heads of a forest, and most query heads, so that 5,000 forests take minutes.
 MOST_TOKENS, MOST_QUERY_HEADS = 400_000, 200_000
 GROUPS, PAGE_SIZES, HEAD_DIMS, KV_HEADS = (1, 4, 8, 7), (1, 16, 64), (64, 128), (1, 2, 3, 8)
 
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """A case on a device and the cost model that plans it; ``rng`` goes on from where the drawing stopped."""
+    """A case on a device, its cost model, and ``rng`` in its state after the draw."""
 
     seed: int
     kind: str
@@ -47,7 +47,7 @@ class Forest:
 
 
 def draw(seed: int, device: torch.device, growing: int = 0) -> Forest:
-    """A random forest.  ``growing``: only leaves ask, one query each, and each has pages for that many tokens."""
+    """A random forest.  ``growing``: only leaves have queries, one each, and pages for that many further tokens."""
     rng = np.random.default_rng(seed)
     kv_heads, head_dim = int(rng.choice(KV_HEADS)), int(rng.choice(HEAD_DIMS))
     heads = kv_heads * int(rng.choice(GROUPS))
@@ -74,7 +74,7 @@ def _parents(rng: np.random.Generator, kind: str, leaves: int) -> list[int]:
         return [-1] + [0] * leaves
     if kind == "beams":
         return _beams(rng, leaves)
-    # A new node hangs on the last one, or on one of its ancestors, or is a new root: the deeper the likelier.
+    # The parent of a new node is the last node or one of its ancestors, the deeper the likelier, or there is none.
     parents, above = [-1], [0]
     for node in range(1, 2 * leaves):
         climb = min(int(rng.geometric(0.4)) - 1, len(above))
@@ -85,7 +85,7 @@ def _parents(rng: np.random.Generator, kind: str, leaves: int) -> list[int]:
 
 
 def _beams(rng: np.random.Generator, leaves: int) -> list[int]:
-    """A root whose descendants branch in two until there are ``leaves`` leaves, the halves uneven."""
+    """A root whose descendants fork in two, with uneven halves, until there are ``leaves`` leaves."""
     parents = [-1]
     work = [(0, leaves)]
     while work:
@@ -116,7 +116,7 @@ def _depth_first(parents: list[int]) -> list[int]:
 
 
 def _lengths(rng: np.random.Generator, kind: str, is_leaf: np.ndarray, most: int) -> np.ndarray:
-    """Leaves of 0 to 4,096 tokens, inner nodes of up to as many; the more nodes, the rarer the long ones."""
+    """Lengths of leaves, 0 to 4,096 tokens, and of inner nodes, up to as many; the more nodes, the rarer long ones."""
     budget = np.exp(rng.uniform(np.log(1000), np.log(most)))
 
     def ragged(count: int, longest: int, share: float) -> np.ndarray:
@@ -161,14 +161,14 @@ def _growing_queries(snapshot: TreeSnapshot, is_leaf: np.ndarray, growing: int) 
     leaf = np.flatnonzero(is_leaf & (snapshot.length > growing)).astype(np.int32)
     begin = snapshot.length[leaf] - growing - 1
     snapshot.computed[is_leaf] = np.maximum(snapshot.length[is_leaf] - growing - 1, 0)
-    if not len(leaf):  # every leaf is as short as can be: its first token asks
+    if not len(leaf):  # every leaf has the least length: its first token is the query
         leaf = np.flatnonzero(is_leaf).astype(np.int32)
         begin = np.zeros(len(leaf), dtype=np.int32)
     return Queries(leaf, begin, begin + 1)
 
 
 def _cost(rng: np.random.Generator, snapshot: TreeSnapshot, queries: Queries) -> CostModel:
-    """The H200's, or all or nothing shared where that stays small."""
+    """The cost model of an H200, or one that shares all or nothing if the work stays small."""
     choice = rng.random()
     rows = np.concatenate(([0], np.cumsum(StepTree(snapshot, queries).own_rows)))
     if choice < 0.15 and int((rows[snapshot.subtree_end] - rows[:-1]).sum()) < 20_000:
@@ -187,7 +187,7 @@ def fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Case:
-    """Random queries, and random KV for every token that is there; NaN everywhere else."""
+    """Random queries, and random KV for every token that the step's queries may see; NaN in all other slots."""
     num_heads, kv_heads, head_dim = heads
     shape = (num_pages, kv_heads, snapshot.page_size, head_dim)
     k_pages, v_pages = (torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(1, 2) for _ in "kv")
@@ -203,7 +203,7 @@ def fill(
 
 
 def write(case: Case, slots: np.ndarray, generator: torch.Generator) -> None:
-    """Random keys and values into these slots, by torch's indexing."""
+    """Write random keys and values into these slots, by torch's indexing."""
     page_size, kv_heads, head_dim = case.k_pages.shape[1:]
     where = torch.from_numpy(slots).to(case.q.device)
     for pages in (case.k_pages, case.v_pages):
@@ -237,7 +237,7 @@ def nodes_of(step: Step) -> list[Tensor]:
 
 
 def path_slots(snapshot: TreeSnapshot, node: int, end: int) -> np.ndarray:
-    """Slots of all that a query at the end of tokens ``[0, end)`` of a node sees, in order of position."""
+    """Slots of all tokens that a query after tokens ``[0, end)`` of a node sees, in order of position."""
     nodes: list[int] = [node]
     while snapshot.parent[nodes[-1]] >= 0:
         nodes.append(int(snapshot.parent[nodes[-1]]))

@@ -1,4 +1,4 @@
-"""Proof that a tree's bookkeeping is consistent: recount everything from the nodes, trust nothing stored."""
+"""A check of a tree's bookkeeping, which recounts everything from the nodes, and trusts no stored count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefixkit.tree import Node, PrefixTree, Sequence
 
 
 def check_tree(tree: PrefixTree) -> None:
-    """Raise AssertionError where an invariant does not hold.  Reads only."""
+    """Raise AssertionError if an invariant does not hold; changes nothing."""
     nodes = _reachable(tree.root)
     for node in nodes:
         _check_links(node)
@@ -88,7 +88,7 @@ def _check_pages(nodes: list[Node], tree: PrefixTree) -> None:
 
 
 def _check_slots(nodes: list[Node], page_size: int) -> None:
-    """No slot has two owners, and nodes know who holds the slots before and behind them, if anyone does."""
+    """No slot has two owners, and nodes know which nodes hold the adjacent slots before and after them, if any."""
     taken = np.concatenate([_slots(node, page_size) for node in nodes])
     taken.sort()
     twice = taken[1:][taken[1:] == taken[:-1]]
@@ -113,7 +113,7 @@ def _slots(node: Node, page_size: int) -> NDArray[np.int64]:
 
 
 def _check_states(nodes: list[Node], count: int) -> None:
-    """Each state has a slot of its own, and follows computed tokens."""
+    """Each state has its own slot, and follows computed tokens."""
     slots = [node.state for node in nodes if node.state >= 0]
     for node in nodes:
         _require(node.state < 0 or node.computed > 0, "a state follows tokens that are computed", node)

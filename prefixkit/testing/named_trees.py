@@ -45,18 +45,18 @@ def tree(parent: list[int], length: list[int]) -> TreeSnapshot:
 
 
 def tree_of(name: str) -> TreeSnapshot:
-    """The tree of a name.
+    """The tree with a name.
 
     ``2L bB pP sS``: B sequences share P tokens and have S each.  ``3L bB pP mM kK sS``: B problems of M tokens share P,
     and K samples of each have S.  ``3L fewshot``: 2,400 tokens, 8 problems of 400, 128 samples of 256 each.  ``beam
-    d6``: 2,048 tokens, then 64-token nodes that branch in two six times.  ``chain dD bB pP tT``: B chains of D nodes of
+    d6``: 2,048 tokens, then 64-token nodes that fork in two six times.  ``chain dD bB pP tT``: B chains of D nodes of
     T tokens below P shared ones.  ``comb dD bB tT sS``: a spine of D nodes of T tokens, B leaves of S at each.
 
-    The others lie in pages as a :class:`PrefixTree` lays them out that grows by these nodes.  S and T may be ranges
-    such as ``1-400``; what is drawn is the same each time.  ``spine pP dD tT sS``: P tokens, then D nodes of T, a leaf
-    of S at each.  ``search pP nN tT``: P tokens, then N nodes of T, each below any of those before.  ``turns bB pP kK
-    dD tT``: B tasks of P tokens, K samples of each, of D turns of T.  ``beams bB pP nN``: what is left of B beams that
-    were N steps long below P tokens, where each step goes on from any of the last.
+    The pages of the other trees are laid out by a :class:`PrefixTree` that grows by these nodes.  S and T may be ranges
+    such as ``1-400``; the lengths drawn are the same each time.  ``spine pP dD tT sS``: P tokens, then D nodes of T, a
+    leaf of S at each.  ``search pP nN tT``: P tokens, then N nodes of T, each below any of those before.  ``turns bB pP
+    kK dD tT``: B tasks of P tokens, K samples of each, of D turns of T.  ``beams bB pP nN``: P tokens, then the
+    ancestors of B beams after N steps, where each beam continues a random one of the step before.
     """
     kind, *rest = name.split()
     if kind in ("spine", "search", "turns", "beams"):
@@ -89,14 +89,14 @@ def tree_of(name: str) -> TreeSnapshot:
 
 
 def grown(kind: str, size: dict[str, str]) -> TreeSnapshot:
-    """A tree of :func:`tree_of` that a prefix tree lays out."""
+    """A tree of :func:`tree_of` whose pages a prefix tree lays out."""
     rng = np.random.default_rng(0)
 
     def drawn(letter: str) -> int:
         low, _, high = size[letter].partition("-")
         return int(rng.integers(int(low), int(high or low) + 1))
 
-    nodes: list[tuple[int, int]] = []  # the one above, and tokens
+    nodes: list[tuple[int, int]] = []  # (parent, number of tokens)
     if kind == "turns":
         for _ in range(int(size["b"])):
             task = len(nodes)
@@ -116,19 +116,19 @@ def grown(kind: str, size: dict[str, str]) -> TreeSnapshot:
     for level in range(int(size["d"])):
         nodes.append((above, drawn("t")))
         before, above = above, len(nodes) - 1
-        if level:  # the spine goes on before the leaf comes, and takes the free slots
+        if level:  # the spine grows before the leaf, and takes the free slots
             nodes.append((before, drawn("s")))
     return laid_out([*nodes, (above, drawn("s"))])
 
 
 def lineages(parents: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """The nodes below node 0 that the last beams descend from, runs without a fork as one: ``parents[step, beam]``."""
-    # Of each step, the last one first: which beams before it have descendants, and from which of these each goes on.
+    """The last beams' ancestors as nodes below node 0, one for each run without a fork: ``parents[step, beam]``."""
+    # For each step, the last one first: the beams before it that have descendants, and which of them each continues.
     alive = [np.unique(parents[-1], return_inverse=True)]
     for step in parents[-2::-1]:
         alive.append(np.unique(step[alive[-1][0]], return_inverse=True))
     nodes: list[tuple[int, int]] = []
-    ends = np.zeros(1, np.int64)  # the node that each living beam of a step ends in
+    ends = np.zeros(1, np.int64)  # the node in which each living beam of a step ends
     for _, above in [(None, np.zeros(len(alive[-1][0]), np.int64)), *reversed(alive)]:
         children = np.bincount(above, minlength=len(ends))
         now = np.empty(len(above), np.int64)
@@ -145,9 +145,9 @@ def lineages(parents: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def laid_out(nodes: list[tuple[int, int]]) -> TreeSnapshot:
-    """A tree that has grown by nodes, each of the one above, -1 for none, and a number of tokens; all have KV.
+    """A tree grown by nodes, each given as its parent (-1: none) and its number of tokens; all tokens have KV.
 
-    A sequence ends at each, so that none are merged.  Pages are numbered without a gap.
+    A sequence ends at each node, so that no nodes are merged.  Pages are numbered without gaps.
     """
     tree = PrefixTree(sum(-(-tokens // PAGE) for _, tokens in nodes), PAGE)
     ends: list[Sequence] = []
@@ -164,7 +164,7 @@ def laid_out(nodes: list[tuple[int, int]]) -> TreeSnapshot:
 
 
 def regular(levels: Iterable[tuple[int, int]]) -> TreeSnapshot:
-    """Levels of ``(nodes, tokens of each)`` from the roots down; a level's nodes have equally many below them."""
+    """Levels of ``(nodes, tokens of each)`` from the roots down; nodes of one level have equally many children."""
     nodes, tokens = zip(*levels, strict=True)
     if any(below % above for above, below in pairwise(nodes)):
         raise ValueError(f"each level must have a multiple of the nodes above it, got {list(nodes)}")

@@ -1,4 +1,4 @@
-"""Random trees to plan for: any shape and lengths, queries in some nodes."""
+"""Random trees for tests of planners: any shape and lengths, with queries in some nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_shape(rng: np.random.Generator) -> HeadShape:
 
 
 def random_cost(rng: np.random.Generator) -> GpuCost:
-    """The H200's, or one that shares and cuts much in small trees."""
+    """The costs of an H200, or costs that share and split much in small trees."""
     sharing = CostModel(float(rng.choice([0, 0.02, 2])), 1 / 4.3e6, float(rng.choice([0, 1e-8, 3.5e-7])))
     sharing = replace(sharing, tile_item=float(rng.choice([0, 0.022])), decode_item=float(rng.choice([0, 0.003])))
     sharing = replace(sharing, tile_heads=int(rng.choice([64, 128])), decode_heads=int(rng.choice([8, 16])))
@@ -50,7 +50,7 @@ def random_cost(rng: np.random.Generator) -> GpuCost:
 def random_tree(
     rng: np.random.Generator, nodes: int, longest: int, rows: int, density: float
 ) -> tuple[TreeSnapshot, Queries]:
-    """A forest of ``nodes`` nodes of up to ``longest`` tokens, up to ``rows`` queries at the end of some of them."""
+    """A forest of ``nodes`` nodes of up to ``longest`` tokens, with up to ``rows`` queries at the end of some nodes."""
     parents = random_parents(rng, nodes)
     lengths = rng.integers(0, longest, nodes)
     count = rng.integers(1, rows + 1, nodes) * (rng.random(nodes) < density)
@@ -62,8 +62,8 @@ def random_tree(
 
 
 def deep_tree(rng: np.random.Generator, nodes: int) -> StepTree:
-    """A comb, or a search tree: up to ``nodes`` nodes, some of them adjacent in memory and some without tokens; queries
-    at the ends of leaves, and of some inner nodes; in a few, tokens are missing before nodes.
+    """A comb or a search tree of up to ``nodes`` nodes, some of them adjacent in memory and some without tokens, with
+    queries at the ends of leaves and of some inner nodes; in a few trees, positions before some nodes are skipped.
     """
     count = int(rng.integers(2, nodes))
     parents = _comb(rng, count) if rng.random() < 0.5 else _search(rng, count)
@@ -83,14 +83,14 @@ def deep_tree(rng: np.random.Generator, nodes: int) -> StepTree:
 
 
 def random_visible(rng: np.random.Generator) -> Visible:
-    """All, a window, chunks, or both without the first tokens."""
+    """All tokens, a window, chunks, or a window and chunks without the first tokens."""
     size = int(rng.integers(1, int(rng.choice([8, 100, 2000]))))
     some = ALL, Visible(window=size), Visible(chunk=size), Visible(size, 2 * size, first=int(rng.integers(9)))
     return some[rng.integers(len(some))]
 
 
 def _comb(rng: np.random.Generator, nodes: int) -> list[int]:
-    """A spine with up to two leaves at each node of it."""
+    """A spine with up to two leaves at each of its nodes."""
     parents, spine = [-1], 0
     while len(parents) < nodes:
         parents += [spine] * int(rng.integers(1, 4))
@@ -126,14 +126,14 @@ def specified(
     paths: bool = False,
     tiles: Visible = ALL,
 ) -> Plan:
-    """The plan that any planner must make; ``paths``: by heavy paths, whose tiles read what is seen by ``tiles``."""
+    """The plan that any planner must make; ``paths``: by heavy paths, whose tiles read the tokens seen by ``tiles``."""
     tree, runs = StepTree(snapshot, queries), runs_of(snapshot) if paths else None
     formats = [decompose_unchecked(tree, shape, cost.sharing, paths=paths, runs=runs, tiles=tiles)]
     return make_gpu_plan(formats, tree.length, queries.num_rows, shape, num_sms, cost)
 
 
 def held_by(work: Sequence[Tensor]) -> list[Ints]:
-    """A plan's arrays cut to what they hold, on the host."""
+    """A plan's arrays on the host, cut to their used part."""
     counts, tile_items, decode_items, segments, merge_indptr, merge_indices, limits = (x.cpu().numpy() for x in work)
     assert not counts[OVERFLOW]
     tile_items, decode_items = tile_items[: counts[0]], decode_items[: counts[1]]
@@ -145,7 +145,7 @@ def held_by(work: Sequence[Tensor]) -> list[Ints]:
 
 
 def narrowed(rows: BSR, group: int, most: int = DECODE_ROWS) -> BSR:
-    """The same rows cut to so few queries that every item is a decode item, of ``most`` rows, which hold a group."""
+    """The same rows cut to so few queries that every item is a decode item of ``most`` rows, at least one group."""
     step, queries = most // group, rows.q_end - rows.q_begin
     count = -(-queries // step)
     row = np.repeat(np.arange(len(rows.kind)), count)
@@ -167,5 +167,5 @@ def narrowed(rows: BSR, group: int, most: int = DECODE_ROWS) -> BSR:
 
 
 def size_of(plan: Plan) -> PlanCapacity:
-    """What this plan needs."""
+    """The capacity that a plan needs."""
     return PlanCapacity(len(plan.tile_items), len(plan.decode_items), len(plan.segments), *plan.counts[2:4].tolist())

@@ -1,7 +1,7 @@
-"""Random variants: compositions of what traced functions are made of.
+"""Random variants: compositions of the operations of traced functions.
 
-A seed for the structure says which operations there are, another which numbers and captured tensors they work on:
-variants of one structure have one code, and run in one kernel.
+One seed determines the structure, the operations; another determines the numbers and captured tensors that they work
+on.  Variants of one structure have the same code, and run in the same kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from prefixkit.attention.variants import Variant, attention_sinks, compose, variant
 from prefixkit.testing.forests import Case
 
-# Of b, h, q_idx and kv_idx; scores also of the score before them.
+# A function of b, h, q_idx and kv_idx; a score function takes the score before these.
 Function = Callable[..., Any]
 LONGEST = 5000
 
@@ -28,8 +28,8 @@ def random_variant(structure: int, values: int, sequences: int, heads: int, *, s
     Args:
         structure: Seed of the operations.
         values: Seed of the numbers and tensors.
-        sequences, heads: How many captured tensors have values for.
-        sinks: Some structures have sinks.
+        sequences, heads: Number of sequences and heads for which captured tensors have values.
+        sinks: Whether some structures have sinks.
     """
     shape = random.Random(structure)
     make = _Maker(shape, random.Random(values), torch.Generator().manual_seed(values), sequences, heads)
@@ -45,7 +45,7 @@ def random_variant(structure: int, values: int, sequences: int, heads: int, *, s
 
 
 def fitting(rng: np.random.Generator, case: Case, of: Variant, sequences: int) -> Case:
-    """The case with numbers of sequences; all KV is there where the variant looks ahead, as attention then needs it."""
+    """The case with sequence numbers; if the variant looks ahead, all tokens have KV, which attention then needs."""
     if of.looks_ahead:
         case.snapshot.computed[:] = case.snapshot.length
     numbers = rng.integers(0, sequences, len(case.queries.node)).astype(np.int32)
@@ -53,7 +53,7 @@ def fitting(rng: np.random.Generator, case: Case, of: Variant, sequences: int) -
 
 
 class _Maker:
-    """Draws functions: ``shape`` decides what is done, ``values`` and ``generator`` to what."""
+    """Draws functions: ``shape`` chooses the operations, ``values`` and ``generator`` their operands."""
 
     def __init__(
         self, shape: random.Random, values: random.Random, generator: torch.Generator, sequences: int, heads: int
@@ -64,11 +64,11 @@ class _Maker:
         self.halves = torch.randn(heads, 64, generator=generator).to(torch.bfloat16)
 
     def whole(self, depth: int) -> Function:
-        """Integers."""
+        """A function with integer values."""
         if depth == 0:
             return self._leaf()
         x, y = self.whole(depth - 1), self.whole(depth - 1)
-        by = self.shape.choice((1, 1, -1)) * self.values.choice([2, 3, 5, 17, 64])  # a divisor's sign is in the text
+        by = self.shape.choice((1, 1, -1)) * self.values.choice([2, 3, 5, 17, 64])  # the sign is part of the code
         return self.shape.choice(
             [
                 lambda *at: x(*at) + y(*at),
@@ -83,7 +83,7 @@ class _Maker:
         )
 
     def _leaf(self) -> Function:
-        number = self.values.choice((1, -1)) * self.values.randint(1, 40)  # kv <= q + 0 is causal, another code
+        number = self.values.choice((1, -1)) * self.values.randint(1, 40)  # not 0: kv <= q + 0 has the code of causal
         table = self.table
         return self.shape.choice(
             [
@@ -99,7 +99,7 @@ class _Maker:
 
     def truth(self) -> Function:
         x, y, more = self.whole(self.shape.randint(0, 3)), self.whole(self.shape.randint(0, 3)), self.whole(1)
-        size, parts = self.values.randint(2, 30), self.values.randint(2, 5)  # within 1 is causal, another code
+        size, parts = self.values.randint(2, 30), self.values.randint(2, 5)  # not 1, which is the code of causal
         return self.shape.choice(
             [
                 lambda *at: x(*at) <= y(*at),
@@ -113,7 +113,7 @@ class _Maker:
         )
 
     def mask(self) -> Function:
-        """Causal ones, and others; some hide every key from some queries."""
+        """A mask, causal or not; some masks hide every key from some queries."""
         one, other = self.truth(), self.truth()
         return self.shape.choice(
             [

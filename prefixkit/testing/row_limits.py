@@ -1,4 +1,4 @@
-"""Plans whose shared rows are of kind LIMIT, with limits drawn at random, and the mask that means the same."""
+"""Plans whose shared rows are of kind LIMIT, with random limits, and the equivalent mask."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from prefixkit.testing.forests import Case
 def with_row_limits(
     rng: np.random.Generator, case: Case, plan: Plan, device: torch.device | str = "cpu"
 ) -> tuple[Case, Plan, Variant]:
-    """The plan with a limit for each query, which ends what it sees of its ancestors.
+    """The plan with a limit for each query, the last position that it sees of its ancestors.
 
     Args:
-        rng: Draws the limits: before all, behind all, or anywhere.
+        rng: Draws the limits: before all positions, after all, or anywhere.
         case: Queries over a forest.
-        plan: For our kernels, in which every node above queries is shared.
-        device: Of what the mask captures.
+        plan: A plan for the kernels of prefixkit, in which every node above queries is shared.
+        device: Device of the tensors that the mask captures.
 
     Returns:
         The case with a number for each run of queries, the plan, and a mask that reads these numbers, for an oracle.

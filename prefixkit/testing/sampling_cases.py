@@ -51,7 +51,7 @@ def rows_of(rng: np.random.Generator, rows: int, vocab: int, dtype: torch.dtype)
 def masked_case(
     rng: np.random.Generator, rows: int, vocab: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[SamplingParams], list[NDArray[np.int64] | None]]:
-    """Logits, parameters, and what a grammar allows: all, nothing, one token, a few, most of them."""
+    """Logits, parameters, and the tokens that a grammar allows: all, none, one, a few, most of them."""
     allowed: list[NDArray[np.int64] | None] = []
     for row in range(rows):
         some = np.flatnonzero(rng.random(vocab) < (0, 0, 0, 0.02, 0.99)[row % 5]).astype(np.int64)
@@ -82,12 +82,12 @@ NASTY: dict[str, Callable[[int], Tensor]] = {
 
 
 def logprob_bound(exact: np.ndarray, vocab: int) -> np.ndarray:
-    """How far a log-softmax in float32 may be from that of float64.
+    """A bound of the difference between a log-softmax in float32 and the one in float64.
 
-    In units of 2**-24, relative to the sum: each exponential has errors of its difference, product and constant (3
-    times the difference, whose mean over the distribution is at most ln V, plus 4 for the function); a thread of the
-    smallest cluster, one block, adds up V / 1,024 groups of four, and a warp its lanes (7 more).  The result rounds
-    once.
+    The errors, in units of 2**-24, relative to the sum: each exponential has the errors of its difference, product and
+    constant (3 times the difference, whose mean over the distribution is at most ln V, plus 4 for the function); each
+    thread of the smallest cluster, one block, adds V / 1,024 groups of four, and a warp adds its lanes (7 more).  The
+    result rounds once.
     """
     bound: np.ndarray = 2**-24 * (3 * math.log(vocab) + 4 + vocab / 1024 + 1 + 7 + np.abs(exact))
     return bound
@@ -103,7 +103,7 @@ FLAT: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "nearly equal": lambda rng, vocab: _normal(rng, vocab) * 1e-3,
     "a few values": lambda rng, vocab: np.round(_normal(rng, vocab) * 4) / 4,
     "two values": lambda rng, vocab: np.where(np.arange(vocab) % 2, 0.0, -8.0),
-    "in order": lambda rng, vocab: np.sort(_normal(rng, vocab)),  # those at the border lie together
+    "in order": lambda rng, vocab: np.sort(_normal(rng, vocab)),  # tokens at the border are adjacent
     "likely tokens apart": lambda rng, vocab: np.where(np.arange(vocab) % 500 == 7, 12.0, _normal(rng, vocab)),
 }
 
@@ -113,7 +113,8 @@ def flat_case(
 ) -> tuple[Tensor, list[SamplingParams]]:
     """Logits ``[rows, vocab]`` and parameters with all kinds of top-p, alone and with min-p."""
     params = [SamplingParams(top_p=p) for p in (0.05, 0.5, 0.95, 0.9999, 1 - 1e-9)]
-    # Half of the likelier tokens of two, to a part in 10^4 on both sides, so that rounded sums do not tell.
+    # In rows of two values, half of the likelier tokens, and up to a part in 10^4 more or fewer, so that the borders
+    # differ by less than the rounding of sums.
     half = 1 / (1 + math.exp(-8.0))
     params += [SamplingParams(top_p=half * (1 + part)) for part in (-1e-4, -1e-7, 1e-7, 1e-4)]
     params += [SamplingParams(top_p=0.9, min_p=least) for least in (1e-9, 0.05, 0.5)]

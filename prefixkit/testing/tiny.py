@@ -15,7 +15,7 @@ CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """Two layers, 4 query heads over 2 KV heads, float32; logits spread enough that greedy choices are clear."""
+    """Two layers, 4 query heads over 2 KV heads, float32; its logits differ enough for clear greedy choices."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -54,7 +54,7 @@ class ByteTokenizer:
 
 
 def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of transformers without merges; its end of text is the tiny model's."""
+    """A byte-level tokenizer of transformers without merges; its end-of-text token is that of the tiny model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

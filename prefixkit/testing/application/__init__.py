@@ -1,1 +1,1 @@
-"""The command line, run folders and their pages, as tests use them."""
+"""Helpers for tests of the command line, of run folders and of their pages."""

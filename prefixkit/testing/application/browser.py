@@ -1,4 +1,4 @@
-"""Chromium over its DevTools protocol, which it speaks through two pipes: JSON, each message ended by a NUL."""
+"""Chromium, controlled by its DevTools protocol over two pipes: JSON messages, each ended by a NUL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-LIMIT = 60.0  # seconds that an answer may take
+LIMIT = 60.0  # most seconds of an answer
 
 
 class Browser:
@@ -27,7 +27,7 @@ class Browser:
         self._from, other = os.pipe()
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={self._profile}"]
-        # Its descriptors are 3, to read, and 4, to write.
+        # Chromium reads from descriptor 3, and writes to descriptor 4.
         shell = f'exec "$0" "$@" 3<&{theirs} 4>&{other}'
         command = ["/bin/bash", "-c", shell, CHROMIUM, *options, "--remote-debugging-pipe", "about:blank"]
         quiet = subprocess.DEVNULL
@@ -44,7 +44,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to one command; events that come before it are kept."""
+        """The answer to one command; events that arrive before it are stored."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -60,7 +60,7 @@ class Browser:
         """Show a file at a width, and wait until it is loaded."""
         self.resize(width)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        # A page that is open already would not be loaded again.
+        # Chromium does not load a page again that is already open.
         for url in ("about:blank", path.as_uri()) if path == self._open else (path.as_uri(),):
             self.events.clear()
             self.ask("Page.navigate", url=url)
@@ -69,17 +69,17 @@ class Browser:
         self._open = path
 
     def resize(self, width: int) -> None:
-        """Show what is open at another width."""
+        """Show the open page at another width."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
 
     def value(self, expression: str) -> Any:
-        """What an expression gives on the page."""
+        """The value of an expression on the page."""
         result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def picture(self, path: Path, height: int = 900) -> None:
-        """Write what is seen of the page, from its scrolled place on, as PNG."""
+        """Write the visible part of the page, from its scroll position on, as PNG."""
         clip = {"x": 0, "y": self.value("scrollY"), "width": self.value("innerWidth"), "height": height, "scale": 1}
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
@@ -89,7 +89,7 @@ class Browser:
         return [event["params"] for event in self.events if event.get("method") == method]
 
     def close(self) -> None:
-        os.close(self._to)  # it ends when the pipe does
+        os.close(self._to)  # Chromium ends when the pipe is closed
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Running the command line inside the test's process, and a tiny model in a folder to run it on."""
+"""Runs of the command line inside the test's process, and a tiny model in a folder for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_prompts(path: Path) -> Path:
 
 
 def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str = "utf-8") -> Result:
-    """What ``prefixkit ARGUMENTS`` wrote in ``charset`` with ``typed`` as its input; it must exit with ``code``."""
+    """The output of ``prefixkit ARGUMENTS`` in ``charset``, with input ``typed``; the exit status must be ``code``."""
     with _as_in_a_process_of_its_own():
         result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
     assert code is None or result.exit_code == code, result.output
@@ -39,15 +39,15 @@ def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str 
 
 @contextmanager
 def _as_in_a_process_of_its_own() -> Iterator[None]:
-    """Standard error gets what the command says, whatever levels and filters other tests of this process have set."""
+    """Send the command's messages to standard error, whatever levels and filters other tests have set."""
     with log_levels_of_its_own(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries, in this process or in its threads
+        warnings.simplefilter("ignore")  # warnings of libraries, in this process or in its threads
         yield
 
 
 @contextmanager
 def log_levels_of_its_own() -> Iterator[None]:
-    """Loggers begin at the levels of a new process, and have those from before afterwards, whatever has set them."""
+    """Give loggers the levels of a new process, and restore the earlier levels at the end."""
     loggers = [logging.getLogger(name) for name in (None, "prefixkit")]
     levels = [logger.level for logger in loggers]
     try:

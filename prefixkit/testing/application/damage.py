@@ -1,4 +1,4 @@
-"""Run folders of which much is hostile or damaged, and what commands must make of the rest."""
+"""Run folders with hostile or damaged contents, and checks of what commands report of the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prefixkit.evaluation.tasks.problem import Calls, Checks, Limits, Problem, S
 from prefixkit.testing.application.command_line import run
 from prefixkit.testing.application.run_folders import manifest_of, prompts_of
 
-STRANGE = {"strange": [None, 1.5]}  # of no field's type
-MOST = 9  # damaged lines of one file at most: messages name no more
+STRANGE = {"strange": [None, 1.5]}  # no field has this type
+MOST = 9  # most damaged lines of one file: messages name no more
 COMMANDS = (["evaluate", "--jobs", 2], ["report"], ["export", "--format", "programs"])
 NAMES = {
     "samples/*.jsonl": ("id", "index", "text", "tokens"),
@@ -29,7 +29,7 @@ NAMES = {
 
 
 def problem(chance: random.Random, number: int) -> Problem:
-    """A problem of any kind, whose tests pass or, one in five, are such as no judge can use."""
+    """A problem of any kind; the tests of one problem in five are unusable for every judge."""
     name = f"p/{number}"
     if chance.random() < 0.8:
         tests: Any = chance.choice(
@@ -60,7 +60,7 @@ def problem(chance: random.Random, number: int) -> Problem:
 
 
 def text(chance: random.Random) -> str:
-    """An answer: a right one, a wrong one, or what a model writes that loops, and worse."""
+    """An answer: a right one, a wrong one, or the output of a looping model, and worse."""
     count, size = chance.choice([90, 250, 900]), chance.choice([5, 100, 250, 1_000, 3_000])
     ends = "\nprint(f(1))\n"
     good = "def f(x):\n    return x + 1\n" + chance.choice(["", ends, "print(int(input()) + 1)\n"])
@@ -116,7 +116,7 @@ def contents(path: Path) -> bytes:
 
 
 def damaged(chance: random.Random, line: bytes, names: tuple[str, ...]) -> bytes:
-    """A line that is no longer what it was to be."""
+    """A damaged copy of the line."""
     kind = chance.choice(["cut", "random", "type", "type", "type", "deep", "deeper", "huge", "other", "lacks"])
     if kind == "cut":
         return line[: chance.randrange(1, len(line) - 2)]
@@ -141,7 +141,7 @@ def damaged(chance: random.Random, line: bytes, names: tuple[str, ...]) -> bytes
 
 
 def damage_lines(chance: random.Random, path: Path, names: tuple[str, ...], most: int) -> list[int]:
-    """Damage up to ``most`` lines of a file; returns which, from 1."""
+    """Damage up to ``most`` lines of a file; returns their numbers, from 1."""
     lines = contents(path).split(b"\n")[:-1]
     chosen = sorted(chance.sample(range(len(lines)), min(most, MOST, len(lines))))
     for place in chosen:
@@ -152,7 +152,7 @@ def damage_lines(chance: random.Random, path: Path, names: tuple[str, ...], most
 
 
 def outcomes(folder: RunFolder) -> dict[tuple[Any, int], str | None]:
-    """What every sample that can be read came to."""
+    """The outcome of every readable sample."""
     verdicts, found = Verdicts(folder), dict[tuple[Any, int], str | None]()
     for one in folder.samples():
         verdict = verdicts.of(folder.places[one["id"]], one["text"])[2]
@@ -161,7 +161,7 @@ def outcomes(folder: RunFolder) -> dict[tuple[Any, int], str | None]:
 
 
 def commands(folder: RunFolder) -> tuple[str, list[dict[str, Any]], list[int]]:
-    """Evaluate, report and export: what they said, the lines that were exported, and the exit statuses."""
+    """Evaluate, report and export: their messages, the exported lines, and the exit statuses."""
     said, lines, codes = "", list[dict[str, Any]](), list[int]()
     for name, *options in COMMANDS:
         done = run(name, folder.path, *options, code=None)
@@ -176,7 +176,7 @@ def commands(folder: RunFolder) -> tuple[str, list[dict[str, Any]], list[int]]:
 
 
 class Whole:
-    """A run folder as it was before any damage, judged; copies of it are damaged."""
+    """An undamaged run folder with its outcomes; tests damage copies of it."""
 
     def __init__(self, path: Path, chance: random.Random, problems: int, samples: int) -> None:
         self.folder = folder_of(path, chance, problems, samples)
@@ -189,7 +189,7 @@ class Whole:
             assert None not in judged or named, (str(one.problem.tests)[:200], said[-999:])
 
     def check_damaged(self, path: Path, chance: random.Random, most: int) -> int:
-        """Damage a copy and check what the commands say of it; returns how many places were damaged."""
+        """Damage a copy and check the commands' messages; returns the number of damaged places."""
         shutil.copytree(self.folder.path, path)
         intact, named, count = dict(self.outcomes), list[tuple[str, list[int]]](), 0
         for pattern, names in NAMES.items():
@@ -211,7 +211,7 @@ class Whole:
         said, exported, codes = commands(RunFolder(path))
         assert codes == [1, 1, 1], said
         found, unsure = outcomes(RunFolder(path)), {key[0] for key, was in self.outcomes.items() if was is None}
-        for key, was in intact.items():  # of tests that do not run, the order decides who gets a verdict all the same
+        for key, was in intact.items():  # if tests do not run, the order decides which samples get a verdict
             assert key in found and (found[key] == was or key[0] in unsure), (key, was, found.get(key))
         assert intact.keys() <= {(one["id"], one["index"]) for one in exported}, said
         assert json.loads((path / "report.json").read_text())["pass_at_k"] is not None
@@ -225,7 +225,7 @@ class Whole:
         return count
 
     def check_manifest(self, path: Path, chance: random.Random) -> int:
-        """Damage the manifest of a copy: each command says so in one line."""
+        """Damage the manifest of a copy, and check that each command reports it in one line."""
         shutil.copytree(self.folder.path, path)
         place = path / "manifest.json"
         record = json.loads(place.read_bytes())

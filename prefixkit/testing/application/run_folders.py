@@ -1,4 +1,4 @@
-"""A campaign over a model that is made up: samples follow from seed, index and prompt, as a real one's do."""
+"""A campaign over a fake model: seed, index and prompt determine its samples, as for a real model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefixkit.sampling.rng import sample_key
 
 
 def prompts_of(count: int) -> list[NDArray[np.int32]]:
-    """Prompts, of which the third is the first once more."""
+    """Prompts; the third one equals the first."""
     prompts = [np.arange(i, i + 5, dtype=np.int32) for i in range(count)]
     if count > 2:
         prompts[2] = prompts[0]
@@ -33,7 +33,7 @@ def problems_of(count: int) -> list[Problem]:
 
 
 def manifest_of(count: int = 4, **changes: Any) -> Manifest:
-    """A manifest of :func:`prompts_of`, except for ``changes``."""
+    """A manifest for the prompts of :func:`prompts_of`, with ``changes`` of its fields."""
     prompts = describe_prompts([one.id for one in problems_of(count)], prompts_of(count), [{}] * count)
     fields: dict[str, Any] = {
         "model": "made up",
@@ -55,7 +55,7 @@ def folder_of(path: Path, count: int = 4, **changes: Any) -> RunFolder:
 
 
 def sample_of(request: Request, index: int) -> Sample:
-    """Sample ``index`` of a request, as the made-up model gives it."""
+    """Sample ``index`` of a request, from the fake model."""
     assert isinstance(request.params, SamplingParams)
     rng = np.random.default_rng(int(sample_key(request.params.seed, index, request.tokens, request.occurrence)))
     tokens = rng.integers(0, 1000, rng.integers(1, 9)).tolist()
@@ -65,7 +65,7 @@ def sample_of(request: Request, index: int) -> Sample:
 def sampler(
     requests: Sequence[Request], give: Callable[[Sample], None], order: np.random.Generator | None = None
 ) -> Report:
-    """Give the samples of requests, in any order."""
+    """Pass the samples of requests to ``give``, in any order."""
     asked = [(request, index) for request in requests for index in request.sample_indices]
     for i in range(len(asked)) if order is None else order.permutation(len(asked)).tolist():
         give(sample_of(*asked[i]))
@@ -75,7 +75,7 @@ def sampler(
 def sample(
     folder: RunFolder, n: int = 8, count: int = 4, first: int = 0, run: Any = sampler, **options: Any
 ) -> Progress:
-    """Run a campaign of the made-up model to its end."""
+    """Run a campaign of the fake model to its end."""
     goal_options = {key: options.pop(key) for key in ("part", "round") if key in options}
     goal = Goal(first, [n] * count, **goal_options)
     params = [SamplingParams(seed=7)] * count
@@ -83,7 +83,7 @@ def sample(
 
 
 def set_of(folder: RunFolder) -> set[tuple[Any, ...]]:
-    """What a campaign has come to, whatever the order."""
+    """The results of a campaign as a set, independent of their order."""
     found = [(one["id"], one["index"], tuple(one["tokens"]), one["text"]) for one in folder.samples()]
     assert len(found) == len({one[:2] for one in found}), "a sample is there twice"
     return set(found)
