@@ -37,7 +37,7 @@ class XGrammar(GrammarText):
 
     @classmethod
     def json_schema(cls, schema: Any, *, whitespace: bool = True) -> Self:
-        """See `GrammarText.json_schema`; raises ValueError if xgrammar would ignore a part of ``schema``."""
+        """See `GrammarText.json_schema` for ``schema`` and ``whitespace``; ValueError if xgrammar ignores a part."""
         made = super().json_schema(schema, whitespace=whitespace)
         refuse_left_out(json.loads(made.text))
         return made

@@ -162,7 +162,7 @@ class Pace:
     waited_for: int = sys.maxsize
 
     def makes_way(self, ended: int, rows: int) -> bool:
-        """Whether to commit a batch of ``rows`` samples, of which ``ended`` have ended, so that others can start."""
+        """Whether to commit a batch of ``rows`` samples once ``ended`` of them have ended, so that others can start."""
         return ended > 0 and ended * self.waited_for >= (2 * rows if rows >= LARGE else rows)
 
 
@@ -227,7 +227,7 @@ class Runner(Protocol):
 
 
 def launch_step(runner: Runner, tree: PrefixTree, batch: Batch, nodes: Sequence[Node]) -> None:
-    """Launch a batch over ``tree``, of which ``batch.tree`` is a snapshot, and mark the batch's tokens computed.
+    """Launch a batch, whose ``batch.tree`` is a snapshot of ``tree``, and mark the batch's tokens computed.
 
     ``nodes`` are the nodes of the batch's query runs, in order.
     """

@@ -1,4 +1,4 @@
-"""Steps over all uncomputed tokens, and over tokens of which outputs are wanted."""
+"""Steps over all uncomputed tokens, and over tokens whose outputs are wanted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Decode = Callable[[list[int]], str]
 class Detokenizer:
     """Turns tokens into text.
 
-    One detokenizer serves any number of calls: it caches what it has computed of tokens and stop strings.
+    One detokenizer serves any number of calls: it caches the bytes of tokens and the filters of stop strings.
 
     Args:
         decode: Token ids to text, without special tokens; None: samples have no text, and stop strings are refused.
