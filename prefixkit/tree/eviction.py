@@ -12,11 +12,11 @@ from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence
 
-# The value of a node: of the nodes that can be evicted, the one with the least value is evicted first.
+# The value of a node: the evictable node with the least value is evicted first.
 Policy = Callable[[Node], tuple[float, ...]]
 
-# Attention reads as much for one more position as this share of a token's other work takes: a token at position 4,096
-# costs about twice the first one.
+# What attending to one more position costs, as a share of a token's other work: a token at position 4,096 costs about
+# twice as much as the first one.
 _PER_POSITION = 1 / 4096
 _BATCH = 64  # at least 1 / _BATCH of the pages are evicted at once: finding them reads the whole tree
 
@@ -27,12 +27,12 @@ def least_recently_used(node: Node) -> tuple[float, ...]:
 
 
 def least_frequently_used(node: Node) -> tuple[float, ...]:
-    """How often it was hit; of nodes hit as often, the one that was not hit for longer goes first."""
+    """How often the node was hit; of nodes with equally many hits, the least recently used one is evicted first."""
     return node.uses, node.used_at
 
 
 def least_recompute_cost(node: Node) -> tuple[float, ...]:
-    """What computing a byte of its KV again costs, times how often it was hit: late positions read more KV."""
+    """The cost of recomputing a byte of the node's KV, times its hits: tokens at late positions read more KV."""
     return (1 + node.uses) * (1 + _PER_POSITION * (node.start + node.length / 2)), node.used_at
 
 
@@ -45,13 +45,13 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(eq=False)
 class PrefixCache:
-    """Retains KV of sequences that were dropped, and evicts the nodes of the least value.
+    """Retains KV of sequences that were dropped, and evicts the nodes with the least value.
 
     Attributes:
         tree: The tree.
         policy: The value of a node.
         tokens_queried: Tokens of the sequences that hits were recorded for.
-        tokens_hit: Tokens of these that had KV.
+        tokens_hit: How many of these tokens had KV.
         tokens_evicted: Tokens whose KV was evicted.
     """
 
@@ -62,10 +62,10 @@ class PrefixCache:
     tokens_evicted: int = 0
     _now: int = 0
     _order: list[tuple[tuple[float, ...], int, int, Node]] = field(default_factory=list)  # value, used_at, id, node
-    _evictions: int = 0  # since the order was made
+    _evictions: int = 0  # since `_order` was made
 
     def retain(self, sequence: Sequence) -> None:
-        """Drop the sequence, and retain those of its tokens that have KV until their pages are needed."""
+        """Drop the sequence, and retain the KV of its tokens until the pages are needed."""
         node = self.tree.retain(sequence)
         if node is not None:
             self.touch(node)
@@ -87,7 +87,7 @@ class PrefixCache:
             above = above.parent
 
     def free_pages(self, pages: int) -> bool:
-        """Evict until ``pages`` pages are free; False if they cannot be, and then all is evicted that can be."""
+        """Evict until ``pages`` pages are free; False if everything evictable is evicted and they still are not."""
         allocator, tree = self.tree.allocator, self.tree
         most = max(pages - allocator.free, allocator.num_pages // _BATCH) if pages > allocator.free else 0
         while most > 0 and (node := self._first()) is not None:
@@ -108,8 +108,8 @@ class PrefixCache:
     def pinned(self, node: Node) -> Iterator[None]:
         """A pin guard: nothing between the root and the node is evicted inside the context.
 
-        A match that ends in the node has to be made again afterwards: evictions beside and below the node may merge it
-        with its parent or its last child.
+        Repeat a match that ends in the node afterwards: evicting its siblings or children may merge the node with its
+        parent or its last child.
         """
         node.pins += 1
         try:
@@ -119,9 +119,9 @@ class PrefixCache:
             self.tree.merge(node)
 
     def _first(self) -> Node | None:
-        """The evictable node of the least value, taken out of the order; None where there is none."""
+        """Pop the evictable node with the least value from the order; None if no node is evictable."""
         if not self.tree.num_cached:
-            return None  # without a look at all nodes that sequences need
+            return None  # without scanning all nodes that sequences need
         while True:
             if not self._order or self._evictions * 4 > len(self._order):
                 self._scan()
@@ -149,16 +149,16 @@ class PrefixCache:
 
 
 def evict(tree: TreeEdits, node: Node, pages: int) -> int:
-    """Release ``pages`` pages of an evictable node, last ones first, or all; returns how many that has freed.
+    """Release the last ``pages`` pages of an evictable node, or all it has; returns how many pages became free.
 
-    A parent that nothing else holds is cached in its place.  ValueError: the node is not :attr:`~Node.evictable`.
+    A parent that nothing else holds is then cached instead.  ValueError: the node is not :attr:`~Node.evictable`.
     """
     parent, free = node.parent, tree.allocator.free
     if not node.evictable or parent is None:
         raise ValueError(f"{node} cannot be evicted: it is pinned, or not cached, or sequences need it")
     tree.version += node.index >= 0
     length = (node.num_pages - pages) * tree.page_size - node.first_slot
-    if length > 0 and tree.spelling is not None:  # a span goes as a whole
+    if length > 0 and tree.spelling is not None:  # a span is evicted as a whole
         length -= int(tree.spelling.place(node.tokens[length : length + 1])[0])
     if length > 0:
         tree.allocator.release(node.shorten(length))
@@ -170,5 +170,5 @@ def evict(tree: TreeEdits, node: Node, pages: int) -> int:
         parent.cached, tree.num_cached = True, tree.num_cached + 1
     else:
         tree.merge(parent)
-    tree.version += not tree.partial  # a snapshot of all nodes has another order
+    tree.version += not tree.partial  # a snapshot of all nodes may now have another order
     return tree.allocator.free - free

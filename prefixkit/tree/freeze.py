@@ -1,4 +1,4 @@
-"""From the linked tree to a `TreeSnapshot`: rebuilt when the structure has changed, else refreshed where it grew."""
+"""Freeze the linked tree into a `TreeSnapshot`: rebuild it if the structure changed, else refresh nodes that grew."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """A snapshot, its nodes in the same order, and the version of the sequences it shows."""
+    """A snapshot, the tree's nodes in its order, and the version of the sequences in it."""
 
     snapshot: TreeSnapshot
     nodes: list[Node]
@@ -27,7 +27,7 @@ class Frozen:
 
 
 def latest(tree: TreeEdits, frozen: Frozen | None) -> Frozen:
-    """The snapshot of a tree, brought up to date from the one before with the least work."""
+    """The current snapshot of a tree, derived from the previous one with the least work."""
     if frozen is None or frozen.snapshot.version != tree.version:
         live = None
         if tree.partial:
@@ -46,7 +46,7 @@ def latest(tree: TreeEdits, frozen: Frozen | None) -> Frozen:
 
 
 def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:
-    """Of the nodes that lead to these sequences, the children that do: at their cost, whatever else the tree holds."""
+    """For each node on a path to one of these sequences, its children on such paths.  O(nodes on these paths)."""
     children: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for sequence in sequences:
@@ -61,11 +61,11 @@ def live_children(sequences: Iterable[Sequence]) -> dict[Node, list[Node]]:
 def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
     """Freeze a tree; numbers the nodes (`Node.index`) in the order of a snapshot, see :class:`TreeSnapshot`.
 
-    One loop, parents before children, over a stack: chains may be deep, and beams do this at every step.
+    One loop over a stack, parents before children: chains may be deep, and beam search rebuilds at every step.
 
     Args:
         tree: The tree.
-        live: The children of each node that are frozen, see :func:`live_children`; None: all are.
+        live: The children of each node that go into the snapshot, see :func:`live_children`; None: all of them.
     """
     page_size, column = tree.page_size, partial(np.array, dtype=np.int32)
     nodes: list[Node] = []
@@ -120,18 +120,18 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
 
 
 def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
-    """The nodes of a tree in the depth-first order that lists the child with the most leaves of each node last, the
-    others as they are; of equally heavy ones the last.  None where they are in this order.
+    """Depth-first order in which each node's child with the most leaves comes last, the other children in their order;
+    among equally heavy children the last one is taken.  None if the nodes are in this order already.
 
     Attention reads nodes of a path as one list (``attention/paths/heavy_paths.py``), and a path follows the last child.
-    Leaves are what mostly asks, and they depend on the structure alone, so snapshots of one version have one order.
+    Most queries are in leaves, and leaves depend on the structure alone, so snapshots of one version have one order.
 
     Args:
         parent, subtree_end: ``[nodes]`` of a tree in depth-first order.
     """
     nodes = np.arange(len(parent))
     leaves = np.concatenate(([0], np.cumsum(subtree_end == nodes + 1)))
-    by_parent = np.lexsort((leaves[subtree_end] - leaves[:-1], parent))  # of equally heavy ones in their order
+    by_parent = np.lexsort((leaves[subtree_end] - leaves[:-1], parent))  # equally heavy ones in their order
     of = parent[by_parent]
     last = np.flatnonzero(np.append(of[1:] != of[:-1], True) & (of >= 0)) if len(of) else np.empty(0, np.int64)
     heavy, above = by_parent[last], of[last]
@@ -139,7 +139,7 @@ def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
     heavy, above = heavy[moved], above[moved]
     if not len(heavy):
         return None
-    # A heavy child goes back by the nodes of the siblings after it, and these go forth by its own.
+    # A heavy child's subtree moves back by the nodes of the siblings after it, and these move forward by its nodes.
     end, parents_end = subtree_end[heavy], subtree_end[above]
     change = np.zeros(len(parent) + 1, np.int64)
     np.add.at(change, heavy, parents_end - end)
@@ -152,9 +152,9 @@ def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
 
 
 def _growth(frozen: Frozen, touched: Collection[Node]) -> dict[str, Any]:
-    """The fields of the snapshot with the present ``length``, ``computed`` and pages of the nodes in ``touched``.
+    """The snapshot fields that change with the current ``length``, ``computed`` and pages of the nodes in ``touched``.
 
-    Between two versions nodes only grow (shortening is a change of version), so pages are only ever appended.
+    Within one version nodes only grow (shortening changes the version), so pages are only ever appended.
     """
     if not touched:
         return {}
@@ -183,7 +183,7 @@ def _subtree_ends(parent: list[int]) -> list[int]:
 
 
 def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:
-    """Where each of the sequences ends, and its id; empty ones end nowhere, which is -1, and come first."""
+    """The node where each sequence ends, and its id; empty sequences come first and have node -1."""
     included = tree.included
     ids = [id for id in tree.root.sequences if id in included]
     indices = [-1] * len(ids)
@@ -196,9 +196,9 @@ def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:
 
 
 def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp], num_pages: Ints) -> Ints:
-    """``old.pages`` with the pages that the nodes ``grown`` (ascending) have gained put after those they had."""
+    """``old.pages``, with the new pages of each node in ``grown`` (ascending) inserted after its old ones."""
     parts: list[Ints] = []
-    begin = 0  # old.pages[:begin] are placed
+    begin = 0  # old.pages[:begin] are in parts
     ends = old.page_indptr[grown + 1]
     had = ends - old.page_indptr[grown]
     for i, end, first, last in zip(grown.tolist(), ends.tolist(), had.tolist(), num_pages[grown].tolist(), strict=True):
@@ -206,7 +206,7 @@ def _with_new_pages(old: TreeSnapshot, nodes: list[Node], grown: NDArray[np.intp
         parts.append(nodes[i].page_buffer[first:last])
         begin = end
     parts.append(old.pages[begin:])
-    # Allocated in powers of two: the next step, a little longer, then gets the block that the last one gave back.  A
-    # fresh megabyte costs more in page faults than the copy into it.
+    # Sizes are powers of two: the slightly larger array of the next step then reuses the block that the allocator got
+    # back.  A fresh megabyte costs more in page faults than the copy into it.
     size = int(num_pages.sum())
     return np.concatenate(parts, out=np.empty(1 << max(size - 1, 1).bit_length(), np.int32)[:size])

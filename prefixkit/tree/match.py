@@ -1,4 +1,4 @@
-"""How far a token array can be followed into a tree, and joining siblings so that it can: samples may begin alike."""
+"""Match a token array against a tree, and join siblings with a common prefix so that a match finds all of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Match:
 
     Attributes:
         node: the deepest node touched; the root where nothing matched.
-        offset: tokens matched inside ``node``; below ``node.length``, an insertion would split it there.
+        offset: tokens matched inside ``node``; if less than ``node.length``, an insertion would split the node there.
         length: tokens matched in all.
     """
 
@@ -42,7 +42,7 @@ def follow(root: Node, tokens: NDArray[np.int32]) -> Match:
 
 
 def join(tree: TreeEdits, node: Node) -> Node:
-    """Share the common prefix of ``node`` and a sibling, so that matching finds all of it; KV is not moved.
+    """Share the common prefix of ``node`` and a sibling, so that a match finds all of it; KV is not moved.
 
     A sibling that a sequence still extends stays apart, for it may hold reserved pages.
 
@@ -60,7 +60,7 @@ def join(tree: TreeEdits, node: Node) -> Node:
 
 
 def _alike(node: Node) -> tuple[Node, int] | None:
-    """A sibling that begins as ``node`` does, and with how many computed tokens."""
+    """A sibling with the same first tokens as ``node``, and how many of these are computed in both."""
     assert node.parent is not None, "the root has no siblings"
     siblings = node.parent.branches[node.key]  # the node itself among them
     for sibling in siblings if len(siblings) > 1 else ():

@@ -29,8 +29,8 @@ class Node:
     leaf grows in place up to the slots of the next node in the page; most have none.  A leaf may hold reserved pages
     after the page of its last token.
 
-    A node may begin at a later position than its parent ends: then tokens between the two are gone, with their pages
-    (:mod:`prefixkit.tree.changes.gaps`), and no matching leads into the node.
+    A node may begin at a later position than its parent ends: then the tokens between the two were dropped with their
+    pages (:mod:`prefixkit.tree.changes.gaps`), and no match enters the node.
 
     The arrays have spare capacity at their ends, so that growing is amortised O(1).  Treat what ``tokens`` and
     ``pages`` return as read-only, and as valid until the tree changes.
@@ -45,22 +45,22 @@ class Node:
         previous_in_page: the node whose ``next_in_page`` this is; None where no node holds slots before it in its first
             page.
         sequences: the sequences that end exactly at this node's end, by id.
-        cached: whether the prefix cache retains the node, though no sequence may lead to it.
-        pins: how many users of the prefix cache forbid to evict it.
-        uses, used_at: how often prefix cache hits ended in or below it, and when it was last hit or retained.
+        cached: whether the prefix cache retains the node, even if no sequence contains it.
+        pins: how many pin guards keep the node from being evicted.
+        uses, used_at: how many prefix cache hits ended in or below the node, and when it was last hit or retained.
         start: position of the first token.
         length: number of tokens; 0 only for the root.
-        computed: how many of them, from the first, have KV in the pool.
-        state: slot of the state after its ``computed`` tokens, for models that keep one; -1 where there is none.
-        checkpoints: slots of states after fewer of its tokens, by their number; -1 for a state that is wanted.
+        computed: how many tokens, from the first, have KV in the pool.
+        state: slot of the state after the first ``computed`` tokens, for models that keep one; -1: no state.
+        checkpoints: slots of states after fewer tokens, by the number of tokens; -1: the state is wanted, not made yet.
         first_slot: slots of the first page that lie before the first token.
-        reserved: pages held after those of the tokens, for later tokens; 0 where there are children.
+        reserved: pages held for later tokens, after the pages of the tokens; 0 if the node has children.
         page_size: tokens per page.
         token_buffer: the array behind ``tokens``, whose first ``length`` entries count.
         page_buffer: the array behind ``pages``, whose first ``num_pages + reserved`` entries count.
-        index: position in the depth-first order of the tree's latest snapshot; -1 where that leaves the node out.
-        content: a number of what its slots hold, of no other node: another one once tokens or their KV are taken away,
-            the same as long as they only grow.
+        index: the node's index in the tree's latest snapshot; -1 if that leaves the node out.
+        content: a number, unique to the node, for what its slots hold: it changes when tokens or KV are removed, not
+            while the node only grows.
     """
 
     __slots__ = (
@@ -135,12 +135,12 @@ class Node:
 
     @property
     def behind_gap(self) -> bool:
-        """Whether tokens between its parent and the node are gone."""
+        """Whether tokens between the parent's end and the node's start were dropped."""
         return self.parent is not None and self.start != self.parent.start + self.parent.length
 
     @property
     def key(self) -> int:
-        """What its parent files it under: the first token, or -1, which is none, behind a gap."""
+        """The node's key in ``parent.branches``: its first token, or -1, which is no token, behind a gap."""
         return -1 if self.behind_gap else int(self.token_buffer[0])
 
     @property
@@ -187,12 +187,12 @@ class Node:
 
     @property
     def states(self) -> list[int]:
-        """After how many of its tokens there are states."""
+        """The numbers of tokens after which the node has a state."""
         ends = [self.computed] if self.state >= 0 else []
         return ends + [offset for offset, slot in self.checkpoints.items() if slot >= 0]
 
     def state_at(self, offset: int) -> int:
-        """Slot of the state after the first ``offset`` tokens, of the parent's end for 0; -1 where there is none."""
+        """Slot of the state after the first ``offset`` tokens (0: at the parent's end); -1 if there is no state."""
         if offset:
             return self.state if offset == self.computed else self.checkpoints.get(offset, -1)
         parent = None if self.behind_gap else self.parent
@@ -212,8 +212,8 @@ class Node:
     def can_absorb(self, parent: Node) -> bool:
         """Whether this node, an only child of ``parent``, could be merged with it.
 
-        The slots must meet, in a page that both hold or at a page boundary.  And ``computed``, which counts from the
-        first token, must have no gap.
+        The slots must meet, in a page that both hold or at a page boundary, and the computed tokens of the two must be
+        contiguous, because ``computed`` counts from the first token.
         """
         adjacent = self.previous_in_page is parent or not self.first_slot
         meets = adjacent and parent.end_slot % self.page_size == self.first_slot
@@ -232,7 +232,7 @@ class Node:
         if not siblings:
             del self.branches[key]
         previous, following = child.previous_in_page, child.next_in_page
-        in_one_page = child.num_pages == 1  # else the two are in different pages
+        in_one_page = child.num_pages == 1  # else `previous` and `following` are in different pages
         if previous is not None:
             previous.next_in_page = following if in_one_page else None
         if following is not None:
@@ -240,7 +240,7 @@ class Node:
         child.parent = None
 
     def link_after(self, previous: Node | None) -> None:
-        """Become the next node in the last page of ``previous``; None: no node is before this one in its first page."""
+        """Become the next node in the last page of ``previous``; None: no node precedes this one in its first page."""
         self.previous_in_page = previous
         if previous is not None:
             previous.next_in_page = self
@@ -254,7 +254,7 @@ class Node:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def set_computed(self, computed: int) -> None:
-        """Say how many tokens have KV; a state after fewer than before stays, as a checkpoint."""
+        """Set how many tokens have KV; the state after the old, smaller number becomes a checkpoint."""
         if computed == self.computed:
             return
         before, self.computed = self.computed, computed
@@ -276,7 +276,7 @@ class Node:
         """Append ``count`` tokens in slots that are free or reserved; all but the last have KV.
 
         Returns:
-            How many of the reserved pages that has taken.
+            How many reserved pages these tokens take.
         """
         length = self.length
         if length + count > len(self.token_buffer):
@@ -295,13 +295,13 @@ class Node:
         self.reserved += len(pages)
 
     def drop_reserved(self, left: int = 0) -> Ints:
-        """Reserve only the first ``left`` pages from now on; the others, returned, are the caller's to release."""
+        """Keep the first ``left`` reserved pages; returns the others, which the caller must release."""
         pages = self.pages[self.num_pages + left :]
         self.reserved = left
         return pages
 
     def drop_front(self, count: int) -> Ints:
-        """Forget the first ``count`` tokens, which end with a page; their pages are the caller's to release."""
+        """Drop the first ``count`` tokens, which end with a page; returns their pages for the caller to release."""
         parent, held = self.parent, (self.first_slot + count) // self.page_size
         assert parent is not None and count < self.length and count <= self.computed, self
         assert (self.first_slot + count) % self.page_size == 0, self
@@ -328,7 +328,7 @@ class Node:
         self.page_buffer[held] = page
 
     def push(self, token: int) -> None:
-        """Append one token: `grow` for the decode step, where a thousand leaves do this at once."""
+        """Append one token: a faster `grow` for the decode step, in which a thousand leaves grow."""
         length = self.length
         if length == len(self.token_buffer):
             self.token_buffer = with_capacity(self.token_buffer, length, 1)
@@ -336,7 +336,7 @@ class Node:
         self.length = length + 1
 
     def shorten(self, length: int) -> Ints:
-        """Keep the first ``length`` tokens (at least one); the pages after theirs are the caller's to release."""
+        """Keep the first ``length`` tokens (at least one); returns the pages after these for the caller to release."""
         pages, held, self.reserved = self.pages, self.num_pages, 0
         self.length, self.content = length, next(_contents)
         self.set_computed(min(self.computed, length))

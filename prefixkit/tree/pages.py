@@ -13,7 +13,7 @@ MAX_PAGE_SIZE = 128
 
 
 def check_page_size(page_size: Any) -> None:
-    """ValueError unless it is an integer from 1 to :data:`MAX_PAGE_SIZE`."""
+    """Raise ValueError unless ``page_size`` is an integer from 1 to :data:`MAX_PAGE_SIZE`."""
     whole = isinstance(page_size, int | np.integer) and not isinstance(page_size, bool)
     if not whole or not 1 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"page_size must be an integer from 1 to {MAX_PAGE_SIZE}, got {page_size!r}")
@@ -38,7 +38,7 @@ class OutOfPages(ValueError):
 class PageAllocator:
     """Hands out page numbers ``[0, num_pages)`` and counts how many nodes hold each.
 
-    The lowest free page goes first, so a young pool is filled from the front and long nodes get consecutive pages.
+    The lowest free page is allocated first, so a new pool fills from the front and long nodes get consecutive pages.
 
     Raises:
         ValueError: ``num_pages`` is not a positive integer.
@@ -65,7 +65,7 @@ class PageAllocator:
 
     @property
     def refcounts(self) -> Ints:
-        """``[num_pages]`` holders of each page; a read-only view."""
+        """``[num_pages]`` number of holders of each page; a read-only view."""
         view = self._refcounts.view()
         view.flags.writeable = False
         return view
@@ -87,18 +87,18 @@ class PageAllocator:
         return pages
 
     def share(self, page: int) -> None:
-        """One more holder for a page; ValueError if it is not held."""
+        """Add a holder to a page; ValueError if the page is not held."""
         if self._refcounts[page] < 1:
             raise ValueError(f"cannot share page {page}: it is not held")
         self._refcounts[page] += 1
 
     def release(self, pages: Ints) -> None:
-        """One holder less for each of ``pages`` (distinct); a page without holders is free again.
+        """Remove a holder from each of ``pages`` (distinct); a page without holders is free again.
 
         Raises:
             ValueError: one of them is not held; nothing has changed.
         """
-        if len(pages) == 1:  # as a thousand leaves do at once: arrays of one element cost ten times as much
+        if len(pages) == 1:  # a thousand leaves release one page each: arrays of one element cost ten times as much
             page = int(pages[0])
             count = self._refcounts[page] - 1
             if count < 0:
@@ -109,7 +109,7 @@ class PageAllocator:
                 self._lowest = min(self._lowest, page)
         elif len(pages):
             counts = self._refcounts[pages] - 1
-            if np.minimum.reduce(counts) < 0:  # in half the time of `min` where there are few
+            if np.minimum.reduce(counts) < 0:  # takes half the time of `min` on short arrays
                 raise ValueError(f"cannot release page {int(pages[counts.argmin()])}: it is not held")
             self._refcounts[pages] = counts
             freed = pages[counts == 0] if counts.any() else pages
@@ -118,9 +118,9 @@ class PageAllocator:
                 self._lowest = min(self._lowest, int(np.minimum.reduce(freed)))
 
     def _find(self, count: int) -> Ints:
-        """The ``count`` lowest free pages.  Windows double, so a long taken stretch costs a few array scans."""
+        """The ``count`` lowest free pages.  Windows double, so a long stretch of held pages costs a few array scans."""
         begin, width = self._lowest, max(64, count)
-        if not self._refcounts[begin : begin + count].any():  # a young pool: all of them in a row
+        if not self._refcounts[begin : begin + count].any():  # a new pool: the next ``count`` pages are all free
             return np.arange(begin, begin + count, dtype=np.int32)
         found: list[NDArray[np.intp]] = []
         while count > 0:

@@ -30,12 +30,12 @@ class PrefixTree(TreeEdits):
     """A radix tree of token sequences whose nodes own slices of ref-counted pages.
 
     A node ends where sequences differ or where a sequence ends.  Sharing is found by `insert`; `fork` declares it.
-    Only `compact` moves KV: a split shares the page it cuts, the first child of a leaf continues in the leaf's last
-    page, and further children begin in the free slots of an ancestor's last page, or on pages of their own.  When beams
-    fork, the third child and later ones begin in one page: see `extend_each`.
+    Only `compact` moves KV: the halves of a split share the page it cuts, the first child of a leaf continues in the
+    leaf's last page, and further children begin in free slots of an ancestor's last page, or on a page of their own.
+    When beams fork, the third child and later ones share a page: see `extend_each`.
 
     Every method checks before it changes: one that raises has changed nothing.  Each raises ValueError for a sequence
-    that is not live in this tree (released before, or of another tree), and ValueError or TypeError for ``tokens`` that
+    that is not live in this tree (released, or of another tree), and ValueError or TypeError for ``tokens`` that
     are not ``[length]`` integers of any type, 0 or larger.  Methods that take pages raise OutOfPages.
 
     Args:
@@ -64,22 +64,22 @@ class PrefixTree(TreeEdits):
         return follow(self.root, self.keys_of(tokens))
 
     def keys_of(self, tokens: ArrayLike, text: int | None = None) -> Ints:
-        """How the tree holds ``tokens`` of a text: as they are, or as :meth:`Spelling.keys` says."""
+        """The keys that the tree stores for ``tokens`` of a text: their ids, or what :meth:`Spelling.keys` returns."""
         if isinstance(tokens, Keys):
             return tokens
         values = as_tokens(tokens)
         return values if self.spelling is None else self.spelling.keys(values, text)
 
     def pages_to_extend(self, sequence: Sequence, count: int) -> int:
-        """Pages that `extend` takes at most for ``count`` more tokens of ``sequence``, whatever other sequences do.
+        """An upper bound of the pages that `extend` takes for ``count`` more tokens, whatever other sequences do.
 
-        A sequence that shares its last node may take fewer: it begins in free slots where there are any.
+        A sequence that shares its last node may take fewer: its new node begins in free slots if there are any.
         """
         node = self._node_of(sequence)
         return node.pages_to_add(count) if node.grows_in_place else pages_for(count, self.page_size)
 
     def pages_held(self) -> int:
-        """Pages that sequences hold, without reserved ones and those that only the prefix cache retains."""
+        """Pages that sequences hold, excluding reserved pages and pages that only the prefix cache retains."""
         if not self.partial:
             return self.allocator.num_pages - self.allocator.free - self.reserved
         held = np.zeros(self.allocator.num_pages, np.bool_)
@@ -87,7 +87,7 @@ class PrefixTree(TreeEdits):
         return int(held.sum()) - self.reserved
 
     def states_held(self) -> int:
-        """How many states there are of what sequences hold, for models with layers that keep one in place of KV."""
+        """How many states the nodes in the snapshot have, for models with layers that keep a state in place of KV."""
         return 0 if self.states is None else sum(len(node.states) for node in self._freeze().nodes)
 
     def every_node(self) -> list[Node]:
@@ -108,10 +108,9 @@ class PrefixTree(TreeEdits):
     # -- changing --------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: ArrayLike) -> Sequence:
-        """Add a sequence of ``tokens``, or keys, sharing whatever the tree holds of it.
+        """Add a sequence of ``tokens``, or keys, sharing the prefix that the tree holds.
 
-        Only the tokens that are new take pages.  Where the sequence leaves a node before the node's end, the node is
-        split, and no KV is copied.
+        Only new tokens take pages.  If the sequence diverges inside a node, the node is split, and no KV is copied.
         """
         values = np.asarray(self.keys_of(tokens))
         match = follow(self.root, values)
@@ -167,7 +166,7 @@ class PrefixTree(TreeEdits):
         self.touched.update(nodes)
 
     def reserve(self, sequences: Iterable[Sequence], tokens: Iterable[int]) -> None:
-        """Set what the leaf of each sequence reserves: the pages of its next ``tokens[i]`` tokens.
+        """Let the leaf of ``sequences[i]`` reserve exactly the pages of its next ``tokens[i]`` tokens.
 
         Raises:
             ValueError: a sequence has no leaf of its own that grows in place.
@@ -184,7 +183,7 @@ class PrefixTree(TreeEdits):
         for node, change in changed:
             if change < 0:
                 self.allocator.release(node.drop_reserved(node.reserved + change))
-                self.version += 1  # of one version a later snapshot has no fewer pages
+                self.version += 1  # within one version, snapshots never lose pages
         pages = self.allocator.allocate(sum(change for _, change in changed if change > 0))
         for node, change in changed:
             if change > 0:
@@ -196,10 +195,10 @@ class PrefixTree(TreeEdits):
     def extend_each(self, sequences: Ordered[Sequence], tokens: ArrayLike) -> None:
         """Append ``tokens[i]``, of ``[sequences]`` token ids, to ``sequences[i]``: the decode step.
 
-        Where all sequences that end at a node go on, as beams do, and not samples of a prompt that is retained, its
-        children from the third on begin in one page, with two free slots after each.  The third, the
-        likeliest of them to live where the best come first, lies after the others and grows in place; one that comes
-        to the slots of the next node in the page starts a child.
+        If all sequences that end at a node are extended, as in beam search (samples leave a sequence at their prompt),
+        the node's third and later children share a page, with two free slots after each.  The third child lies last
+        in that page and grows in place: where the best beams come first, it is the likeliest of these to survive.  A
+        child that reaches the slots of the next node in the page continues in a child of its own.
 
         Raises:
             ValueError: lengths differ, or a sequence is listed twice.
@@ -211,9 +210,9 @@ class PrefixTree(TreeEdits):
         crossing = [node for node in growing if (node.first_slot + node.length) % self.page_size == 0]
         full = [node for node in crossing if not node.reserved]
         branching = list(compress(nodes, map(not_, in_place)))
-        # The first child of a leaf takes no page where the last one has free slots, or where there are reserved ones.
+        # The first child of a leaf takes no page if the leaf has free slots or reserved pages.
         continued = len({node for node in branching if node.free_slots or node.reserved})
-        # The last step that can fail.  Reversed, so that pop() deals the pages in the order of the sequences.
+        # The last step that can fail.  Reversed, so that pop() returns the pages in the order of the sequences.
         pages = self.allocator.allocate(len(full) + len(branching) - continued)[::-1].tolist()
 
         for node in crossing:
@@ -239,7 +238,7 @@ class PrefixTree(TreeEdits):
         """Shorten to the first ``length`` tokens.  Nodes that no other sequence needs are removed, as by `release`.
 
         Raises:
-            ValueError: ``length`` outside ``[0, sequence.length]``, or among tokens that are gone.
+            ValueError: ``length`` outside ``[0, sequence.length]``, or inside a gap of dropped tokens.
         """
         node = self._node_of(sequence)
         if not 0 <= length <= sequence.length:
@@ -263,13 +262,13 @@ class PrefixTree(TreeEdits):
         self._prune(before)
 
     def release(self, sequence: Sequence) -> None:
-        """Drop the sequence.  Nodes that no other sequence needs are removed with their pages; splits are undone."""
+        """Drop the sequence: remove nodes that no other one needs, release their pages, and undo needless splits."""
         node = self._node_of(sequence)
         self._drop(sequence)
         self._prune(node)
 
     def exclude_from_snapshot(self, sequence: Sequence) -> None:
-        """Leave the sequence out of snapshots from now on: its tokens stay, and no step reads them for it.
+        """Leave the sequence out of snapshots from now on: the tree keeps its tokens, but no step runs for it.
 
         Raises:
             ValueError: ``sequence`` is excluded already.
@@ -281,8 +280,8 @@ class PrefixTree(TreeEdits):
         self.version += 1
 
     def retain(self, sequence: Sequence) -> Node | None:
-        """Drop the sequence, and retain its tokens that have KV, up to the first that is gone, until they are evicted.
-        Returns the node where they end; None where none is computed.
+        """Drop the sequence, and retain its tokens with KV, up to the first gap, until they are evicted.  Returns the
+        node where they end; None if none is computed.
         """
         node = above_gaps(self._node_of(sequence))
         while node.parent is not None and not node.computed:
@@ -320,11 +319,11 @@ class PrefixTree(TreeEdits):
         self.touched.update(nodes)
 
     def longest_match(self, prompts: Iterable[Ints]) -> int:
-        """The most tokens that :meth:`match` finds of one of these prompts, ``[length]`` token ids each."""
+        """The length of the longest :meth:`match` among these prompts, ``[length]`` token ids each."""
         return max((self.match(tokens).length for tokens in prompts), default=0)
 
     def invalidate_kv(self) -> None:
-        """Declare that no token has KV any more: nothing is cached, and what sequences need is computed again."""
+        """Declare that no token has KV: the prefix cache is emptied, and tokens of sequences will be recomputed."""
         nodes = self.every_node()
         for node in nodes:
             node.computed, node.cached = 0, False
@@ -332,11 +331,11 @@ class PrefixTree(TreeEdits):
         self.num_cached = 0
         self.version += 1
         for node in reversed(nodes):
-            if node.parent is not None:  # it has not gone with one below it
+            if node.parent is not None:  # it was not removed with a node below it
                 self._prune(node)
 
     def compact(self, most_pages: int) -> tuple[Longs, Longs]:
-        """Make one node of each long chain of short nodes, in ``most_pages``: see `tree.changes.chains.compact`."""
+        """Merge each long chain of short nodes into one, using ``most_pages``: see `tree.changes.chains.compact`."""
         return compact(self, most_pages)
 
     def _node_of(self, sequence: Sequence) -> Node:
@@ -345,6 +344,6 @@ class PrefixTree(TreeEdits):
         return sequence.node
 
     def _freeze(self) -> freeze.Frozen:
-        """The latest snapshot, brought up to date with the least work."""
+        """The current snapshot, derived from the latest one with the least work."""
         self._frozen = freeze.latest(self, self._frozen)
         return self._frozen

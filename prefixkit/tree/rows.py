@@ -24,20 +24,20 @@ class Rows:
     Args:
         tree: An empty tree.
         tokens: ``[rows, length]`` token ids.
-        pad: ``[rows]`` how many of them, from the left, are padding.
-        fork: Whether rows part as beams do, of which most end soon.  Else each row continues, and a sequence is held at
-            its prompt, so that rows of one prompt begin pages of their own.
-        text: How many tokens, padding included, are a text whose tokens may see later ones (:meth:`Spelling.keys`);
-            None: all.
+        pad: ``[rows]`` how many tokens of each row, from the left, are padding.
+        fork: Whether rows diverge as beams do, most of which end soon.  Else each row continues, and an extra sequence
+            is held at the end of each shared prompt, so that its rows begin on pages of their own.
+        text: How many tokens of each row, padding included, belong to the text whose tokens may see later ones
+            (:meth:`Spelling.keys`); None: all.
 
     Attributes:
-        sequences: Of each row.
-        pad: ``[rows]`` padding before each.
+        sequences: The sequence of each row.
+        pad: ``[rows]`` padding tokens before each row.
         length: Tokens of each row, padding included.
-        text: As above, while they are rows of this length.
+        text: As the argument; `trim` lowers it to the new length.
 
     Raises:
-        OutOfPages: the tree has too few, and is as before; see :func:`pages_of_rows`.
+        OutOfPages: the tree has too few pages; it is unchanged.  See :func:`pages_of_rows`.
     """
 
     def __init__(self, tree: PrefixTree, tokens: Ints, pad: Longs, *, fork: bool, text: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Rows:
         """Append ``[rows, count]`` tokens.
 
         Raises:
-            OutOfPages: too few are free; nothing has changed.
+            OutOfPages: too few pages are free; nothing has changed.
         """
         count = tokens.shape[1]
         if count == 1:
@@ -90,7 +90,7 @@ class Rows:
         self.length += count
 
     def _hold_shared_ends(self) -> None:
-        """Hold a sequence at each node where several rows end, unless they part as beams do."""
+        """Hold a sequence at each node where several rows end, unless rows diverge as beams do."""
         before, shared = self._shared_ends, Counter(sequence.node for sequence in self.sequences)
         ends = {sequence.node: sequence for sequence in self.sequences if shared[sequence.node] > 1}
         self._shared_ends = [] if self._fork else [self.tree.fork(sequence)[0] for sequence in ends.values()]
@@ -98,12 +98,12 @@ class Rows:
             self.tree.release(sequence)
 
     def detach(self) -> list[Sequence]:
-        """All sequences that the rows hold, which become the caller's; the rows hold none afterwards."""
+        """Hand all sequences that the rows hold over to the caller; the rows hold none afterwards."""
         held, self.sequences, self._shared_ends = [*self.sequences, *self._shared_ends], [], []
         return held
 
     def select(self, rows: list[int]) -> None:
-        """Row ``i`` becomes what row ``rows[i]`` was: one that occurs twice is forked, one that does not released."""
+        """Replace row ``i`` by row ``rows[i]``: rows listed again are forked, rows not listed are released."""
         self.sequences = select(self.tree, self.sequences, rows)
         self.pad = self.pad[rows]
 
@@ -115,11 +115,11 @@ class Rows:
         self.length = length
 
     def tokens(self) -> Ints:
-        """``[rows, length]`` token ids; 0 for padding."""
+        """``[rows, length]`` token ids; padding is 0."""
         return self._right_aligned(np.zeros((len(self), self.length), np.int32), Sequence.tokens)
 
     def slots(self) -> Longs:
-        """``[rows, length]`` pool slots of all tokens; any for padding."""
+        """``[rows, length]`` pool slots of all tokens; those of padding are arbitrary."""
         return self._right_aligned(np.zeros((len(self), self.length), np.int64), Sequence.slots)
 
     def _right_aligned(self, rows: NDArray[Any], own: Callable[[Sequence], NDArray[Any]]) -> NDArray[Any]:
@@ -128,7 +128,7 @@ class Rows:
         return rows
 
     def last_tokens(self, count: int) -> Iterator[tuple[int, int, Node, int]]:
-        """The last ``count`` tokens of each row but padding: row, index from the end, node, offset in the node."""
+        """The last ``count`` tokens of each row, without padding: row, index from the end, node, offset in the node."""
         for row, sequence in enumerate(self.sequences):
             node, at = sequence.node, 0
             while node.parent is not None and at < count:
@@ -139,9 +139,9 @@ class Rows:
 
 
 def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]) -> list[Sequence]:
-    """Sequences of which the ``i``-th continues ``sequences[parents[i]]``.
+    """New sequences, the ``i``-th of which continues ``sequences[parents[i]]``.
 
-    A parent that occurs again is forked, and one that does not occur is released.
+    A sequence that ``parents`` lists again is forked, and one that it does not list is released.
     """
     taken, chosen = [False] * len(sequences), list[Sequence]()
     for parent in parents:
@@ -154,7 +154,7 @@ def select(tree: PrefixTree, sequences: Ordered[Sequence], parents: Ordered[int]
 
 
 def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
-    """Tokens of all rows, and how many there are where each shared one counts once.
+    """Tokens of all rows, and how many of them are distinct: each shared token counts once.
 
     ``tokens`` and ``pad`` are as :class:`Rows` takes them.
     """
@@ -164,12 +164,12 @@ def distinct_tokens(tokens: Ints, pad: Longs) -> tuple[int, int]:
 
 
 def pages_of_rows(tokens: Ints, pad: Longs, new: int, page_size: int, *, fork: bool, shared: bool = True) -> int:
-    """Pages for the rows and ``new`` more tokens of each; rows that fork take what beams do, mostly.
+    """Pages for the rows and ``new`` more tokens of each; rows that fork take as many as beams mostly do.
 
-    ``shared``: rows share what they begin with; else all may be their own, where tokens see later ones.
+    ``shared``: rows share their common prefixes; else, where tokens see later ones, rows may share nothing.
     """
     total, distinct = distinct_tokens(tokens, pad)
     distinct = distinct if shared else total
     own = pages_for(new, page_size) + 1
-    # Of the slots that beams hold, 0.6 and more are filled; the rest is for searches that fork more than most.
+    # Beams fill at least 0.6 of the slots they hold; the remaining pages are for searches that fork more than most.
     return pages_for(distinct, page_size) + len(tokens) * (2 * own if fork else own) + len(tokens)

@@ -17,7 +17,7 @@ class Sequence:
 
     Attributes:
         id: unique within the tree, never reused.
-        node: where it ends; splits, merges and extensions of the tree keep it right.
+        node: the node where the sequence ends; splits, merges and extensions of the tree update it.
         tree: the tree that holds it; None once released.
     """
 
@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def computed(self) -> int:
-        """How many of its tokens, from the first, have KV."""
+        """How many tokens of the sequence, from the first, have KV."""
         node: Node = self.node
         while node.parent is not None and not node.computed:
             node = node.parent
@@ -50,7 +50,7 @@ class Sequence:
         return keys if spelling is None else spelling.tokens(keys)
 
     def keys(self) -> NDArray[np.int32]:
-        """``[length]`` how its tree holds the tokens, a new array; raises as :meth:`tokens`."""
+        """``[length]`` the keys that the tree stores for the tokens, a new array; raises as :meth:`tokens`."""
         if self.tree is None:
             raise ValueError(f"sequence {self.id} has been released; read its tokens before releasing it")
         keys = np.empty(self.length, np.int32)
@@ -59,14 +59,14 @@ class Sequence:
         return keys
 
     def slots(self) -> NDArray[np.int64]:
-        """``[length]`` pool slots of the tokens; ValueError if some of these were released."""
+        """``[length]`` pool slots of the tokens; ValueError if some tokens were released."""
         slots = np.empty(self.length, np.int64)
         for node in self._whole_path():
             slots[node.start : node.start + node.length] = node.slots
         return slots
 
     def path(self) -> Iterator[Node]:
-        """The nodes that hold the tokens, last first; then the root."""
+        """The nodes that hold the tokens, from the last to the first, then the root."""
         node: Node | None = self.node
         while node is not None:
             yield node
@@ -90,7 +90,7 @@ def check_live(tree: object, sequence: Sequence) -> None:
 
 
 def next_tokens(tree: object, sequences: Ordered[Sequence], tokens: ArrayLike) -> list[int]:
-    """The checked arguments of `PrefixTree.extend_each`; none at all is a step in which nothing happens."""
+    """Check the arguments of `PrefixTree.extend_each`, and return the tokens; no sequences at all are valid."""
     array = np.asarray(tokens)
     values: list[int] = as_tokens(array).tolist() if array.size else []
     if len(values) != len(sequences):

@@ -14,34 +14,33 @@ from prefixkit.tree.arrays import Ints
 class TreeSnapshot:
     """A tree's nodes in depth-first (pre-)order; the empty root is left out, so a forest has several roots.
 
-    Of a node's children the one with the most leaves comes last, the others in order of arrival.  Snapshots that no
-    tree made may list them in any order.
+    A node's child with the most leaves comes last, its other children in order of arrival.  A snapshot that was not
+    made by a tree may list children in any order.
 
-    The subtree of node ``n`` is the contiguous range ``[n, subtree_end[n])``.  Token ``i`` of node ``n`` stands at
-    position ``start[n] + i`` of its sequences, and its KV lies ``first_slot[n] + i`` slots into the node's pages
-    ``pages[page_indptr[n]:page_indptr[n + 1]]``.  A leaf's pages may go
-    on after its tokens: reserved pages.
+    The subtree of node ``n`` is the contiguous range ``[n, subtree_end[n])``.  Token ``i`` of node ``n`` has
+    position ``start[n] + i`` in its sequences, and its KV lies ``first_slot[n] + i`` slots into the node's pages
+    ``pages[page_indptr[n]:page_indptr[n + 1]]``.  A leaf may have reserved pages after the pages of its tokens.
 
     Attributes:
-        version: The tree's structure version.  Two snapshots of one tree and equal version have the same nodes,
-            parents, starts and order.  The later one may have a larger ``length`` and more ``pages`` in leaves that
-            grew, never a smaller one; ``computed`` and the sequences may differ.
+        version: The tree's structure version.  Two snapshots of one tree with equal versions have the same nodes,
+            parents, starts and order.  In the later one, leaves that grew have a larger ``length`` and more ``pages``;
+            neither ever shrinks.  ``computed`` and the sequences may differ.
         page_size: Tokens per page.
         parent: ``[nodes]`` index of the parent, -1 for a root.
         subtree_end: ``[nodes]`` one past the last node of the subtree.
         start: ``[nodes]`` position of the node's first token.
         length: ``[nodes]`` tokens in the node.
-        computed: ``[nodes]`` how many of them, from the first, have KV in the pool.
+        computed: ``[nodes]`` how many tokens of the node, from the first, have KV in the pool.
         first_slot: ``[nodes]`` offset of the first token in the node's first page.
         page_indptr: ``[nodes + 1]`` bounds of each node's pages in ``pages``.
         pages: page numbers, node after node.
         sequence_node: ``[sequences]`` the node at whose end each live sequence ends, ascending (depth-first order);
             -1 for an empty sequence.
         sequence_id: ``[sequences]`` the ids of those sequences.
-        content: ``[nodes]`` numbers of what nodes hold: where two snapshots have the same number, the node's tokens and
-            their KV are the same from its start on, as far as both have them.  None where that is not known.
-        tree: Which tree, an object that stands for nothing else: equal to itself only, and in no other tree's
-            snapshots as long as it is held.  A snapshot that no tree made is a tree of its own.
+        content: ``[nodes]`` a number for what each node holds: if two snapshots have the same number, the tokens and KV
+            that both have of the node, counted from its start, are equal.  None if not known.
+        tree: The identity of the tree: an object equal only to itself, which no other tree's snapshots have while it is
+            referenced.  A snapshot that was not made by a tree has an identity of its own.
     """
 
     version: int
@@ -68,23 +67,23 @@ class TreeSnapshot:
 
     @property
     def num_tokens(self) -> int:
-        """Distinct tokens held: what a tree stores once."""
+        """Distinct tokens: the tree stores each once."""
         return int(self.length.sum())
 
     @property
     def num_tokens_unshared(self) -> int:
-        """The sum of the sequences' lengths: what they would hold without sharing."""
+        """The sum of the sequences' lengths: the tokens they would store without sharing."""
         ends = self.sequence_node[self.sequence_node >= 0]  # empty sequences end at no node
         return int((self.start[ends] + self.length[ends]).sum(dtype=int))
 
     def depth(self) -> Ints:
-        """``[nodes]`` how many nodes lie above each; 0 for a root."""
-        opened = np.arange(self.num_nodes, dtype=np.int32)  # nodes before it in depth-first order ...
+        """``[nodes]`` the number of ancestors of each node; 0 for a root."""
+        opened = np.arange(self.num_nodes, dtype=np.int32)  # nodes before each in depth-first order ...
         closed = np.cumsum(np.bincount(self.subtree_end, minlength=self.num_nodes + 1))  # ... less those that ended
         return (opened - closed[: self.num_nodes]).astype(np.int32)
 
     def shared_by(self) -> Ints:
-        """``[nodes]`` how many sequences hold each node's tokens: those that end in its subtree."""
+        """``[nodes]`` how many sequences contain each node's tokens: those that end in its subtree."""
         nodes = np.arange(self.num_nodes)
         before = np.searchsorted(self.sequence_node, nodes)
         return (np.searchsorted(self.sequence_node, self.subtree_end) - before).astype(np.int32)

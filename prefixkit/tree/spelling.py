@@ -1,9 +1,9 @@
-"""How texts are written in a tree whose tokens may see later ones: KV of such a token depends on what comes after it.
+"""Keys of texts whose tokens may see later tokens: the KV of such a token depends on what comes after it.
 
-A *span* is a run of tokens that see one another: none of them sees beyond its end, and it is shared as a whole or not
-at all.  So a tree holds *keys* in place of token ids: that of a token outside of spans is its id, and a span of n
-tokens has n keys of its own, consecutive numbers above all token ids, which no other span has.  Two texts share a
-span's KV only if its tokens are equal from the first to the last; the tree compares keys, and knows nothing of it.
+A *span* is a run of tokens that see one another.  None of them sees beyond the span's end, and a span is shared as a
+whole or not at all.  So a tree stores *keys* in place of token ids.  The key of a token outside spans is its id.  The n
+tokens of a span have n consecutive keys, above all token ids, which no other span has.  Two texts share a span's KV
+only if all of its tokens are equal; the tree compares keys, and knows nothing of spans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prefixkit.tree.arrays import Ints, Longs, with_capacity
 
-# Of the first span: token ids are below it.
+# The lowest key of any span: token ids are below it.
 FIRST_KEY = 1 << 30
 
 
@@ -27,24 +27,24 @@ class Spelling:
     """The keys of the texts of one tree.
 
     Args:
-        spans: From the length of a text to ``[n, 2]``: begin and end of its spans, ascending and apart.
+        spans: Maps the length of a text to ``[n, 2]``: begin and end of its spans, ascending and disjoint.
     """
 
     def __init__(self, spans: Callable[[int], Longs]) -> None:
         self._spans = spans
-        self._first: dict[bytes, int] = {}  # number of the first key of a span, by its tokens
-        self._unused: dict[int, list[int]] = {}  # numbers of first keys that can be given again, by length
+        self._first: dict[bytes, int] = {}  # the first key of each span, by the bytes of its tokens
+        self._unused: dict[int, list[int]] = {}  # first keys that can be used again, by the span's length
         self._tokens, self._place, self._left = (np.empty(0, np.int32) for _ in range(3))
         self.size = 0
 
     def keys(self, tokens: Ints, text: int | None = None) -> Keys:
         """The keys of ``tokens``; keys are returned as they are.
 
-        ``text``: how many of the tokens, from the first, are a text whose tokens may see later ones, and those after it
-        follow one by one, as those that a model has generated; None: all are.
+        ``text``: how many tokens, from the first, belong to the text whose tokens may see later ones; the tokens after
+        it see only earlier ones, like generated tokens.  None: all belong to it.
 
         Raises:
-            ValueError: a token id that is one of a key.
+            ValueError: a token id is so large that it could be a key of a span.
         """
         if isinstance(tokens, Keys):
             return tokens
@@ -63,23 +63,23 @@ class Spelling:
         return found
 
     def left(self, keys: Ints) -> Ints:
-        """``[n]`` how many tokens of its span come after each key's; 0 outside of spans."""
+        """``[n]`` how many tokens of the same span come after each key's token; 0 outside spans."""
         found, (at, numbers) = np.zeros(len(keys), np.int32), _in_spans(keys)
         found[at] = self._left[numbers]
         return found
 
     def place(self, keys: Ints) -> Ints:
-        """``[n]`` how many tokens of its span come before each key's; 0 outside of spans."""
+        """``[n]`` how many tokens of the same span come before each key's token; 0 outside spans."""
         found, (at, numbers) = np.zeros(len(keys), np.int32), _in_spans(keys)
         found[at] = self._place[numbers]
         return found
 
     def longest(self, length: int) -> int:
-        """Tokens of the longest span of a text of ``length`` tokens; 0 where there is none."""
+        """Tokens of the longest span of a text of ``length`` tokens; 0 if it has no span."""
         return int(np.diff(self._spans(length)).max(initial=0))
 
     def retain(self, held: Iterable[Ints]) -> None:
-        """Drop all spans but those of which ``held`` has keys: no other array of keys is in use."""
+        """Drop all spans without a key in ``held``, which are all arrays of keys in use."""
         used = np.zeros(self.size, np.bool_)
         for keys in held:
             used[_in_spans(keys)[1]] = True
@@ -113,6 +113,6 @@ class Spelling:
 
 
 def _in_spans(keys: Ints) -> tuple[NDArray[np.intp], Longs]:
-    """Where keys are those of spans, and their numbers."""
+    """The indices of keys that belong to spans, and these keys less ``FIRST_KEY``."""
     at = np.flatnonzero(np.asarray(keys) >= FIRST_KEY)
     return at, np.asarray(keys)[at].astype(np.int64) - FIRST_KEY

@@ -1,8 +1,8 @@
 """Which slots hold the states of nodes, for models with layers that keep a state in place of KV.
 
-A state follows a number of a node's tokens: a checkpoint, from which later tokens go on without those before.  It is
-written where a step ends, where the tree forks, and where a caller asks for one; and it is dropped, as long as nothing
-goes on from it, when slots are needed: then its tokens run once more from the checkpoint before.
+A state belongs to a node and a number of its tokens: it is a checkpoint, from which later tokens run without the tokens
+before it.  States are written where a step ends, where the tree forks, and where a caller asks for one.  A state that
+nothing continues from is dropped when slots are needed: its tokens then rerun from the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 
-_RERUN = 64  # tokens that run once more as fast as the last one alone, about
+_RERUN = 64  # about this many tokens rerun in the time of one
 _BATCH = 16  # at least 1 / _BATCH of the slots are freed at once: finding them reads the whole tree
 
 
@@ -25,14 +25,14 @@ class OutOfStateSlots(RuntimeError):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a step that one state runs over.
+    """Consecutive tokens of a step through which one state is advanced.
 
     Attributes:
-        row: The query row of the first.
-        length: How many.
+        row: The query row of the first token.
+        length: Number of tokens.
         source: Slot of the state before them; -1 at the beginning of a text.
-        target: Slot that receives the state after them; -1 for none, where nothing goes on from it.
-        wave: After how many other pieces of the step it runs.
+        target: Slot that receives the state after them; -1: that state is not stored, as nothing continues from it.
+        wave: How many other pieces of the step must run before this one, one after another.
     """
 
     row: int
@@ -43,14 +43,14 @@ class Piece(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """Who reads the state after a run of a step.
+    """What reads the state after a run of a step.
 
     Attributes:
-        stays: Whether it is read after the step, or by several runs of it.
-        passes: Whether one run of the step goes on from it and nothing else does: where slots are short, that run
-            writes its own state over it, so that a path takes one slot however many nodes it has.
-        below: Slots that this one run needs, if this one's slot is not left to it.
-        passed_on: Whether it is itself such a run.
+        stays: Whether the state is read after the step, or by several runs of the step.
+        passes: Whether one run of the step continues from the state and nothing else does: if slots are short, that run
+            overwrites it with its own state, so that a path takes one slot however many nodes it has.
+        below: Slots that this one run needs if the slot is not passed on to it.
+        passed_on: Whether the parent's state passes to this run.
     """
 
     stays: bool
@@ -60,12 +60,12 @@ class _Need(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many it takes at least."""
+        """The fewest slots that the run needs."""
         return int(self.stays or self.passes)
 
 
 def _needs(nodes: Sequence[Node], begin: Sequence[int], end: Sequence[int], goes_on: Sequence[bool]) -> list[_Need]:
-    """Of each run of a step; see :meth:`StateSlots.plan`."""
+    """The need of each run of a step; see :meth:`StateSlots.plan`."""
     runs = dict(zip(nodes, range(len(nodes)), strict=True))
     below: list[list[int]] = [[] for _ in nodes]
     for run, (node, first) in enumerate(zip(nodes, begin, strict=True)):
@@ -87,23 +87,23 @@ def _needs(nodes: Sequence[Node], begin: Sequence[int], end: Sequence[int], goes
 
 @dataclass(frozen=True, eq=False)
 class StateMoves:
-    """What the layers that keep a state do in a step.
+    """How the layers that keep a state process a step.
 
     Attributes:
-        pieces: Of all query rows.
-        made: The node, and after how many of its tokens, of each slot that is written.
+        pieces: The pieces, which cover all query rows.
+        made: For each slot that is written: the node, the number of its tokens that the state follows, and the slot.
     """
 
     pieces: list[Piece]
     made: list[tuple[Node, int, int]]
 
     def repeated(self) -> StateMoves:
-        """Those of the decode step after this one: each row's state goes on in its slot."""
+        """The moves of the decode step after this one: each row advances the state in its slot."""
         pieces = [piece._replace(length=1, source=piece.target, wave=0) for piece in self.pieces]
         return StateMoves(pieces, [])
 
     def select_rows(self, rows: Iterable[int]) -> StateMoves:
-        """Those of a decode step of these rows, which are pieces, ascending."""
+        """The moves of a decode step of only these rows, ascending; each row is a piece."""
         return StateMoves([self.pieces[row]._replace(row=i) for i, row in enumerate(rows)], [])
 
 
@@ -111,24 +111,24 @@ class StateSlots:
     """The slots of a tree.
 
     Args:
-        root: Of the tree.
-        included: By id, the sequences that go on, which pinned ones do not.
-        count: Slots that there are.
+        root: The root of the tree.
+        included: The sequences that will continue, by id; pinned ones do not.
+        count: Number of slots.
 
     Attributes:
-        every: After how many tokens of a text there is a checkpoint, where nothing else asks for one.
-        ahead: Whether rows whose runs have ended may have run on meanwhile: then their states are after other tokens.
+        every: The distance between a text's checkpoints, in tokens, where nothing else asks for one.
+        ahead: Whether rows of finished runs may have run further meanwhile: their states then follow other tokens.
     """
 
     def __init__(self, root: Node, included: Mapping[int, object], count: int = 0, every: int = sys.maxsize) -> None:
         self.root, self.included, self.count, self.every, self.ahead = root, included, 0, every, False
         self._free: list[int] = []
-        self._busy = set[int]()  # of the step that is being planned
+        self._busy = set[int]()  # slots used by the step that is being planned
         self.grow(count)
 
     def grow(self, count: int) -> None:
-        """Have ``count`` slots, no fewer than before."""
-        self._free += range(self.count + 1, count + 1)  # slot 0 is for rows of steps that are none
+        """Grow to ``count`` slots; a smaller number changes nothing."""
+        self._free += range(self.count + 1, count + 1)  # slot 0 is for padding rows of steps
         self.count = max(self.count, count)
 
     def plan(
@@ -137,19 +137,20 @@ class StateSlots:
         """The pieces of a step whose query runs are tokens ``[begin, end)`` of ``nodes``, in depth-first order.
 
         Args:
-            nodes, begin, end: A state exists before each run, or is made in this step.
-            goes_on: Of each run, whether more tokens follow its last.
-            ends: Whether a prompt ends with it: the state before its last token is kept too, for one that is equal.
+            nodes, begin, end: The runs.  The state before each run exists, or is made in this step.
+            goes_on: For each run, whether more tokens will follow its last.
+            ends: For each run, whether a prompt ends with it: the state before its last token is then stored too, for
+                a later equal prompt.
 
         Raises:
-            OutOfStateSlots: nothing has changed except for states that nothing goes on from.
+            OutOfStateSlots: nothing has changed, except that states which nothing continues from may be dropped.
         """
         pieces, made = list[Piece](), list[tuple[Node, int, int]]()
         last, passed = dict[Node, Piece](), dict[Node, int]()
         firsts, stops = begin.tolist(), end.tolist()
         needs = _needs(nodes, firsts, stops, goes_on)
         row, to_come = 0, sum(need.slots for need in needs if not need.passed_on)
-        # No state that a later run of the step begins with makes room for what an earlier one writes.
+        # A state that a later run of the step begins with must not be dropped to store the state of an earlier run.
         runs = set(nodes)
         begins = [(node, first) for node, first in zip(nodes, firsts, strict=True) if first or node.parent not in runs]
         self._busy = {node.state_at(first) for node, first in begins}
@@ -174,7 +175,7 @@ class StateSlots:
                 if slot < 0 and need.passes:
                     slot = own = self._take(needed=True)
                 if slot >= 0 and offset == stop and slot == own and need.passes:
-                    passed[node] = slot  # until the run below writes its own state there, and no node's meanwhile
+                    passed[node] = slot  # until the run below overwrites it; no node names the slot meanwhile
                 elif slot >= 0:
                     made.append((node, offset, slot))
                 piece = last[node] = Piece(row, offset - at, source, slot, wave)
@@ -182,37 +183,37 @@ class StateSlots:
                 row, at, source, wave = row + offset - at, offset, slot, wave + 1
             to_come += need.below if need.passes and node not in passed else 0
             if in_place and pieces[-1].target == pieces[-1].source:
-                node.state = -1  # it changes now, and is the node's again once the step is under way
+                node.state = -1  # the step overwrites the slot; `commit` gives it back to the node
         return StateMoves(pieces, made)
 
     def _checkpoints(self, node: Node, first: int, stop: int, prompt: bool) -> list[int]:
-        """After how many tokens a run of a node has states beside the last, where there are slots."""
+        """The numbers of tokens after which a run of a node stores a state besides its last, if slots are free."""
         wanted = {at for at, slot in node.checkpoints.items() if slot < 0 and first < at < stop}
         wanted |= {stop - 1} if prompt and stop - first > _RERUN else set()
         wanted.update(range(self.every - (node.start + first) % self.every + first, stop, self.every))
         return sorted(wanted)
 
     def commit(self, moves: StateMoves) -> None:
-        """Note the states of a step that was launched, whose tokens are marked computed."""
+        """Record the states of a step that was launched, and whose tokens are marked computed."""
         for node, offset, slot in moves.made:
             if node.parent is not None:
                 name(node, offset, slot)
 
     @property
     def used(self) -> int:
-        """How many slots nodes name."""
+        """How many slots hold a state of a node."""
         return sum(len(node.states) for node in self._nodes())
 
     def spare(self, most: int, stay: Iterable[int] = ()) -> list[int]:
-        """At most this number of slots, which :func:`name` gives to nodes once the caller has written states to them.
+        """At most ``most`` free slots; the caller writes states to them and assigns them to nodes with :func:`name`.
 
-        States that nothing goes on from are dropped for them, except for those in slots that ``stay``.
+        States that nothing continues from are dropped to free slots, except for those in the slots ``stay``.
         """
         self._busy = set(stay)
         return [*takewhile(lambda slot: slot >= 0, (self._take(needed=False) for _ in range(most)))]
 
     def _take(self, needed: bool, leave: int = 0) -> int:
-        """A free slot; -1 where there are only ``leave`` or fewer, unless it is ``needed``."""
+        """Take a free slot; -1 if only ``leave`` or fewer are free, unless it is ``needed``."""
         leave = 0 if needed else leave
         if len(self._free) <= leave:
             self._collect(1 + leave)
@@ -225,9 +226,9 @@ class StateSlots:
         return slot
 
     def _collect(self, least: int) -> None:
-        """Find the slots that no node names; where they are few, drop states that nothing goes on from.
+        """Find the slots that no node has a state in; if they are few, drop states that nothing continues from.
 
-        Those at the ends of pinned prefixes go last.
+        States at the ends of pinned prefixes are dropped last.
         """
         used, spare = set(self._busy), list[tuple[bool, int, int, Node]]()
         for node in self._nodes():
@@ -252,7 +253,7 @@ class StateSlots:
 
 
 def name(node: Node, offset: int, slot: int) -> None:
-    """Note in which slot the state after the first ``offset`` tokens of a node is, of those that are computed."""
+    """Record the slot of the state after a node's first ``offset`` tokens, which are computed."""
     if offset == node.computed:
         node.state = slot
     else:
@@ -260,7 +261,7 @@ def name(node: Node, offset: int, slot: int) -> None:
 
 
 def _drop(node: Node, offset: int) -> int:
-    """Drop the state of a node after some of its tokens; returns its slot."""
+    """Drop the state after the first ``offset`` tokens of a node; returns its slot."""
     if offset == node.computed and node.state >= 0:
         slot, node.state = node.state, -1
         return slot
@@ -268,7 +269,7 @@ def _drop(node: Node, offset: int) -> int:
 
 
 def want(node: Node, positions: Iterable[int]) -> None:
-    """Ask for states after these numbers of a sequence's tokens, which ends at ``node``."""
+    """Ask for states after these numbers of tokens of the sequence that ends at ``node``."""
     for position in positions:
         above = node
         while above.start >= position and above.parent is not None:

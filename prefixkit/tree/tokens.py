@@ -1,4 +1,4 @@
-"""Token arrays at the public edge, and what they begin with in common."""
+"""Token arrays at the public edge, and their common prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST_WINDOW, LAST_WINDOW = 256, 65_536  # tokens compared at once: cheap when t
 
 
 def as_tokens(tokens: ArrayLike) -> Ints:
-    """``tokens`` as a checked int32 array ``[n]``, n >= 1; the same memory where it is int32 already.
+    """``tokens`` as a checked int32 array ``[n]``, n >= 1; not copied if they are int32 already.
 
     Raises:
         ValueError: no tokens, more than one dimension, or an id outside ``[0, 2**31)``.
@@ -27,7 +27,7 @@ def as_tokens(tokens: ArrayLike) -> Ints:
         raise ValueError("tokens must not be empty; pass at least one token id")
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens must be integers, got dtype {array.dtype}; convert them to token ids first")
-    lowest = int(np.minimum.reduce(array))  # `min`, in half the time where there are few
+    lowest = int(np.minimum.reduce(array))  # takes half the time of `min` on short arrays
     if lowest < 0:
         raise ValueError(f"token ids must not be negative, got {lowest}; remove padding before building the tree")
     if array.dtype.itemsize >= 4 and array.dtype != np.int32 and int(array.max()) > MAX_TOKEN:
@@ -50,10 +50,11 @@ def common_prefix(left: Ints, right: Ints) -> int:
 
 
 def in_front_coding(sequences: Sequence[Ints]) -> Iterator[tuple[int, int]]:
-    """Sequences in lexicographic order, where one comes before those that it begins with.
+    """Sequences in lexicographic order, except that a sequence comes before its prefixes.
 
     Yields:
-        Its number; and how many tokens it shares with any before it: as many as with the last that had others too.
+        The sequence's number, and the most tokens it shares with a sequence before it: those shared with the last
+        one that had tokens of its own.
     """
     # Big-endian bytes are in the order of the tokens.
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].astype(">i4").tobytes() + b"\xff")
@@ -66,7 +67,7 @@ def in_front_coding(sequences: Sequence[Ints]) -> Iterator[tuple[int, int]]:
 
 
 def forks_of(ordered: Sequence[Ints]) -> list[tuple[int, ...]]:
-    """After how many tokens of each sequence later ones part from it; sequences are in lexicographic order."""
+    """The offsets in each sequence at which later ones diverge from it; sequences are in lexicographic order."""
     found: list[tuple[int, ...]] = [()] * len(ordered)
     for i in reversed(range(len(ordered) - 1)):
         shared = common_prefix(ordered[i], ordered[i + 1])

@@ -1,4 +1,4 @@
-"""Chains of short nodes, which remain of beams that forked at almost every step and of which one has survived."""
+"""Chains of short nodes, which a surviving beam leaves after beams forked at almost every step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prefixkit.tree.node import Node
 
 _NODES_A_PAGE = 3  # a copy may take one page more than it frees for every three nodes that it removes
 
-# Nodes of the shortest chain: fewer are not worth a copy, which ends in a page that is not full.
+# Fewest nodes of a chain: shorter ones are not worth a copy, which ends in a partly filled page.
 _FEWEST_NODES = 6
 
 
 def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
-    """Runs of computed inner nodes shorter than a page, each the only child of the one before; a page in all, or more.
+    """Runs of computed inner nodes shorter than a page, each the only child of the one before; a page or more in all.
 
-    The tree may change in the nodes of a run that was yielded, and above them.
+    The caller may change the nodes of the run it was given, and the nodes above them.
     """
     stack = root.children
     while stack:
@@ -35,18 +35,18 @@ def chains(root: Node, page_size: int) -> Iterator[list[Node]]:
 
 
 def _is_short(node: Node, page_size: int) -> bool:
-    ends = node.sequences or node.cached  # sequences, and what the prefix cache retains, end with a node
+    ends = node.sequences or node.cached  # sequences and retained prefixes must end at a node's end
     return node.length < page_size and node.computed == node.length and not ends and not node.behind_gap
 
 
 def compact(tree: TreeEdits, most_pages: int) -> tuple[Longs, Longs]:
-    """Make one node of each long chain of short ones, which beams leave: a step takes longer in deep trees.
+    """Replace each long chain of short nodes, which beams leave, by one node: steps take longer in deep trees.
 
-    ``most_pages`` are free and not reserved.
+    ``most_pages`` pages are free and not reserved.
 
     Returns:
-        Which slots' KV is to be copied, and to which, in this order, before the next step: a later target may be
-        an earlier source.
+        Source and target slots of the KV that the caller must copy, in this order, before the next step: a later
+        target may be an earlier source.
     """
     source, target = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for chain in chains(tree.root, tree.page_size):

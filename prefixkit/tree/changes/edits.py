@@ -1,4 +1,4 @@
-"""The steps of which every change of a prefix tree consists."""
+"""The elementary edits that every change of a prefix tree is made of."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prefixkit.tree.state_slots import StateSlots
 
 _NO_PAGES = np.empty(0, np.int32)
 _GAP = 2  # slots left free between leaves that begin in one page: most leaves are removed before they fill them
-_MOST_ANCESTORS = 128  # that are searched for free slots: chains may be deep
+_MOST_ANCESTORS = 128  # ancestors searched for free slots: chains may be deep
 
 
 class TreeEdits:
     """Nodes, their pages and the sequences that end at them; see :class:`prefixkit.tree.PrefixTree`.
 
-    A step leaves the pages, links and counts of all nodes right.  Its caller has checked that the step is possible and
+    An edit leaves the pages, links and counts of all nodes consistent.  Its caller has checked that it is possible and
     that there are enough pages.
     """
 
@@ -36,11 +36,11 @@ class TreeEdits:
         self._node_ids = count_up()
         self._sequence_ids = count_up()
         self.root = Node(next(self._node_ids), None, self.page_size, np.empty(0, np.int32), np.empty(0, np.int32))
-        self.identity = object()  # of its snapshots: versions of two trees may be equal
-        self.touched: set[Node] = set()  # nodes with another length or ``computed`` than the latest snapshot says
+        self.identity = object()  # `TreeSnapshot.tree`: versions of two trees may be equal
+        self.touched: set[Node] = set()  # nodes whose length or ``computed`` differs from the latest snapshot
         self.included: dict[int, Sequence] = {}  # by id: the sequences that snapshots hold
-        self.states: StateSlots | None = None  # of models whose layers keep a state
-        self.spelling: Spelling | None = None  # of models whose tokens may see later ones
+        self.states: StateSlots | None = None  # for models whose layers keep a state
+        self.spelling: Spelling | None = None  # for models whose tokens may see later ones
         self._excluded = 0  # how many sequences snapshots leave out
 
     def __repr__(self) -> str:
@@ -56,11 +56,11 @@ class TreeEdits:
         sequence = Sequence(next(self._sequence_ids), node, self)
         node.sequences[sequence.id] = self.included[sequence.id] = sequence
         self.sequences_version += 1
-        self.version += node.index < 0 and self.partial  # a snapshot without the node is no longer one of this tree
+        self.version += node.index < 0 and self.partial  # the latest snapshot lacks the node
         return sequence
 
     def _drop(self, sequence: Sequence) -> None:
-        self.version += self.partial  # its nodes may stay, and then a snapshot leaves them out
+        self.version += self.partial  # if its nodes stay cached, snapshots leave them out from now on
         del sequence.node.sequences[sequence.id]
         self._excluded -= self.included.pop(sequence.id, None) is None
         sequence.tree = None
@@ -82,7 +82,7 @@ class TreeEdits:
         if self.page_size == 1 or parent is None:
             return None
         if not parent.branches and parent.end_slot % self.page_size == 0:
-            return None  # a page of its own meets a leaf whose last page is full
+            return None  # the last page is full, so a new page continues the parent's slots
         node: Node | None = parent
         for _ in range(_MOST_ANCESTORS):
             if node is None or node.free_slots:
@@ -113,7 +113,7 @@ class TreeEdits:
         return leaf
 
     def _branch(self, node: Node, children: list[tuple[Sequence, Ints]], pages: list[int]) -> None:
-        """A child of ``node`` for each sequence and its token; one that begins on a page of its own pops ``pages``."""
+        """Add a child of ``node`` for each sequence and its token; one on a page of its own pops ``pages``."""
         all_leave = len(children) == len(node.sequences)  # as beams do
         if all_leave:
             children = children[:2] + children[:1:-1]
@@ -136,7 +136,7 @@ class TreeEdits:
         assert parent is not None and by.parent is parent and by.length == node.length, (node, by)
         siblings = parent.branches[node.key]
         index = siblings.index(node)
-        if index < siblings.index(by):  # matching follows the first of the siblings: it finds as much as before
+        if index < siblings.index(by):  # a match follows the first sibling, and must find as much as before
             siblings.remove(by)
             siblings.insert(index, by)
         parent.disown(node)
@@ -154,7 +154,7 @@ class TreeEdits:
         self.merge(parent)  # it may have lost its second child
 
     def _prune(self, node: Node) -> None:
-        """After ``node`` has lost a sequence: remove what leads to no sequence, then undo a split that serves none."""
+        """After ``node`` has lost a sequence: remove nodes that are no longer needed, then undo a needless split."""
         while node.parent is not None and not node.needed:
             parent = node.parent
             self.allocator.release(node.pages)
@@ -165,7 +165,7 @@ class TreeEdits:
         self.merge(node)
 
     def merge(self, node: Node) -> None:
-        """Undo a split of ``node`` from its only child that serves no sequence."""
+        """Merge ``node`` with its only child if nothing needs the two to be separate nodes."""
         if node.parent is None or node.sequences or node.cached or node.pins or len(node.branches) != 1:
             return
         child, *siblings = node.children

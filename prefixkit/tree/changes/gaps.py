@@ -1,4 +1,4 @@
-"""Tokens in the middle of a sequence that no query sees any more: their pages are given back."""
+"""Dropping tokens in the middle of a sequence that no query sees any more, to release their pages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from prefixkit.tree.sequence import Sequence, check_live
 
 
 def drop_between(tree: TreeEdits, sequence: Sequence, begin: int, end: int) -> int:
-    """Forget the tokens of a sequence at positions ``[begin, end)``, as far as they fill pages, and release these.
+    """Drop tokens of a sequence at positions ``[begin, end)`` that fill whole pages, and release these pages.
 
-    Only those go that lie in a leaf of the sequence's own, have KV, and are followed by another one there: what other
-    sequences share, and the prefix cache retains, stays.  The sequence keeps its length and positions.  Its tokens
-    behind the gap are found by no match, and :meth:`PrefixTree.retain` retains none of them.
+    Only tokens with KV in a leaf of the sequence's own are dropped, and never the leaf's last token: tokens that other
+    sequences share or the prefix cache retains stay.  The sequence keeps its length and positions.  No match finds the
+    tokens behind the gap, and :meth:`PrefixTree.retain` does not retain them.
 
     Returns:
-        How many pages are free again.
+        How many pages became free.
 
     Raises:
         ValueError: the sequence is not live in this tree.
@@ -24,7 +24,7 @@ def drop_between(tree: TreeEdits, sequence: Sequence, begin: int, end: int) -> i
     node, size, free = sequence.node, tree.page_size, tree.allocator.free
     if not node.appends(0) or node.pins:
         return 0
-    kept = max(begin - node.start, 0)  # tokens before those that go
+    kept = max(begin - node.start, 0)  # tokens before the dropped ones
     last = (
         node.first_slot + min(end - node.start, node.computed, node.length - 1)
     ) // size  # the first page that stays
@@ -32,7 +32,7 @@ def drop_between(tree: TreeEdits, sequence: Sequence, begin: int, end: int) -> i
     if last <= whole:
         return 0
     if kept:
-        last -= (node.first_slot + kept) // size  # pages of the upper half alone
+        last -= (node.first_slot + kept) // size  # pages before the lower half's first page
         tree.split(node, kept)
     tree.allocator.release(node.drop_front(last * size - node.first_slot))
     tree.version += 1
@@ -40,7 +40,7 @@ def drop_between(tree: TreeEdits, sequence: Sequence, begin: int, end: int) -> i
 
 
 def above_gaps(node: Node) -> Node:
-    """The last node above which nothing is gone, on the way from the root to a node."""
+    """The last node on the path from the root to ``node`` that lies above all gaps."""
     above = node
     while above.parent is not None:
         if above.behind_gap:
