@@ -1,1 +1,1 @@
-"""KV of a model between and during calls: pools, stores, what fits them, their memory, and files of prefixes."""
+"""KV of a model during and between calls: pools, stores, admission, memory limits, and prefix files."""

@@ -1,4 +1,4 @@
-"""What a call may take of a KV store, and the error where that is too little."""
+"""The pages of a KV store that a call may use, and the error if they are too few."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class KVBudgetTooSmall(ValueError):
 
 @dataclass(eq=False)
 class Budget:
-    """All pages of a store but those of pinned prefixes.
+    """All pages of a store except those of pinned prefixes.
 
     Attributes:
-        tree: That of the store.
-        bytes_per_token: KV of a token in all layers.
+        tree: The store's tree.
+        bytes_per_token: Bytes of KV of a token in all layers.
         pins: The pinned sequences.
-        beside_states: Whether the other half of ``kv_budget`` is for states.
-        held: What samples have to hold; None: everything.
-        pinned_pages: Pages that they hold.
-        pages: Pages that a call may take.
+        beside_states: Whether half of ``kv_budget`` is reserved for states.
+        held: Which tokens samples have to hold; None: all.
+        pinned_pages: Pages that pinned sequences hold.
+        pages: Pages that a call may use.
     """
 
     tree: PrefixTree
@@ -46,12 +46,12 @@ class Budget:
         self._keys = [pin.keys() for pin in self.pins]
 
     def tokens_pinned(self, tokens: Ints) -> int:
-        """How many of these tokens, or keys, from the first, a pinned prefix holds."""
+        """How many of these tokens (or keys), from the first, some pinned sequence holds."""
         keys = self.tree.keys_of(tokens)
         return max((common_prefix(pin, keys) for pin in self._keys), default=0)
 
     def pages_lacking(self, tokens: Ints, more: int = 0) -> int:
-        """0 where the pages of a sequence, and ``more``, are within the budget; else how many pages it takes."""
+        """0 if the pages of a sequence, plus ``more``, are within the budget; else how many pages these are."""
         size = self.tree.page_size
         if (need := pages_for(len(tokens), size) + more) <= self.pages:
             return 0
@@ -59,7 +59,7 @@ class Budget:
         return need if need > self.pages else 0
 
     def error(self, what: str, pages: int, remedy: str) -> KVBudgetTooSmall:
-        """What to raise where ``what`` takes ``pages`` pages, which are too many."""
+        """The error to raise if ``what`` needs ``pages`` pages, which exceed the budget."""
         size, token = self.tree.page_size, self.bytes_per_token / 2**20
         need, have = (f"{n * size} tokens ({n * size * token:.1f} MiB)" for n in (pages, self.pages))
         beside = f" beside {self.pinned_pages} pages of pinned prefixes" if self.pinned_pages else ""

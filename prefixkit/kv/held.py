@@ -1,4 +1,4 @@
-"""What a sequence that grows has to hold where layers attend at positions in the cache: its pages stay few."""
+"""Which tokens a growing sequence has to hold if layers attend at positions in the cache: its pages stay few."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from prefixkit.tree.pages import pages_for
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
 
-# Tokens by which a sequence grows at most before pages are given back, and what then is worth a new plan.
+# The most tokens that a sequence grows by before pages are released, and the fewest unseen tokens worth a new plan.
 MOST_AHEAD, LEAST_UNSEEN = 256, 64
 
 
 @dataclass(frozen=True)
 class Held:
-    """Of a sequence, what some layer sees of it later.
+    """The tokens of a sequence that some layer will still see.
 
     Attributes:
-        sinks: How many of its first tokens.
-        window: And of its last ones.
+        sinks: The number of first tokens.
+        window: The number of last tokens.
     """
 
     sinks: int
     window: int
 
     def most_pages(self, page_size: int) -> int:
-        """Pages that a sample takes beside those of its prompt, whatever its length becomes."""
+        """An upper bound of the pages of a sample, besides those of its prompt, at any length."""
         grown = self.window + MOST_AHEAD + LEAST_UNSEEN + page_size
         return pages_for(self.sinks, page_size) + pages_for(grown, page_size) + 3
 
     def pages_left(self, sample: TreeSequence, page_size: int) -> int:
-        """Of these, those that a sample may take yet, beside its leaf's and those of its first tokens above a gap."""
+        """Of these, the pages that a sample may still take, besides its leaf's and its first tokens' above a gap."""
         node, taken = sample.node, 0
         if node.grows_in_place:
             taken = node.num_pages + node.reserved
@@ -43,15 +43,15 @@ class Held:
         return max(0, self.most_pages(page_size) - taken)
 
     def release(self, tree: PrefixTree, sample: TreeSequence) -> None:
-        """Give back pages of a sample, whose last token has no KV yet, once some hold what no layer sees any more."""
+        """Release pages of a sample that no layer sees any more, if they are enough; its last token has no KV yet."""
         end = sample.length - self.window
         if end - max(sample.node.start, self.sinks) >= LEAST_UNSEEN:
             drop_between(tree, sample, self.sinks, end)
 
 
 def held_of(layers: Sequence[LayerKind]) -> Held | None:
-    """What samples have to hold where layers attend at positions in the cache; None: everything, because none does, or
-    others see all.
+    """Which tokens samples have to hold if layers attend at positions in the cache; None: all, because no layer
+    does so, or some other layer sees all tokens.
     """
     streaming = [kind.variant.streaming for kind in layers if kind.variant is not None]
     found = [one for one in streaming if one is not None]

@@ -1,4 +1,4 @@
-"""The page tensors that hold what layers cache: keys and values, or latents."""
+"""The page tensors that hold what layers cache: K and V, or latents."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from prefixkit.ops.arguments import FP8, STORED
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What is cached of one token of a model.
+    """What a model caches for one token.
 
     Attributes:
-        layers: Of each layer that caches something, its tensors: K and V, or a latent and rotary keys.
+        layers: For each layer that caches anything, its tensors: K and V, or a latent and rotary keys.
         dtype: float32, bfloat16, float16 or float8_e4m3fn.
         device: Where the pages live.
-        states: What modules keep of a sequence in place of KV, whatever its length.
-        computed: The dtype in which attention computes; None: that of the pages, or bfloat16 where these hold e4m3.
+        states: The states that modules keep for a sequence in place of KV, independent of its length.
+        computed: The dtype in which attention computes; None: the pages' dtype, or bfloat16 if the pages hold e4m3.
 
     Raises:
-        ValueError: no layers, or another dtype.
+        ValueError: no layers, or an unsupported dtype.
     """
 
     layers: tuple[tuple[CachedTensor, ...], ...]
@@ -51,7 +51,7 @@ class KVSpec:
 
     @cached_property
     def tensors(self) -> dict[tuple[CachedTensor, ...], list[int]]:
-        """The layers of each kind of tensors, by number."""
+        """The numbers of the layers that cache tensors of the same sizes, by these tensors."""
         found: dict[tuple[CachedTensor, ...], list[int]] = {}
         for index, cached in enumerate(self.layers):
             found.setdefault(cached, []).append(index)
@@ -59,33 +59,33 @@ class KVSpec:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """That of queries, and of K and V before they are cached."""
+        """The dtype of queries, and of K and V before they are cached."""
         return self.computed or (torch.bfloat16 if self.dtype == FP8 else self.dtype)
 
     @property
     def moved_dtype(self) -> torch.dtype:
-        """The same bytes as torch copies them: not all that it does to bytes it does to e4m3."""
+        """The dtype in which torch copies pages: uint8 for e4m3, which not all of torch's copy operations support."""
         return torch.uint8 if self.dtype == FP8 else self.dtype
 
     @cached_property
     def size(self) -> int:
-        """Elements that are cached of one token in all layers."""
+        """Elements cached for one token in all layers."""
         return sum(tensor.size for cached in self.layers for tensor in cached)
 
     @property
     def bytes_per_token(self) -> int:
-        """What is cached of one token in all layers."""
+        """Bytes cached for one token in all layers."""
         return self.size * self.dtype.itemsize
 
     @property
     def kinds(self) -> str:
-        """How many layers cache tensors of which sizes, in words."""
+        """A text that says how many layers cache tensors of which sizes."""
         found = (f"{len(at)} layers of {' and '.join(map(str, cached))}" for cached, at in self.tensors.items())
         return ", ".join(found)
 
     @property
     def state_kinds(self) -> str:
-        """How many modules keep which states, in words; none where there are none."""
+        """A text that says how many modules keep which states; empty if none does."""
         found = Counter(" and ".join(map(str, module)) for module in self.states)
         return ", ".join(f"{count} modules of {states}" for states, count in found.items())
 
@@ -95,7 +95,7 @@ class KVSpec:
 
     @property
     def bytes_per_state(self) -> int:
-        """What all modules that keep a state keep of one sequence."""
+        """Bytes of one sequence's state in all modules that keep one."""
         return sum(tensor.bytes for module in self.states for tensor in module)
 
 
@@ -106,30 +106,30 @@ def spec_of_alike(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> KVSpec:
-    """K and V of equal size in layers that are all alike; ValueError as :class:`KVSpec`, or for a size below 1."""
+    """A spec of identical layers with K and V of equal size; ValueError as :class:`KVSpec`, or for a size below 1."""
     return KVSpec(((CachedTensor(kv_heads, head_dim),) * 2,) * num_layers, dtype, torch.device(device))
 
 
 class KVPoolTooLarge(ValueError):
-    """The memory for a pool's pages cannot be had."""
+    """The device has too little free memory for a pool's pages."""
 
 
 class KVPool:
-    """Pages of what all layers cache, addressed by slot: ``slot = page * page_size + offset``.
+    """Pages that hold what all layers cache, addressed by slot: ``slot = page * page_size + offset``.
 
-    Layers that cache tensors of the same sizes share one tensor for each of these, and all layers number their pages
-    alike.  Memory is allocated at once but not touched before it is written, so the operating system commits it as
-    tokens are appended.  On the CPU the heads of a token are adjacent and tokens follow each other, so that consecutive
-    slots are one matrix; on a GPU a page holds one head after the other.
+    Layers that cache tensors of the same sizes share one page tensor per cached tensor, and a page has the same number
+    in all layers.  Memory is allocated at once but not touched before it is written, so the operating system commits it
+    as tokens are appended.  On the CPU the heads of a token are adjacent and tokens follow each other, so that
+    consecutive slots form one matrix; on a GPU a page stores one head after the other.
 
     Attributes:
-        spec: The tensors that are cached for each token.
-        num_pages, page_size: The number of pages, and the tokens of a page.
-        states: The pool of states of layers that keep a state in place of KV; empty at first.
+        spec: What is cached for each token.
+        num_pages, page_size: The number of pages, and the tokens per page.
+        states: The pool of states, for layers that keep a state in place of KV; empty at first.
 
     Raises:
-        ValueError: no pages, or a page size outside 1 to 128.
-        KVPoolTooLarge: the device does not have enough memory.
+        ValueError: fewer than one page, or a page size outside 1 to 128.
+        KVPoolTooLarge: the device does not have enough free memory.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int = 16) -> None:
@@ -143,7 +143,7 @@ class KVPool:
         self.states = StatePool(spec.states, spec.device)
         try:
             made = [[self._pages(tensor, len(at)) for tensor in cached] for cached, at in spec.tensors.items()]
-        except RuntimeError as error:  # torch's OutOfMemoryError is one too
+        except RuntimeError as error:  # torch's OutOfMemoryError is a RuntimeError
             free = free_memory(spec.device) / 2**30
             raise KVPoolTooLarge(
                 f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.device} cannot "
@@ -161,7 +161,7 @@ class KVPool:
         on_cpu = self.spec.device.type == "cpu"
         inner = (self.page_size, tensor.heads) if on_cpu else (tensor.heads, self.page_size)
         shape = (layers, self.num_pages, *inner, tensor.head_dim)
-        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside it
             pages = torch.empty(shape, dtype=self.spec.moved_dtype, device=self.spec.device)
         return pages if on_cpu else pages.transpose(2, 3)
 
@@ -169,7 +169,7 @@ class KVPool:
         return f"KVPool({self.num_pages} pages of {self.page_size} tokens, {self.spec})"
 
     def grown(self, num_pages: int) -> KVPool:
-        """A pool of more pages, of which the first hold what this one's hold."""
+        """A pool of ``num_pages`` pages, the first of which hold copies of this pool's pages."""
         larger = KVPool(self.spec, num_pages, self.page_size)
         for mine, its in zip(self._tensors, larger._tensors, strict=True):
             its[:, : self.num_pages] = mine
@@ -178,25 +178,25 @@ class KVPool:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all pages take when full."""
+        """Bytes of all pages, when full, and of all states."""
         return self.num_pages * self.page_size * self.spec.bytes_per_token + self.states.bytes
 
     def pages(self, layer: int) -> tuple[Tensor, ...]:
-        """``[pages, page_size, heads, head_dim]`` each tensor of a layer: the pool itself, not a copy; IndexError for
-        a layer that it has not.
+        """The page tensors of a layer, ``[pages, page_size, heads, head_dim]`` each, not copied; IndexError if the pool
+        has no such layer.
         """
         if layer not in self._layers:
             raise IndexError(f"KVPool: layer {layer} of a pool for layers 0..{len(self._layers) - 1}")
         return self._layers[layer]
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
-        """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, ``[count]`` int64 each, in this order, on
-        the current stream.
+        """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, ``[count]`` int64 each, in order, on the
+        current stream.
 
-        A target may be a source of those before it, not of those behind it.  The sources are slots of ``source_pool``,
-        of the same page size; None: of this one.
+        A target may be the source of an earlier copy, not of a later one.  The sources are slots of ``source_pool``,
+        which has the same page size; None: of this pool.
         """
-        at_once = max(1, 2**26 // self.spec.bytes_per_token)  # 64 MiB of them are in temporaries
+        at_once = max(1, 2**26 // self.spec.bytes_per_token)  # tokens of 64 MiB: the temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
             pages, offsets = self._pages_and_offsets(pairs)
@@ -207,8 +207,8 @@ class KVPool:
         """Host memory for what is cached of ``tokens`` tokens: tensors ``[tokens, spec.size]`` of 32 MiB,
         in ``spec.moved_dtype``.
 
-        That of a GPU's pool is pinned, which takes longer than copying to it; torch reuses freed memory for the next
-        part of that size, so that it is pinned once.
+        For a pool on a GPU the memory is pinned.  Pinning takes longer than copying, but torch reuses freed pinned
+        memory for the next part of the same size, so it is pinned once.
         """
         spec = self.spec
         counts = [min(self._at_once, tokens - begin) for begin in range(0, tokens, self._at_once)]
@@ -219,27 +219,27 @@ class KVPool:
             ]
 
     def split(self, part: Tensor) -> list[Tensor]:
-        """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in ``spec.moved_dtype``: of
-        each tensor that layers share, in turn.
+        """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in ``spec.moved_dtype``: one for
+        each page tensor that layers share, in order.
         """
         sizes = [tensor.shape[0] * tensor.shape[3] * tensor.shape[4] for tensor in self._tensors]
         views = zip(torch.split(part, sizes, 1), self._tensors, strict=True)
         return [torch.unflatten(view, 1, (tensor.shape[0], *tensor.shape[3:])) for view, tensor in views]
 
     def read(self, slots: NDArray[np.int64], into: list[Tensor] | None = None) -> list[Tensor]:
-        """A copy of what is cached in slots, in host memory.
+        """Copy what is cached in slots to host memory.
 
         Args:
             slots: ``[tokens]`` int64.
-            into: Where it goes, of :meth:`host_parts`; None: made here.
+            into: The target, from :meth:`host_parts`; None: allocated here.
 
         Returns:
-            These parts, ``[tokens, spec.size]`` each in ``spec.moved_dtype``.
+            The parts, ``[tokens, spec.size]`` each in ``spec.moved_dtype``.
         """
         parts, device = self.host_parts(len(slots)) if into is None else into, self.spec.device
         for index, part in enumerate(parts):
             pages, offsets = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
-            # A link copies contiguous memory: the order of dimensions changes on the device.
+            # A transfer between host and device needs contiguous memory, so dimensions are reordered on the device.
             there = part if device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype, device=device)
             for tensor, view in zip(self._tensors, self.split(there), strict=True):
                 view.copy_(tensor[:, pages, offsets].movedim(1, 0))
@@ -250,12 +250,12 @@ class KVPool:
         return parts
 
     def write(self, slots: NDArray[np.int64], parts: Sequence[Tensor], tokens: NDArray[np.int64]) -> None:
-        """Set what is cached in ``slots[i]`` to that of token ``tokens[i]`` of parts as :meth:`read` gives them.
+        """Write what was cached of token ``tokens[i]``, from parts as :meth:`read` returns them, to ``slots[i]``.
 
         Args:
             slots: ``[count]`` int64.
             parts: ``[tokens, spec.size]`` each in the pool's dtype; all but the last have as many tokens.
-            tokens: ``[count]`` int64, counted through all parts.
+            tokens: ``[count]`` int64 indices into all parts laid end to end.
         """
         if not len(slots):
             return
@@ -266,7 +266,7 @@ class KVPool:
                 end = min(begin + self._at_once, last)
                 rows, kv = within[begin:end], parts[part[begin]].view(self.spec.moved_dtype)
                 contiguous = bool((np.diff(rows) == 1).all())
-                # A view of pinned memory is copied without the host waiting, or gathering it first.
+                # The host neither gathers a view of pinned memory nor waits for its copy.
                 source = kv[int(rows[0]) : int(rows[-1]) + 1] if contiguous else kv[torch.from_numpy(rows)]
                 uploaded = source.to(self.spec.device, non_blocking=contiguous)
                 pages, offsets = self._pages_and_offsets(slots[begin:end])
@@ -279,12 +279,12 @@ class KVPool:
         return max(1, 2**25 // self.spec.bytes_per_token)
 
     def _pages_and_offsets(self, slots: NDArray[np.int64]) -> list[Tensor]:
-        """Pages and offsets of slots, on the device."""
+        """Page numbers of slots and offsets in these pages, on the device."""
         return upload([*np.divmod(slots, self.page_size)], self.spec.device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes free on a device, torch's own spare ones included."""
+    """Bytes free on a device, including memory that torch's allocator has reserved but does not use."""
     if device.type == "cuda":
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + int(spare)

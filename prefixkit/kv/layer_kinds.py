@@ -15,11 +15,11 @@ from prefixkit.attention.visible import ALL, Visible
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """One tensor that a layer caches: ``[heads, head_dim]`` for each token; of no element where a layer of latents has
-    no rotary keys.
+    """One tensor that a layer caches: ``[heads, head_dim]`` for each token; ``head_dim`` is 0 for the rotary keys of a
+    latent layer without any.
 
     Raises:
-        ValueError: no heads, or a size below 0.
+        ValueError: ``heads`` below 1, or ``head_dim`` below 0.
     """
 
     heads: int
@@ -41,11 +41,11 @@ class CachedTensor:
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a layer caches of each token for one of its compressors: two vectors, as one tensor.
+    """What a layer caches for each token and one of its compressors: two vectors, as one tensor.
 
     Attributes:
-        name: By which the compressor asks its cache.
-        kv, gate: Elements of each.
+        name: The name under which the compressor reads its cache.
+        kv, gate: Elements of each vector.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Compressed:
 
 @dataclass(frozen=True)
 class PlanKind:
-    """Layers of one plan: attention heads, what queries see, whether K and V are made while attention runs, whether
-    each query sees tokens that are selected for it, whether the layer adds to the scores, or attends to compressed
-    tokens too, and which part of attention over latents it is, if not all.
+    """What layers that share a plan have in common: attention heads, what queries see, whether K and V are made while
+    attention runs, whether each query sees only tokens selected for it, whether the layer adds to the scores or attends
+    to compressed tokens too, and which part of attention over latents the plan is for, if there are two.
     """
 
     shape: HeadShape
@@ -70,37 +70,37 @@ class PlanKind:
 
     @property
     def plain(self) -> bool:
-        """Whether the op for attention over K and V in pages alone does not compute it (see ``PlainLayer``)."""
+        """Whether attention needs more than the op over K and V in pages computes (see ``PlainLayer``)."""
         return self.expands or self.selects or self.biased or self.compresses
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one attention layer caches and attends over, as measured, and what its user adds.
+    """What one attention layer caches and attends over, as measured, and what the user of the model adds.
 
     Attributes:
-        heads: Query heads; those of this process under tensor parallelism, as all heads here.
-        kv_heads: KV heads that it attends over.
-        k_dim, v_dim: Elements of a head of K and of V that it attends over.
-        cached: The tensors that it caches: K and V, or a latent and rotary keys, and the keys of its indexer.  Empty
-            where it ``reads`` others.
-        dtype: Of what is cached, as the layer makes it and attends over it.
-        device: Where that is made.
-        stored: The dtype in which pages hold it; None: the same.
+        heads: Query heads.  Under tensor parallelism all numbers of heads here are those of this process.
+        kv_heads: KV heads that the layer attends over.
+        k_dim, v_dim: Elements of a head of K and of V that the layer attends over.
+        cached: The tensors that the layer caches: K and V, or a latent and rotary keys; then the keys of its indexer.
+            Empty if it ``reads`` another layer's.
+        dtype: The dtype in which the layer makes the cached tensors and attends over them.
+        device: Where the layer makes them.
+        stored: The dtype in which pages hold them; None: ``dtype``.
         visible: Which tokens a query sees.
-        expands: Whether code of the layer makes K and V of what is cached (multi-head latent attention).
-        absorbs: Whether queries may attend over what is cached instead, as K and V are linear in it.
-        reads: The layer whose cached tensors it attends over; None for its own.
-        selects: Of how many tokens, that an indexer selects for it, a query sees at most, or 0 where some of the fewest
-            are left out; None: it sees all.
+        expands: Whether the layer makes K and V from the cached tensors (multi-head latent attention).
+        absorbs: Whether queries may attend over the cached tensors instead, as K and V are linear in them.
+        reads: The layer whose cached tensors this layer attends over; None: its own.
+        selects: The most tokens that an indexer selects for a query, or 0 if it leaves out tokens even in short texts;
+            None: a query sees all tokens.
         selection_is_mask: Whether the layer's own indexer returns a mask in place of indices.
         biased: Whether the layer adds numbers of its own to the scores, for each head, query and position.
-        compressed: What it caches to attend to compressed tokens too, the last of ``cached``.
-        index_dtype: Of the keys by which the layer's own indexer selects, the last of ``cached``: the same bytes as
-            numbers of ``dtype``.  None where it has none.
-        temperature: ``(floor_scale, attn_scale)`` where queries are scaled by their position (Llama 4).
+        compressed: What the layer caches to attend to compressed tokens too: the last tensors of ``cached``.
+        index_dtype: The dtype of the keys by which the layer's own indexer selects, the last of ``cached``, which
+            stores their bytes as numbers of ``dtype``.  None if the layer has no indexer.
+        temperature: ``(floor_scale, attn_scale)`` if queries are scaled by their position (Llama 4).
         variant: What the user of the model adds to the layer's own attention (``patch``); None for nothing.
-        rotation: How queries turn with their position, where the variant asks for them at two; None: they do not.
+        rotation: The rotary embedding of queries, if the variant needs them at two positions; None: they do not turn.
     """
 
     heads: int
@@ -126,34 +126,34 @@ class LayerKind:
 
     @property
     def streams(self) -> bool:
-        """Whether queries attend at positions in the cache: to a window by one plan, and to sinks by another."""
+        """Whether queries attend at positions in the cache: one plan covers the window, another the sinks."""
         return self.variant is not None and self.variant.streaming is not None
 
     @property
     def read_range(self) -> Visible:
-        """Outside of which nothing is read: what the layer shows, as far as the user's variant does too."""
+        """The range that attention reads: tokens visible by both the layer's own mask and the user's variant."""
         return self.visible if self.variant is None else self.visible.within(self.variant.visible)
 
     @property
     def attended(self) -> int:
-        """How many of the cached tensors are K and V, or make them: the first ones."""
+        """How many cached tensors, from the first, are K and V or what K and V are made from."""
         return len(self.cached) - (self.index_dtype is not None) - len(self.compressed)
 
     @property
     def shape(self) -> HeadShape:
-        """The heads that it attends with."""
+        """The heads that the layer attends with."""
         v_dim = None if self.v_dim == self.k_dim else self.v_dim
         return HeadShape(self.heads, self.kv_heads, self.k_dim, (self.stored or self.dtype).itemsize, v_dim)
 
     @property
     def plain(self) -> bool:
-        """Whether the op for attention over K and V in pages alone does not compute it."""
+        """Whether the layer needs more than the op over K and V in pages computes."""
         return any(kind.plain for kind in self.plan_kinds)
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
-        """What plans for it must be made for: one; or one for each of the two parts of attention over latents, or for
-        the window and the sinks.
+        """The kinds of plans that the layer needs: one; or two, for the two parts of attention over latents, or for the
+        window and the sinks.
         """
         if self.variant is not None and self.streams:
             return tuple(PlanKind(self.shape, part.visible, self.expands) for part in self.variant.parts)

@@ -1,4 +1,4 @@
-"""How much memory KV stores take: the shares of free memory for each use, and the limit of all stores of a model."""
+"""Memory limits of KV stores: the share of free memory for each use, and the limit of all stores of a model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import numpy as np
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.tree.pages import check_page_size
 
-# Of the memory that is free, without kv_budget: for the store of sessions;
+# Shares of the free memory, without kv_budget: for the store of sessions;
 SESSION_SHARE = 0.5
-# for that of one call of prefixkit.generate, on a GPU of what its steps leave;
+# for the store of one call of prefixkit.generate, less the workspace of its steps on a GPU;
 CALL_SHARE = {"cpu": 0.5, "cuda": 0.95}
-# for the rows of a TreeCache, which do not wait for one another: the rest is for logits and activations;
+# for the rows of a TreeCache, which all run at once: the rest is for logits and activations;
 ROWS_SHARE = {"cpu": 0.5, "cuda": 0.8}
-# and, on a CPU, for what rests between two calls of generate(), where no session holds it.
+# and, on a CPU, for a store that no session holds and that rests between two calls of generate().
 REST_SHARE = 0.1
-# All stores of a model together, of the memory that was free when the first of them was made.
+# Share for all stores of a model together, of the memory that was free when the first of them was made.
 LIMIT_SHARE = 0.95
 
-# Of the memory for KV, what states of layers that keep one in its place may take.
+# Share of the memory for KV that states may take, where layers keep a state in place of KV.
 STATE_SHARE = 0.5
 
-# Of one store: its host memory for each is some 20 bytes, and tokens of models without attention take next to none.
+# Limit for one store: a page takes some 20 bytes on the host, and next to nothing on the device for models without
+# attention.
 MOST_PAGES = 1 << 22
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -33,7 +34,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class DoesNotFit(ValueError):
-    """KV does not fit the share of memory that it may take."""
+    """KV does not fit its share of memory."""
 
 
 def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> int:
@@ -41,13 +42,13 @@ def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> in
 
     Args:
         size: What a user gave.
-        name: The parameter or option it was given as, for messages.
-        least: Bytes that a string has to say at least.
+        name: The parameter or option, for messages.
+        least: The fewest bytes that a string may state.
 
     Raises:
-        ValueError: A string that is no number with one of these units or below ``least``, or a number that is not
-            finite.
-        TypeError: Neither a string nor a number.
+        ValueError: ``size`` is a string that is not a number with a known unit, or is below ``least``; or a number that
+            is not finite.
+        TypeError: ``size`` is neither a string nor a number.
     """
     looks = 'a size must look like "2GiB", "512MiB" or "1.5GB", or be a number of bytes'
     if isinstance(size, bool) or not isinstance(size, str | int | float | np.integer | np.floating):
@@ -65,19 +66,18 @@ def parse_size(size: float | str, name: str = "kv_budget", least: int = 1) -> in
 
 
 def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int) -> int:
-    """Pages of a store that outlives its calls: what the budget holds; without one, half of the ``free`` bytes.
+    """Pages of a store that outlives its calls: those that fit the budget, or half of the ``free`` bytes without one.
 
     Raises:
-        ValueError: ``kv_budget``, or what is free, is no positive number of bytes that holds a page, or there are no
-            pages of this size.
+        ValueError: ``kv_budget``, or the free memory, holds no page; or ``page_size`` is not supported.
     """
     return _pages_in(int(free * SESSION_SHARE), spec, kv_budget, page_size)
 
 
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
-    """As :func:`session_pages`, what the store of a single call may have at most.
+    """The most pages that the store of a single call may have; errors as :func:`session_pages`.
 
-    ``workspace``: bytes of the free memory that steps need besides, on a GPU.
+    ``workspace``: bytes of the free memory that steps need in addition, on a GPU.
     """
     share = int(free * CALL_SHARE[spec.device.type])
     left = share if spec.device.type == "cpu" else max(0, share - workspace)
@@ -85,12 +85,12 @@ def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free
 
 
 def left_for_states(spec: KVSpec, kv_budget: float | str | None, tokens: int) -> int | None:
-    """Bytes of a budget that the KV of ``tokens`` tokens leaves for states; None without one."""
+    """Bytes that the KV of ``tokens`` tokens leaves of a budget for states; None without a budget."""
     return None if kv_budget is None else max(0, parse_size(kv_budget) - tokens * spec.bytes_per_token)
 
 
 def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
-    """Raise DoesNotFit unless the KV of ``tokens`` tokens is within the share of rows, which do not wait for others."""
+    """Raise DoesNotFit unless the KV of ``tokens`` tokens is within the share of rows, which all run at once."""
     share, need = ROWS_SHARE[spec.device.type], tokens * spec.bytes_per_token
     if need > share * free:
         raise DoesNotFit(
@@ -100,7 +100,7 @@ def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
 
 
 def _pages_in(left: int, spec: KVSpec, kv_budget: float | str | None, page_size: int, workspace: int = 0) -> int:
-    """Pages that the budget holds, or without one the bytes that are left; at least one."""
+    """Pages that fit the budget, or ``left`` bytes without one; ValueError if not even one does."""
     check_page_size(page_size)
     budget = left if kv_budget is None else parse_size(kv_budget)
     page_bytes = page_size * spec.bytes_per_token

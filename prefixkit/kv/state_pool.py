@@ -1,4 +1,4 @@
-"""The tensors that hold the states of layers that keep one in place of KV, by slot."""
+"""The tensors that hold states by slot, for layers that keep a state in place of KV."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of the state that a module keeps of a sequence.
+    """One tensor of the state that a module keeps for a sequence.
 
     Attributes:
-        recurrent: Whether transformers caches it as a recurrent state, else as that of a convolution.
-        index: Which of the states of its layer it is, as transformers counts them.
-        shape: Of one sequence.
-        dtype: Of its elements.
+        recurrent: Whether transformers caches it as a recurrent state; else it does so as a convolution state.
+        index: Its index among the states of its layer, as transformers counts them.
+        shape: Its shape for one sequence.
+        dtype: Its dtype.
     """
 
     recurrent: bool
@@ -30,7 +30,7 @@ class StateTensor:
 
     @property
     def bytes(self) -> int:
-        """Of one sequence."""
+        """Bytes for one sequence."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -38,17 +38,17 @@ class StateTensor:
         return f"{kind} {' x '.join(map(str, self.shape))} {self.dtype}"
 
 
-# Of each module that keeps a state, its tensors.
+# For each module that keeps a state, its tensors.
 States = tuple[tuple[StateTensor, ...], ...]
 
 
 class StatePool:
-    """``[1 + slots, *shape]`` of each tensor of each module that keeps a state; slot 0 is for rows that are none.
+    """``[1 + slots, *shape]`` of each tensor of each module that keeps a state; slot 0 is for padding rows.
 
     Attributes:
-        states: What they are.
-        tensors: Of each module, its tensors.
-        slots: How many states of a sequence there is memory for.
+        states: The tensors that each module keeps for a sequence.
+        tensors: For each module, the tensors that hold them.
+        slots: How many sequences' states fit.
     """
 
     def __init__(self, states: States, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class StatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """The states of all modules after a token of one sequence."""
+        """Bytes of one sequence's state in all modules."""
         return sum(tensor.bytes for module in self.states for tensor in module)
 
     @property
@@ -65,8 +65,8 @@ class StatePool:
         return self.slots * self.bytes_per_slot
 
     def grow(self, slots: int, larger: list[list[Tensor]] | None = None) -> None:
-        """Have ``slots`` of them, in tensors that :meth:`made` gave or makes now; those that there are stay as they
-        are.
+        """Grow to ``slots`` states, in tensors that :meth:`made` returned or makes now; existing states are copied to
+        them.
         """
         larger = self.made(slots) if larger is None else larger
         for mine, its in zip(self.tensors, larger, strict=True):
@@ -76,30 +76,30 @@ class StatePool:
 
     def made(self, slots: int) -> list[list[Tensor]]:
         """New tensors for ``slots`` states."""
-        with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside it
             return [
                 [torch.zeros((1 + slots, *one.shape), dtype=one.dtype, device=self.device) for one in module]
                 for module in self.states
             ]
 
     def read(self, slots: NDArray[np.int64]) -> list[Tensor]:
-        """Copies of the states in slots in host memory, ``[slots, *shape]`` of each tensor in turn."""
+        """Host copies of the states in slots: for each tensor in turn ``[slots, *shape]``."""
         at = torch.from_numpy(slots).to(self.device)
         return [tensor[at].cpu() for module in self.tensors for tensor in module]
 
     def read_one(self, number: int, slots: NDArray[np.int64]) -> Tensor:
-        """Of these copies the one of this number."""
+        """The host copy of the tensor of this number alone, as :meth:`read` counts them."""
         every = [tensor for module in self.tensors for tensor in module]
         return every[number][torch.from_numpy(slots).to(self.device)].cpu()
 
     def write(self, slots: NDArray[np.int64], states: Sequence[Tensor]) -> None:
-        """Set the states in slots to what :meth:`read` gave."""
+        """Write states that :meth:`read` returned to slots."""
         at = torch.from_numpy(slots).to(self.device)
         for tensor, values in zip([one for module in self.tensors for one in module], states, strict=True):
             tensor[at] = values.to(self.device)
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: StatePool) -> None:
-        """Copy states in slots ``source`` of a pool of the same states to slots ``target``."""
+        """Copy states from slots ``source`` of a pool with the same tensors to slots ``target`` of this one."""
         at, to = (torch.from_numpy(of).to(self.device) for of in (source, target))
         for mine, its in zip(self.tensors, source_pool.tensors, strict=True):
             for into, out in zip(mine, its, strict=True):

@@ -1,4 +1,4 @@
-"""One store of KV: pages, the tree of the tokens whose KV they hold, and what is retained of earlier calls."""
+"""A KV store: pages, the tree of the tokens whose KV they hold, and the prefix cache of earlier calls."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from prefixkit.tree.state_slots import StateSlots, name
 
 log = logging.getLogger("prefixkit")
 
-# A state less than this many tokens after another saves little.
+# A state fewer than this many tokens after another one saves little.
 _FEWEST_A_CHECKPOINT = 256
 
 
 class SpanTooLong(ValueError):
-    """Under a mask that looks ahead, more tokens see one another than one step computes."""
+    """Under a mask that looks ahead, a span has more tokens than one step computes."""
 
 
 class KVStore:
-    """Pages of KV, the prefix tree over them, and the prefix cache: what one call computed the next one finds.
+    """Pages of KV, the prefix tree over them, and the prefix cache, in which a call finds what earlier ones computed.
 
-    One call uses it at a time.  The prefix cache evicts by ``eviction``, a key of :data:`POLICIES`; ``looks_ahead`` has
-    the variants under which tokens see later ones, ``held`` what samples have to hold, None for everything.  Where
-    several processes share the model, each has its heads' KV in such a store, and ``agreement`` is theirs.
+    One call uses a store at a time.  ``eviction``, a key of :data:`POLICIES`, is the prefix cache's policy;
+    ``looks_ahead`` has the variants under which tokens see later ones; ``held`` says which tokens samples have to hold,
+    None for all.  If several processes share the model, each stores its heads' KV, and ``agreement`` is theirs.
 
     Attributes:
         pool: The pages.
         tree: The tokens whose KV they hold.
-        cache: What is retained in the tree until its pages are needed.
-        version: Of the weights that the KV is of; None: not known.
-        runners: What runs steps over the pool, by what runs in them; CUDA graphs hold its addresses.
-        notes: What callers keep with the store, by what it is.
-        most_state_bytes: What states may take of a ``kv_budget``; None without one: half of what :attr:`free` says.
-        free: Bytes that the store may take besides.
+        cache: The prefix cache: KV retained in the tree until its pages are needed.
+        version: The version of the weights that computed the KV; None: not known.
+        runners: The runners of steps over the pool, by what they run; their CUDA graphs hold the pool's addresses.
+        notes: Objects that callers keep with the store, by key.
+        most_state_bytes: Bytes of a ``kv_budget`` that states may take; None without one: half of :attr:`free`.
+        free: Returns the bytes that the store may take in addition.
     """
 
     tree: PrefixTree
@@ -79,7 +79,7 @@ class KVStore:
         return f"KVStore({free} of {pool.num_pages} pages of {pool.page_size} tokens free, {pool.spec})"
 
     def restart(self) -> None:
-        """Make a new tree: an interrupt may have left this one half changed.  Sequences of before, and pins, end."""
+        """Make a new tree: an interrupt may have left the old one half changed.  Old sequences and pins are dropped."""
         self.tree = PrefixTree(self.pool.num_pages, self.pool.page_size)
         if self.pool.spec.states:
             tree, slots = self.tree, self.pool.states.slots
@@ -91,15 +91,15 @@ class KVStore:
 
     @property
     def tokens_per_checkpoint(self) -> int:
-        """Tokens of a text after each of which its state stays, for calls that part there unforeseen.
+        """The distance between checkpoints of a text, in tokens, for later calls that diverge inside it.
 
-        At this distance states take no more bytes than the KV of the same text.
+        At this distance states take no more bytes than the text's KV.
         """
         return max(_FEWEST_A_CHECKPOINT, -(-self.pool.spec.bytes_per_state // self.pool.spec.bytes_per_token))
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Counts that stores differ in which calls have used in other ways."""
+        """Counts that differ between stores that calls have used differently."""
         cache = self.cache
         used = cache.tokens_queried, cache.tokens_hit, cache.tokens_evicted
         return self.pool.num_pages, self.tree.allocator.free, *used, len(self.pins)
@@ -107,9 +107,9 @@ class KVStore:
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def fits(self, contexts: Iterable[Ints], lookahead: int = 0) -> bool:
-        """Whether there are pages for these sequences, and ``lookahead`` more; what nothing needs is evicted for it.
+        """Whether pages for these sequences, and ``lookahead`` more, are free; evicts what no sequence needs if not.
 
-        A sequence that the tree holds in part takes pages for its other tokens alone.
+        A sequence needs pages only for the tokens that the tree does not hold.
         """
         size = self.tree.page_size
         with ExitStack() as pinned:
@@ -121,37 +121,37 @@ class KVStore:
             return self.cache.free_pages(need)
 
     def admit(self, tokens: Ints, lookahead: int = 0, *, alone: bool = False) -> Sequence | None:
-        """Insert a sequence where its pages fit beside ``lookahead`` more; None where they do not.
+        """Insert a sequence if its pages and ``lookahead`` more fit; None if they do not.
 
-        ``alone``: nothing else runs.  Then what is in the way is what the cache retains, and the slots that are lost at
-        the ends of its nodes: it is cleared, and the sequence inserted.
+        ``alone``: nothing else runs.  Then only the prefix cache, and the slots lost at the ends of its nodes, take up
+        pages: the cache is cleared, and the sequence inserted.
         """
         enough = pages_for(len(tokens), self.tree.page_size) + lookahead <= self.tree.allocator.free
         if not (enough or self.fits([tokens], lookahead)):
             if not alone:
                 return None
             self.cache.clear()
-        # Eviction may have merged what was found with nodes above it, so it is looked for again.
+        # Eviction may have merged the matched node with nodes above it, so `insert` matches again.
         sequence = self.tree.insert(tokens)
         self.cache.record_hit(sequence)
         return sequence
 
     def touch(self, contexts: Iterable[Ints]) -> None:
-        """Let what the tree holds of these sequences, which a call admits in turns, be evicted after all else.
+        """Mark the KV of these sequences, which a call will admit one by one, as used now, so that it is evicted last.
 
-        Else a sequence that is admitted early may take the KV of one that comes later, and leave what nothing needs.
+        Else admitting an early sequence may evict KV that a later one needs, before KV that no sequence needs.
         """
         for tokens in contexts if self.tree.num_cached else ():
             self.cache.touch(self.tree.match(tokens).node)
 
     def check_spans(self, texts: Ordered[tuple[str, int]], chunk: int) -> None:
-        """Raise SpanTooLong where a step of ``chunk`` tokens cannot compute a span of a text as a whole.
+        """Raise SpanTooLong if a step of ``chunk`` tokens cannot compute a span of a text as a whole.
 
         ``texts``: the name and the length of each.
         """
         if (spelling := self.tree.spelling) is None:
             return
-        spelling.longest(max((length for _, length in texts), default=0))  # what it sees is known of all shorter ones
+        spelling.longest(max((length for _, length in texts), default=0))  # masks are evaluated once, for all lengths
         for what, length in texts:
             if (longest := spelling.longest(length)) > chunk:
                 raise SpanTooLong(
@@ -160,17 +160,17 @@ class KVStore:
                 )
 
     def budget(self) -> Budget:
-        """What a call that starts now may take."""
+        """The pages that a call that starts now may use."""
         return Budget(self.tree, self.pool.spec.bytes_per_token, self.pins, bool(self.pool.spec.states), self.held)
 
-    # -- what stays ----------------------------------------------------------------------------------------------------
+    # -- retention ----------------------------------------------------------------------------------------------------
 
     def retain(self, sequence: Sequence) -> None:
-        """Drop a sequence, and retain the KV of its tokens until their pages are needed."""
+        """Drop a sequence, and retain the KV of its tokens until the pages are needed."""
         self.cache.retain(sequence)
 
     def pin(self, tokens: Ints) -> Sequence:
-        """Hold the KV of tokens that were just computed until the sequence that this returns is released."""
+        """Hold the KV of tokens that were just computed until the returned sequence is released."""
         sequence = self.tree.insert(tokens)
         self.tree.exclude_from_snapshot(sequence)
         self._pinned.append(sequence)
@@ -183,34 +183,34 @@ class KVStore:
         return self._pinned
 
     def use_version(self, version: Hashable) -> bool:
-        """Note which weights the next KV is of, and invalidate KV of others; whether there may have been some.
+        """Set the version of the weights, and invalidate KV of any other version; True if the version has changed.
 
-        Each process knows its part of the weights: where one of them has seen a change, there is one.
+        Each process knows its part of the weights: a change that one process sees is a change for all.
         """
         changed = not everywhere(self.agreement, self.version == version)
         if changed:
             if self._spans is not None:
                 self._spans.clear()
             self.invalidate()
-            self.version = version  # last: an interrupt before leaves it to the next call
+            self.version = version  # set last: after an interrupt the next call invalidates again
         spelling = self.tree.spelling
         if spelling is not None and spelling.held > self.tree.allocator.num_pages * self.tree.page_size:
             spelling.retain(node.tokens for node in self.tree.every_node())
         return changed
 
     def invalidate(self) -> None:
-        """The model computes something else from now on: no KV of before is used again."""
+        """Drop all KV, because the model has changed: no call uses KV from before."""
         self.cache.clear()
         self.tree.invalidate_kv()
 
     def read_state(self, node: Node) -> tuple[Tensor, ...]:
-        """Host copies of the state after a node's computed tokens; none where there is none."""
+        """Host copies of the state after a node's computed tokens; empty if the node has no state."""
         if node.state < 0:
             return ()
         return tuple(self.pool.states.read(np.array([node.state])))
 
     def write_state(self, node: Node, state: tuple[Tensor, ...]) -> None:
-        """Give a node, whose tokens have KV as they had then, what :meth:`read_state` gave, where a slot is free."""
+        """Restore a node's state from :meth:`read_state` if a slot is free; its tokens must have KV again, as then."""
         states = self.tree.states
         if states is not None and state and node.state < 0:
             for slot in states.spare(1):
@@ -219,35 +219,35 @@ class KVStore:
 
     @property
     def state_bytes_allowed(self) -> int:
-        """What states may take, those that there are included."""
+        """Bytes that states may take, including existing ones."""
         if self.most_state_bytes is not None:
             return self.most_state_bytes
         held = self.pool.states.bytes
         return held + int(STATE_SHARE * max(0, self.free() - held))
 
     def have_slots(self, wanted: int, least: int, remedy: str = "") -> None:
-        """Have slots for ``wanted`` states beside those that nodes have, or as many as there is memory for.
+        """Make slots for ``wanted`` states besides those that nodes have, or for as many as memory allows.
 
         Args:
-            wanted, least: States of sequences at once, as many as would be good and as must be.
-            remedy: What lowers ``least``, for the message.
+            wanted, least: How many states should, and must, fit at once.
+            remedy: How to lower ``least``, for the message.
 
         Raises:
-            KVBudgetTooSmall: there is no memory for ``least``; nothing has changed.
-            KVPoolTooLarge: the device has not the memory that they may take; nothing has changed.
+            KVBudgetTooSmall: the memory allowed for states does not hold ``least``; nothing has changed.
+            KVPoolTooLarge: the device has less free memory than is allowed for states; nothing has changed.
         """
         states, of_tree = self.pool.states, self.tree.states
         if of_tree is None or (wanted := wanted + of_tree.used) <= states.slots:
             return
         size, most = self.pool.spec.bytes_per_state, self.state_bytes_allowed
-        # Each time twice as many: graphs hold the tensors of before.
+        # Twice as many at least, if memory allows: growing drops the CUDA graphs, which hold the old tensors.
         slots = max(states.slots, min(max(wanted, 2 * states.slots), most // size))
         if slots < least:
             raise self._too_small(least, most, remedy)
         if slots > states.slots:
             try:
                 larger = all_or_none(self.agreement, RuntimeError, lambda: states.made(slots))
-            except RuntimeError as error:  # torch's OutOfMemoryError is one too
+            except RuntimeError as error:  # torch's OutOfMemoryError is a RuntimeError
                 need, free = slots * size / 2**30, free_memory(states.device) / 2**30
                 why = f"{slots} states take {need:.1f} GiB, which {states.device} cannot give ({free:.1f} GiB are free)"
                 if states.slots < least:
@@ -273,10 +273,10 @@ class KVStore:
         )
 
     def grow(self, pages: int) -> None:
-        """Add pages: the pool is copied to a larger one, and its runners are dropped.
+        """Add pages: copy the pool to a larger one, and drop its runners.
 
         Raises:
-            KVPoolTooLarge: there is no memory for it beside the present one; nothing has changed.
+            KVPoolTooLarge: the old and the larger pool do not fit the memory together; nothing has changed.
         """
         total = self.pool.num_pages + pages
         self.pool = all_or_none(self.agreement, KVPoolTooLarge, lambda: self.pool.grown(total))

@@ -1,4 +1,4 @@
-"""The KV stores of one model: those that its sessions and its ``generate()`` share, and others, within one limit."""
+"""The KV stores of one model, shared by sessions and ``generate()`` or not, within one memory limit."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = logging.getLogger("prefixkit")
 
 @dataclass(frozen=True)
 class StoreKind:
-    """What calls have to have in common to use the KV of one another.
+    """What calls must have in common to use each other's KV.
 
     Attributes:
-        spec: KV of a token.
-        layers: What attention layers are like.
+        spec: What is cached for a token.
+        layers: A description of the attention layers.
         page_size: Tokens per page.
-        eviction: What the prefix cache evicts first.
-        compiled: Whether layers run through torch.compile, which rounds otherwise.
+        eviction: The policy of the prefix cache.
+        compiled: Whether layers run through torch.compile, which rounds differently.
         outer: What runs around the model, such as the hooks of a wrapper.
         looks_ahead: The variants of layers under which tokens see later ones.
-        held: What samples have to hold; None: everything.
+        held: Which tokens samples have to hold; None: all.
     """
 
     spec: KVSpec
@@ -49,7 +49,7 @@ class StoreKind:
 
 @dataclass(eq=False)
 class _Shared:
-    """Of a shared store: its kind, the epoch that it is of, who uses it for a call, and the sessions that hold it."""
+    """What is known of a shared store: its kind, the epoch of its KV, its borrower, and the sessions that hold it."""
 
     kind: StoreKind
     epoch: int
@@ -61,16 +61,16 @@ class ModelStores:
     """The KV stores of one model.
 
     A shared store is *lent* to one call at a time; another call of its kind gets another store meanwhile.  It lives
-    while a session holds it, while it is lent, and while it *rests*: between calls of ``generate()``, for the next.
+    while a session holds it, while it is lent, and while it *rests* for the next call of ``generate()``.
     All stores together take at most ``LIMIT_SHARE`` of the memory that was free when the first of them was made.
 
-    A copy of the model, or a pickled one, has none.
+    A copied or unpickled model starts without stores.
 
-    Where several processes share the model, each has such stores, all alike: sizes and what is made are agreed on.
+    If several processes share the model, each has the same stores: they agree on sizes and on which stores to make.
 
     Attributes:
-        epoch: How often :meth:`drop` was called: KV of before is not used after it.
-        agreement: Of the processes that share the model.
+        epoch: How often :meth:`drop` was called: KV of an earlier epoch is not used.
+        agreement: The agreement of the processes that share the model.
     """
 
     agreement: Agreement = ALONE
@@ -79,7 +79,7 @@ class ModelStores:
         self._lock = threading.RLock()
         self._all: weakref.WeakSet[KVStore] = weakref.WeakSet()
         self._shared: weakref.WeakKeyDictionary[KVStore, _Shared] = weakref.WeakKeyDictionary()
-        self._resting: set[KVStore] = set()  # which no session holds and no call uses
+        self._resting: set[KVStore] = set()  # stores that no session holds and no call uses
         self._limit = 0
         self.epoch = 0
 
@@ -90,12 +90,12 @@ class ModelStores:
 
     @property
     def bytes(self) -> int:
-        """What all stores take when full."""
+        """Bytes that all stores take when full."""
         return sum(store.pool.bytes for store in [*self._all])
 
     def free(self, device: Any) -> int:
-        """Bytes of a device that new stores may take: what is free, and within the limit of all stores; the least of
-        all processes.
+        """Bytes of a device that new stores may take: free memory within the limit of all stores; the minimum over all
+        processes.
         """
         with self._lock:
             free = free_memory(device)
@@ -104,10 +104,11 @@ class ModelStores:
             return self.agreement.least(max(0, min(free, self._limit - self.bytes)))
 
     def make(self, kind: StoreKind, pages: int) -> KVStore:
-        """A store that is not shared.
+        """Make a store that is not shared.
 
         Raises:
-            DoesNotFit, KVPoolTooLarge: the model's stores would be above their limit; the device has no such memory.
+            DoesNotFit: the model's stores would exceed their limit.
+            KVPoolTooLarge: the device has too little free memory.
         """
         with self._lock:
             self._align()
@@ -129,8 +130,8 @@ class ModelStores:
         """Add pages to a store.
 
         Raises:
-            DoesNotFit: sessions hold it, which size it; or there is no memory for it beside the present one.  Nothing
-                has changed then.
+            DoesNotFit: sessions hold the store, and they set its size; or memory does not hold the old and the larger
+                store together.  Nothing has changed.
         """
         with self._lock:
             pool, free = store.pool, self.free(store.pool.spec.device)
@@ -144,12 +145,12 @@ class ModelStores:
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     def hold(self, kind: StoreKind, holder: object, size: Callable[[int], int]) -> KVStore:
-        """The shared store of a kind, for as long as the holder lives and has not let go of it.
+        """The shared store of a kind, which the holder holds until it is garbage collected or calls :meth:`let_go`.
 
-        ``size``: from the bytes that are free to the pages that the store is to have, unless another session holds it.
+        ``size``: maps free bytes to the store's number of pages; not called if another session holds the store.
 
         Raises:
-            ValueError: ``size`` does; or there is no memory.
+            ValueError: ``size`` raised it; or memory is too small.
         """
         with self._lock:
             self._align()
@@ -162,7 +163,7 @@ class ModelStores:
             return store
 
     def _to_hold(self, kind: StoreKind, size: Callable[[int], int]) -> KVStore | None:
-        """The store of a kind that a session holds already; else the largest that no call uses, grown to the size."""
+        """The store of a kind that a session holds already; else the largest that no call uses, grown to ``size``."""
         found = [store for store in self._of_kind(kind) if self._shared[store].holders or not self._lent(store)]
         if not found:
             return None
@@ -172,18 +173,18 @@ class ModelStores:
             try:
                 if pages > store.pool.num_pages:
                     store.grow(pages - store.pool.num_pages)
-            except KVPoolTooLarge:  # with the KV of before beside it
+            except KVPoolTooLarge:  # the old pages and the larger copy do not fit together
                 return None
         return store
 
     def let_go(self, holder: object) -> None:
-        """A session no longer holds a store."""
+        """Note that a session no longer holds a store."""
         with self._lock:
             for shared in self._shared.values():
                 shared.holders.discard(holder)
 
     def lend(self, store: KVStore, borrower: object) -> bool:
-        """Lend a shared store to a call; False where another call uses it, and cannot go elsewhere."""
+        """Lend a shared store to a call; False if another call uses the store and cannot leave it."""
         with self._lock:
             self._align()
             if store not in self._shared or (self._lent(store) and not self._vacated(store)):
@@ -192,19 +193,19 @@ class ModelStores:
             return True
 
     def borrow(self, kind: StoreKind, borrower: object, pages: int, prompts: Sequence[Ints] = ()) -> KVStore:
-        """Lend a store of a kind with ``pages`` pages beside pinned ones: that which knows most prompts, or a new one.
+        """Lend a store with ``pages`` unpinned pages: the one that knows the longest prompt prefix, or a new one.
 
-        Where the ``borrower`` goes without :meth:`return_`, the store has a new tree.
+        If the ``borrower`` is garbage collected without :meth:`return_`, the store gets a new tree.
 
         Raises:
-            DoesNotFit: there is none, and no memory for another.
+            DoesNotFit: no store has enough pages, and memory does not hold another one.
         """
         with self._lock:
             self._align()
             in_use = any(map(self._lent, self._of_kind(kind)))
             store = self._with_room(kind, pages, prompts)
             if store is None:
-                self._clear_resting(kind)  # too small ones make room
+                self._clear_resting(kind)  # stores that are too small make room
                 check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec.device))
                 store = self._make_shared(kind, pages)
             self._lend(store, borrower)
@@ -214,7 +215,7 @@ class ModelStores:
             return store
 
     def _with_room(self, kind: StoreKind, pages: int, prompts: Sequence[Ints]) -> KVStore | None:
-        """The store of a kind that knows most of the prompts, of those that have enough pages or can grow to them."""
+        """Of the stores that have or can grow to enough pages, the one that knows the longest prompt prefix."""
         found = [store for store in self._of_kind(kind) if not self._lent(store)]
         found.sort(key=lambda store: (store.tree.longest_match(prompts), store.pool.num_pages), reverse=True)
         for store in found:
@@ -227,7 +228,7 @@ class ModelStores:
         return None
 
     def take_back(self, borrower: object) -> None:
-        """Give back what was lent to someone who was interrupted: its tree may be half changed."""
+        """End the loan of an interrupted borrower; the store gets a new tree, as the old one may be half changed."""
         with self._lock:
             for store, shared in self._shared.items():
                 if shared.borrower is not None and shared.borrower() is borrower:
@@ -235,7 +236,7 @@ class ModelStores:
                     shared.borrower = None
 
     def return_(self, store: KVStore, rests: bool = True) -> None:
-        """A call no longer uses a store, which rests if no session holds it, ``rests``, and it is small enough."""
+        """End a loan; the store rests if ``rests`` is true, no session holds it, and it is small enough."""
         with self._lock:
             if (shared := self._shared.get(store)) is None:
                 return
@@ -251,18 +252,18 @@ class ModelStores:
                 self._resting.add(store)
 
     def known(self, kind: StoreKind, tokens: Ints) -> int:
-        """How many of a prompt's tokens, from the first, a store that :meth:`borrow` may give holds."""
+        """How many tokens of a prompt, from the first, some store that :meth:`borrow` may lend holds."""
         with self._lock:
             free = (store for store in self._of_kind(kind) if not self._lent(store))
             return max((store.tree.match(tokens).length for store in free), default=0)
 
     def __len__(self) -> int:
-        """How many stores know tokens of earlier calls and are not in use."""
+        """The number of shared stores that no call uses."""
         with self._lock:
             return sum(not self._lent(store) for store in [*self._shared])
 
     def drop(self) -> None:
-        """Free what rests; no KV of before is used by later calls."""
+        """Free resting stores; later calls use no KV from before."""
         with self._lock:
             self.epoch += 1
             self._resting.clear()
@@ -273,10 +274,10 @@ class ModelStores:
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _align(self) -> None:
-        """Let what rests go where some process has lost it already: Python frees caches in cycles when it will.
+        """Drop resting stores if the processes' stores differ: Python collects cycles at different times in each.
 
         Raises:
-            ProcessesDiffer: the stores differ all the same.
+            ProcessesDiffer: the stores differ even then.
         """
         if self.agreement.processes == 1:
             return
@@ -290,7 +291,7 @@ class ModelStores:
                 gc.collect()
 
     def _histories(self) -> list[tuple[object, ...]]:
-        """What each store has been through, in an order that is the same in all processes."""
+        """The history of each store, in an order that is the same in all processes."""
         found = [(store, self._shared.get(store)) for store in [*self._all]]
         return sorted(
             (*store.history, shared is not None and self._lent(store), bool(shared and shared.holders))
@@ -313,7 +314,7 @@ class ModelStores:
         self._resting.discard(store)
 
     def _lent(self, store: KVStore) -> bool:
-        """Whether a call uses a store; one that has gone without giving it back leaves sequences in its tree."""
+        """Whether a call uses a store; a borrower that is gone without :meth:`return_` left sequences in its tree."""
         shared = self._shared[store]
         if shared.borrower is not None and shared.borrower() is None:
             shared.borrower = None
@@ -321,7 +322,7 @@ class ModelStores:
         return shared.borrower is not None
 
     def _vacated(self, store: KVStore) -> bool:
-        """Whether the borrower rests between two calls, and has just left the store for another one."""
+        """Ask the borrower to leave the store for another one, which it can between two calls; whether it did."""
         borrower = self._shared[store].borrower
         leave: Callable[[], bool] | None = None if borrower is None else getattr(borrower(), "vacate", None)
         return leave is not None and leave() and not self._lent(store)

@@ -1,4 +1,4 @@
-"""Prefix files: token prefixes with their KV, in safetensors; ``write.py`` says what is in one."""
+"""Reading prefix files: token prefixes with their KV, in safetensors; ``write.py`` describes the format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PrefixFile:
     Attributes:
         path: Where it is.
         prefixes: The prefixes.
-        places: Where the states are that it holds; none of models whose layers keep none.
+        places: Where the file's states belong; empty for models whose layers keep none.
     """
 
     path: Path
@@ -57,14 +57,14 @@ class PrefixFile:
     places: StatePlaces
     _checksums: NDArray[np.uint8]
     _state_checksums: NDArray[np.uint8]
-    _state_names: tuple[list[str], list[str]]  # of tensors, in the order of the model's modules and of the file
+    _state_names: tuple[list[str], list[str]]  # names of tensors, in the order of the model's modules and of the file
     _file: Any
     _last: tuple[int, Tensor] | None = None
 
     def read(self, begin: int, end: int) -> Tensor:
         """KV of the tokens ``[begin, end)``, at least one, of ``prefixes.tokens``.
 
-        Only the blocks that hold them are read and checked; each once, where ranges are asked for in order.
+        Only the blocks that hold these tokens are read and checked; each is read once if ranges are read in order.
 
         Returns:
             ``[end - begin, spec.size]`` on the CPU, a copy.
@@ -76,10 +76,10 @@ class PrefixFile:
         return blocks[begin % BLOCK :][: end - begin]
 
     def read_state(self, number: int) -> list[Tensor]:
-        """One of the states, as :meth:`StatePool.read` gives it.
+        """The state of this number, as :meth:`StatePool.read` returns it.
 
         Raises:
-            PrefixFileError: it is not as it was written.
+            PrefixFileError: the state is not as it was written.
         """
         by_module, in_file = self._state_names
         parts, digest = dict[str, Tensor](), hashlib.sha256()
@@ -95,7 +95,7 @@ class PrefixFile:
     def _block(self, block: int) -> Tensor:
         if self._last is None or block != self._last[0]:
             low, high = block * BLOCK, min((block + 1) * BLOCK, len(self.prefixes.tokens))
-            # What was checked is what is given out: a copy.
+            # A copy, so that the bytes that are returned are the bytes that were checked.
             kv = self._file.get_slice("kv")[low:high].clone(memory_format=torch.contiguous_format)
             if hashlib.sha256(bytes_of(kv)).digest() != self._checksums[block].tobytes():
                 raise _torn(self.path, f"the KV of tokens {low} to {high} has another checksum")
@@ -104,15 +104,15 @@ class PrefixFile:
 
 
 def open_prefixes(path: str | Path, spec: KVSpec, origin: Origin, vocab_size: int) -> PrefixFile:
-    """Open a prefix file and check all of it but its KV, which is checked as it is read.
+    """Open a prefix file and check all of it except KV and states, which are checked when they are read.
 
     Args:
         path: A file that :func:`write_prefixes` wrote.
-        spec, origin, vocab_size: Of the model that is to use it; the device is no part of it.
+        spec, origin, vocab_size: Those of the model that will use the file; the device may differ.
 
     Raises:
-        PrefixFileError: it cannot be used; the message says why.
-        OSError: it cannot be read.
+        PrefixFileError: the file cannot be used; the message says why.
+        OSError: the file cannot be read.
     """
     path = as_path(path)
     with path.open("rb") as opened:

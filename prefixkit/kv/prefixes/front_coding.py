@@ -1,6 +1,7 @@
-"""Token sequences by front coding: in lexicographic order, each without the tokens that it shares with the one before.
+"""Front coding of token sequences: in lexicographic order, each without the prefix that it shares with the one before.
 
-What a sequence shares with any before it, it shares with the one just before: so each shared token is there once.
+The longest prefix that a sequence shares with any earlier one, it shares with the one just before it, so each shared
+token is stored once.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from prefixkit.tree.tokens import in_front_coding
 
 @dataclass(frozen=True, eq=False)
 class FrontCoded:
-    """Distinct sequences, none of which begins another.
+    """Distinct sequences, none of which is a prefix of another.
 
     Attributes:
         lengths: int64 ``[sequences]`` tokens of each.
-        shared: int64 ``[sequences]`` how many of these the one before begins with.
-        tokens: int32 ``[sum(lengths - shared)]`` the others, one sequence after another.
+        shared: int64 ``[sequences]`` the length of the prefix that each shares with the sequence before it.
+        tokens: int32 ``[sum(lengths - shared)]`` the tokens after these prefixes, one sequence after another.
     """
 
     lengths: Longs
@@ -29,7 +30,7 @@ class FrontCoded:
     tokens: Ints
 
     def __iter__(self) -> Iterator[tuple[Ints, int, int]]:
-        """The tokens of each sequence, how many it shares, and where in ``tokens`` the others begin."""
+        """For each sequence: its tokens, how many of them it shares, and where in ``tokens`` its other ones begin."""
         tokens, begin = self.tokens[:0], 0
         for length, shared in zip(self.lengths.tolist(), self.shared.tolist(), strict=True):
             end = begin + length - shared
@@ -39,7 +40,7 @@ class FrontCoded:
 
 
 def front_coded(sequences: Sequence[Ints]) -> tuple[FrontCoded, list[int]]:
-    """The distinct tokens of sequences, at least one of at least one token each; and which these sequences are."""
+    """Front-code sequences (at least one, none empty); returns also the number of each sequence that is stored."""
     stored = [(number, shared) for number, shared in in_front_coding(sequences) if shared < len(sequences[number])]
     lengths, shared = np.array([(len(sequences[number]), shared) for number, shared in stored]).T
     tokens = np.concatenate([sequences[number][shared:] for number, shared in stored])

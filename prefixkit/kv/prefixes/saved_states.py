@@ -1,4 +1,4 @@
-"""Which states of a KV store go to a file with prefixes, and those of a file into slots of a store."""
+"""Choose the states of a KV store that a prefix file stores, and restore a file's states into slots of a store."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from prefixkit.tree.state_slots import name
 
 log = logging.getLogger("prefixkit")
 
-# States in a file for each sequence: at its end, before its last token, and where it parts from others.
+# States in a file for each sequence: at its end, before its last token, and where it diverges from others.
 _STATES_PER_SEQUENCE = 3
 
 
 def held_states(
     store: KVStore, sequences: Sequence[TreeSequence], prefixes: FrontCoded, sources: Sequence[int]
 ) -> tuple[StatePlaces, Longs]:
-    """The states that a tree holds of sequences, and their slots.
+    """The states of sequences in the tree, most important first, and their slots.
 
-    First those at ends of sequences, then those before their last tokens, then those where the tree forks, then others.
-    At most :data:`_STATES_PER_SEQUENCE` for each sequence, and one for each ``store.tokens_per_checkpoint`` tokens.
+    States at ends of sequences come first, then those before the last tokens, then those where the tree forks, then
+    others.  At most :data:`_STATES_PER_SEQUENCE` per sequence, plus one per ``store.tokens_per_checkpoint`` tokens.
 
     Args:
         store: Where the sequences live.
         sequences: All their tokens are computed.
-        prefixes, sources: Their distinct tokens, and which sequences these are.
+        prefixes, sources: As :func:`front_coded` returns them.
     """
     ranks: dict[int, int] = {}  # by slot
     for rank, back in enumerate((0, 1)):
@@ -56,7 +56,7 @@ def held_states(
 
 
 def restore_states(store: KVStore, file: PrefixFile, sequences: Sequence[TreeSequence]) -> None:
-    """Give nodes the states of a file that they lack, as far as there are slots.
+    """Restore the states of a file that nodes lack, as far as slots are free.
 
     Args:
         store: Where ``sequences`` live: the file's prefixes, whose tokens are all computed.
@@ -81,6 +81,6 @@ def restore_states(store: KVStore, file: PrefixFile, sequences: Sequence[TreeSeq
 
 
 def _place(sequence: TreeSequence, position: int) -> tuple[Node, int]:
-    """The node that holds the last of so many of a sequence's tokens, and how many of its own these are."""
+    """The node that holds a sequence's token before ``position``, and how many of its tokens end at ``position``."""
     node = next(node for node in sequence.path() if node.start < position)
     return node, position - node.start

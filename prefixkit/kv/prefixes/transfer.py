@@ -1,4 +1,4 @@
-"""Prefixes of a KV store, written to a file and read from one."""
+"""Save prefixes of a KV store to a file, and load them from one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from prefixkit.tree.radix import Sequence as TreeSequence
 
 
 def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequence], origin: Origin) -> int:
-    """Write the KV of sequences whose tokens are all computed, and states that the tree holds of them.
+    """Write the KV of sequences whose tokens are all computed, and the states of their nodes.
 
     Returns:
-        How many distinct tokens that were.
+        How many distinct tokens were written.
     """
     prefixes, sources = front_coded([sequence.tokens() for sequence in sequences])
     pairs = zip(sources, prefixes.shared.tolist(), strict=True)
@@ -41,12 +41,12 @@ def save_prefixes(store: KVStore, path: str | Path, sequences: Sequence[TreeSequ
 
 
 def load_prefixes(store: KVStore, path: str | Path, origin: Origin, vocab: int) -> int:
-    """Read prefixes into the prefix cache; returns how many tokens were read that it did not have.
+    """Read prefixes into the prefix cache; returns how many tokens were read because the cache lacked them.
 
     Raises:
-        PrefixFileError: the file is torn or of something else; nothing of it stays in the tree.  Where states are torn,
+        PrefixFileError: the file is torn or of another model; nothing of it stays in the tree.  If states are torn,
             nothing has changed.
-        KVBudgetTooSmall: the store does not hold them all; nothing was read.
+        KVBudgetTooSmall: the prefixes do not all fit the store; nothing was read.
     """
     file = open_prefixes(path, store.pool.spec, origin, vocab)
     _check_fits(store, file)
@@ -54,13 +54,13 @@ def load_prefixes(store: KVStore, path: str | Path, origin: Origin, vocab: int) 
         file.read_state(number)
     try:
         return _load_all(store, file)
-    except OutOfPages:  # what was found of them may lie on more pages than they need
+    except OutOfPages:  # cached parts of the prefixes may lie on more pages than they need
         store.cache.clear()
         return _load_all(store, file)
 
 
 def _check_fits(store: KVStore, file: PrefixFile) -> None:
-    """Raise KVBudgetTooSmall unless all prefixes fit beside what is pinned, or begin as that does."""
+    """Raise KVBudgetTooSmall unless all prefixes fit besides pinned ones, with which they may share tokens."""
     budget, need = store.budget(), 0
     for tokens, shared, _ in file.prefixes:
         need += pages_for(len(tokens) - max(shared, budget.tokens_pinned(tokens)), store.tree.page_size)
@@ -69,15 +69,15 @@ def _check_fits(store: KVStore, file: PrefixFile) -> None:
 
 
 def _load_all(store: KVStore, file: PrefixFile) -> int:
-    """Read all prefixes, or none: returns how many tokens had no KV."""
-    held, read = list[TreeSequence](), 0  # until all are there, or one would be evicted for the next
+    """Read all prefixes or none; returns how many tokens had no KV."""
+    held, read = list[TreeSequence](), 0  # held until all are read: one might be evicted for the next
     let_go = store.tree.release
     try:
         for tokens, shared, begin in file.prefixes:
             sequence = store.admit(tokens, alone=True)
             assert sequence is not None, "admitted alone"
             held.append(sequence)
-            known = sequence.computed  # at least what is shared, which is held
+            known = sequence.computed  # at least the shared prefix, which is held
             if known < len(tokens):
                 kv = file.read(begin + known - shared, begin + len(tokens) - shared)
                 store.pool.write(sequence.slots()[known:], [kv], np.arange(len(kv)))

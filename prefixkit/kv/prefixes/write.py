@@ -1,13 +1,14 @@
-"""Prefix files in safetensors, and how they are written: a header, tensors and their checksums.
+"""The format of prefix files, in safetensors, and writing them: a header, tensors and their checksums.
 
-``lengths``, ``shared`` and ``tokens`` are the prefixes by front coding; ``kv`` ``[tokens, spec.size]`` is what is
-cached of ``tokens``, as :meth:`KVPool.read` gives it; ``checksums`` ``[blocks, 32]`` are the SHA-256 of each ``BLOCK``
-tokens of that.  The metadata has the facts of the KV, and a checksum of those and of all tensors but ``kv``.
+``lengths``, ``shared`` and ``tokens`` are the front-coded prefixes.  ``kv`` ``[tokens, spec.size]`` is what is cached
+of ``tokens``, as :meth:`KVPool.read` returns it.  ``checksums`` ``[blocks, 32]`` are the SHA-256 of each ``BLOCK``
+tokens of ``kv``.  The metadata has facts of the KV, and a checksum of these facts and of all tensors but ``kv``.
 
-Where layers keep a state in place of KV, ``state_prefix`` and ``state_position`` say after how many tokens of which
-prefix states are, those that matter most first.  Each tensor of these has a name, its own dtype and the shape
-``[states, *shape]``; ``state_checksums`` ``[states, 32]`` are the SHA-256 of each state, of its tensors in the file's
-order, and the metadata's checksum covers these three.  Such files have version 3, all others version 2.
+If layers keep a state in place of KV, ``state_prefix`` and ``state_position`` say which prefix each state belongs to
+and how many of its tokens precede the state; the most important states come first.  Each tensor of the states has a
+name, its own dtype and the shape ``[states, *shape]``.  ``state_checksums`` ``[states, 32]`` are the SHA-256 of each
+state: of its tensors in the file's order.  The metadata's checksum covers these three arrays, not the states' tensors.
+Such files have version 3, all others version 2.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from prefixkit.kv.state_pool import StateTensor
 from prefixkit.paths import as_path, replacing
 from prefixkit.tree.arrays import Longs
 
-# KV of the tokens ``[begin, end)``, contiguous ``[end - begin, spec.size]`` on the CPU.
+# Returns KV of the tokens ``[begin, end)``, contiguous ``[end - begin, spec.size]`` on the CPU.
 ReadKV = Callable[[int, int], Tensor]
-# Of the tensor of this number in all modules, that of the states ``[begin, end)``: contiguous, on the CPU.
+# Called with a tensor's number among those of all modules; returns its states ``[begin, end)``, contiguous, on the CPU.
 ReadStates = Callable[[int, int, int], Tensor]
 
 FORMAT, VERSION, VERSION_OF_STATES = "prefixkit prefixes", 2, 3
@@ -49,7 +50,7 @@ _AT_ONCE = 2**25  # bytes of states
 
 
 def prefixkit_version() -> str:
-    """Of the installed package: an import of ``prefixkit`` from here would be a cycle."""
+    """The version of the installed package; importing ``prefixkit`` here would be a cycle."""
     try:
         return version("prefixkit")
     except PackageNotFoundError:
@@ -58,11 +59,11 @@ def prefixkit_version() -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What KV is of.
+    """What computed the KV.
 
     Attributes:
-        fingerprint: Of the model (:func:`kv_fingerprint`).
-        variants: What its layers apply besides, in words, with digests of what they capture; empty for nothing.
+        fingerprint: The model's fingerprint (:func:`kv_fingerprint`).
+        variants: A text that names the variants its layers apply, with digests of what they capture; empty if none.
     """
 
     fingerprint: str
@@ -70,7 +71,7 @@ class Origin:
 
 
 def metadata_of(spec: KVSpec, origin: Origin) -> dict[str, str]:
-    """What a file says of its KV, except for the checksum."""
+    """The metadata of a file, except for the checksum."""
     number = VERSION_OF_STATES if spec.states else VERSION
     facts = {"format": FORMAT, "format_version": number, "prefixkit": prefixkit_version()}
     facts |= {"fingerprint": origin.fingerprint}
@@ -90,7 +91,7 @@ def state_tensors(spec: KVSpec) -> dict[str, StateTensor]:
 
 
 def tensors_of(spec: KVSpec, prefixes: int, tokens: int, states: int = 0) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of each tensor of a file, those of larger elements first, so that all of them are aligned."""
+    """Dtype and shape of each tensor of a file; larger elements come first, so that all tensors are aligned."""
     found = {"lengths": ("I64", [prefixes]), "shared": ("I64", [prefixes]), "tokens": ("I32", [tokens])}
     found["kv"] = _DTYPES[spec.dtype], [tokens, spec.size]
     if spec.states:
@@ -107,7 +108,7 @@ def arrays_of(metadata: dict[str, str]) -> tuple[str, ...]:
 
 
 def checksum_of(metadata: dict[str, str], arrays: Sequence[NDArray[Any]]) -> str:
-    """SHA-256 of all metadata but this, and of :func:`arrays_of`."""
+    """SHA-256 of all metadata except the checksum, and of the tensors that :func:`arrays_of` names."""
     facts = {name: value for name, value in metadata.items() if name != "checksum"}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
@@ -116,12 +117,12 @@ def checksum_of(metadata: dict[str, str], arrays: Sequence[NDArray[Any]]) -> str
 
 
 def bytes_of(kv: Tensor) -> memoryview:
-    """Those of a contiguous tensor, the same memory."""
+    """The bytes of a contiguous tensor, not copied."""
     return kv.view(torch.uint8).numpy().data
 
 
 def check_place(path: str | Path) -> Path:
-    """Where a file is to be written: the one that a link leads to is replaced, not the link; OSError if none can be."""
+    """Resolve the path of a file to write: a link's target is replaced, not the link; OSError if impossible."""
     path = as_path(path).resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder; name a file in it")
@@ -132,11 +133,11 @@ def check_place(path: str | Path) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class StatePlaces:
-    """Where states are that a file holds, those that matter most first.
+    """Where the states of a file belong, the most important first.
 
     Attributes:
-        prefix: int64 ``[states]`` of which prefix.
-        position: int64 ``[states]`` after how many of its tokens: more than it shares with the one before.
+        prefix: int64 ``[states]`` the number of the prefix.
+        position: int64 ``[states]`` how many of its tokens precede the state: more than it shares with the one before.
     """
 
     prefix: Longs
@@ -155,16 +156,17 @@ def write_prefixes(
     places: StatePlaces | None = None,
     states: ReadStates | None = None,
 ) -> None:
-    """Write prefixes and their KV to a file, which is complete before it takes the place of one that was there.
+    """Write prefixes and their KV to a file, which replaces an existing one only once it is complete.
 
     Args:
         path: In a folder that exists.
-        prefixes, kv: The prefixes, and what gives their KV: called for ranges of at most ``BLOCK`` tokens, in order.
-        spec, origin: What the KV is of, except for the device.
-        places, states: Of layers that keep states, where these are, and what gives them.
+        prefixes, kv: The prefixes, and a function that reads their KV: called for ranges of at most ``BLOCK`` tokens,
+            in order.
+        spec, origin: What is cached, and what computed it; the device does not matter.
+        places, states: If layers keep states, where these belong, and a function that reads them.
 
     Raises:
-        OSError: the file cannot be written, for lack of space, say.  What was there before is there still.
+        OSError: the file cannot be written, for lack of space, say.  An existing file is unchanged.
     """
     path, places = check_place(path), NO_STATES if places is None else places
     arrays: dict[str, NDArray[Any]] = {
@@ -223,7 +225,7 @@ def _write_states(file: IO[bytes], read: Callable[[int, int], Tensor], digests: 
 
 
 def _header(metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]]) -> bytes:
-    """The header of a file in safetensors, whose tensors lie one after another."""
+    """The safetensors header of a file whose tensors lie one after another."""
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, (dtype, shape) in tensors.items():
