@@ -1,1 +1,1 @@
-"""Which numbers: formats, plan, pool, states, variants and ops of attention over a prefix tree."""
+"""What attention over a prefix tree computes: queries, BSR formats, sharing, plans, variants and steps."""

@@ -1,8 +1,8 @@
-"""Questions about marked ancestors, answered for many nodes at once.
+"""Marked ancestors of many nodes at once: how many, and which.
 
-A snapshot's nodes are in depth-first order, so a node's ancestors are the subtrees open at it.  Counting those that
-were opened and not yet closed is a prefix sum; the marked ancestor of a given rank is the last marked node of that rank
-before it.  No loop over nodes or levels, whatever the tree's shape.
+A snapshot's nodes are in depth-first order, so a node's ancestors are the nodes whose subtrees contain it.  The number
+of marked ancestors is a prefix sum: marked subtrees that have begun less those that have ended.  The marked ancestor of
+a given rank is the last marked node of that rank before the node.  There is no loop over nodes or levels.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prefixkit.tree.arrays import Ints, Longs
 
 @dataclass(frozen=True, eq=False)
 class Marked:
-    """Some nodes of a tree, as ancestors of others.
+    """The marked nodes of a tree, as ancestors of other nodes.
 
     Attributes:
-        above: ``[nodes]`` how many marked nodes are proper ancestors of each.
+        above: ``[nodes]`` how many proper ancestors of each node are marked.
     """
 
     above: Longs
@@ -28,14 +28,14 @@ class Marked:
     _keys: Longs
 
     def ancestor(self, node: NDArray[np.integer], rank: NDArray[np.integer]) -> Longs:
-        """The marked proper ancestor of each ``node`` that has ``rank`` marked ones above itself; it must exist."""
-        # The last node of that rank before ours: a later one in between would have ended its subtree.
+        """For each ``node``, the marked proper ancestor that has ``rank`` marked ancestors itself; it must exist."""
+        # The last marked node of that rank before `node`: any later one would begin after this one's subtree ended.
         index = np.searchsorted(self._keys, rank * len(self.above) + node) - 1
         ancestors: Longs = self._nodes[index]
         return ancestors
 
     def nearest(self, node: NDArray[np.integer]) -> Longs:
-        """The nearest marked proper ancestor of each ``node``, or -1."""
+        """The nearest marked proper ancestor of each ``node``, -1 if there is none."""
         rank = self.above[node]
         if not len(self._nodes):
             return np.full(len(rank), -1)
@@ -43,7 +43,7 @@ class Marked:
 
 
 def mark(subtree_end: Ints, marked: NDArray[np.bool_]) -> Marked:
-    """Prepare the answers for the nodes where ``marked`` is True."""
+    """Index the nodes where ``marked`` is True."""
     count = len(subtree_end)
     nodes = np.flatnonzero(marked)
     closed = np.cumsum(np.bincount(subtree_end[nodes], minlength=count + 1))[:count]

@@ -1,8 +1,8 @@
 """Block-sparse rows: which queries read which KV.
 
 After FlashInfer (section 3.1): a BSR matrix has groups of queries as rows and blocks of KV as columns, and attention
-over a tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice stands for the
-page blocks it covers.
+over a tree is a sum of such matrices.  Here a row's columns are slices of tree nodes, and each slice denotes the page
+blocks it covers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from prefixkit.attention.sharing import CostModel, HeadShape, decide_sharing
 from prefixkit.attention.visible import ALL, Visible, lowest_positions
 from prefixkit.tree.arrays import Ints, Longs, ranges
 
-# As a segment's end: up to the node's length at the time of the run.  A leaf can grow under a plan.
+# As a segment's end: up to the node's length when the plan runs.  A leaf can grow while a plan is in use.
 OPEN = 2**31 - 1
 
 
 class MaskKind(IntEnum):
-    """What the queries of a BSR row see of its KV list, its segments laid end to end."""
+    """Which tokens of its KV list, the segments laid end to end, the queries of a BSR row see."""
 
     ALL = 0  # every token
-    # Tokens at the query's own position or before, or up to its reach where a variant looks ahead: the list ends with
-    # the queries' node.
+    # Tokens up to the query's own position, or up to its reach if a variant looks ahead; the list ends with the
+    # queries' node.
     OWN = 1
-    LIMIT = (
-        2  # tokens up to the position that the row's limit for the query says; positions of the list are consecutive
-    )
+    # Tokens up to the position that is the query's limit; the positions of the list are consecutive.
+    LIMIT = 2
 
 
 def no_ints() -> Ints:
@@ -48,17 +47,17 @@ class BSR:
 
     Attributes:
         q_begin, q_end: ``[rows]`` the contiguous query rows of each BSR row.
-        kind: ``[rows]`` the :class:`MaskKind` of each.
+        kind: ``[rows]`` the :class:`MaskKind` of each row.
         indptr: ``[rows + 1]`` bounds of each BSR row's segments.
         node, begin, end: ``[segments]`` tokens ``[begin, end)`` of ``node``; ``end`` may be :data:`OPEN`, but not in a
             row of kind LIMIT.
-        first, last: ``[rows]`` the positions of the first and the last token of each list, as long as it is now.
+        first, last: ``[rows]`` the positions of the first and the last token of each list at its current length.
         limit: ``[query rows of LIMIT rows]`` the position of the last token that each query sees, row after row;
             ascending within a row.
-        seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty where that
-            is the first of its row's list.
-        skip: ``[rows]`` tokens at the beginning of each list that its tiles skip, of rows of kind OWN; empty for none.
-        runs: The nodes behind the tree's own that segments may name; None where none do.
+        seen_from: ``[query rows of LIMIT rows]`` the position of the first token that each query sees; empty if every
+            query sees its row's list from the first token.
+        skip: ``[rows]`` tokens at the beginning of each list that the tiles of OWN rows skip; empty if none do.
+        runs: Runs, numbered after the tree's nodes, that segments may refer to; None if none does.
     """
 
     q_begin: Ints
@@ -93,18 +92,18 @@ def decompose(
 ) -> BSR:
     """Split attention over the tree into block-sparse rows, so that each query meets each visible token exactly once.
 
-    Every shared node makes a shared-prefix row: all queries below it read all its tokens.  Every node with queries of
-    its own makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below it.
+    Every shared node makes a shared-prefix row: all queries below the node read all its tokens.  Every node with query
+    rows makes an own-node row, which is causal.  The tokens of an unshared node join the first rows below the node.
 
-    With ``paths`` shared nodes that follow each other on a heavy path make one row, of kind LIMIT unless all queries
-    below the first of them see them all; and nodes that follow each other in memory too are read as slices of a run.
+    With ``paths`` consecutive shared nodes of a heavy path make one row, of kind LIMIT unless all queries below the
+    first node see all of them.  Nodes that are also consecutive in memory are read as slices of a run.
 
     ``shape`` and ``cost`` decide which nodes are shared, unless ``shared [nodes]`` says so, for measurements and tests.
-    :meth:`StepTree.check` has what the tree must satisfy.  A BSR row reads nothing before the first position that one
-    of its queries sees by ``visible``; those of its queries that see less must be masked.
+    :meth:`StepTree.check` says what the tree must satisfy.  A BSR row reads nothing before the first position that some
+    query of the row sees under ``visible``; the caller must mask queries that see less.
 
     Returns:
-        The rows in the order of their nodes, a node's shared-prefix row before its own-node row.
+        The rows in the order of their nodes; a node's shared-prefix row comes before its own-node row.
     """
     tree.check()
     runs = runs_of(tree.snapshot) if paths else None
@@ -122,11 +121,12 @@ def decompose_unchecked(
     runs: Runs | None = None,
     tiles: Visible = ALL,
 ) -> BSR:
-    """The same of a tree that may be cut (:func:`trimmed`): a node may have fewer tokens than query rows.
+    """:func:`decompose` for a tree that may be trimmed (:func:`trimmed`): a node may have fewer tokens than query rows.
 
-    ``runs`` are those of the tree, if any, of which segments may be slices; with ``paths`` only.  By ``tiles`` lists
-    stay whole, but tiles begin where one of their queries sees, those of an own-node row with the node at the latest:
-    for planners that cut no lists.  All shared-prefix rows are of kind LIMIT then.
+    ``runs`` are the tree's runs, if any, which segments may be slices of; only with ``paths``.  ``tiles`` is for
+    planners that do not cut lists: lists stay whole, but a tile begins at the first position that one of its queries
+    sees under ``tiles``; the tiles of an own-node row begin no later than the node.  All shared-prefix rows are then of
+    kind LIMIT.
     """
     snapshot, below = tree.snapshot, tree.below
     if shared is None:
@@ -150,7 +150,7 @@ def decompose_unchecked(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows as :class:`BSR` has them, with KV lists by positions."""
+    """The rows of a :class:`BSR`, with KV lists by positions instead of segments."""
 
     q_begin: Ints
     q_end: Ints
@@ -162,13 +162,13 @@ class _Rows:
     until: int | None = None
 
     def seen(self, tree: StepTree, visible: Visible) -> _Rows:
-        """Without what lies outside all their queries' visible ranges, and without rows that none sees, except for an
-        own-node row, whose leaf may grow into sight.
+        """The rows without tokens that none of their queries sees, and without rows that have no visible
+        token.  Own-node rows stay unless ranges end, because a leaf may grow into the visible range.
         """
         limited, until = self.kind == MaskKind.LIMIT, visible.until
         lowest = visible.begin(lowest_positions(tree.positions, self.q_begin, self.q_end))
         lists = self.lists.between(lowest, until)
-        # Where ranges end, each query sees some of these in another row, if not in its own.
+        # With `until`, a query whose own-node row is dropped sees tokens in another row.
         stays = lists.holds | ((self.kind == MaskKind.OWN) & (until is None))
         of = np.repeat(np.flatnonzero(limited), (self.q_end - self.q_begin)[limited])
         begin = replace(self, lists=lists).begins(tree, visible)
@@ -185,7 +185,7 @@ class _Rows:
         )
 
     def from_where_seen(self, tree: StepTree, visible: Visible) -> _Rows:
-        """The same rows, whose tiles begin where one of their queries sees."""
+        """The same rows, with the positions at which their tiles begin: the first that one of their queries sees."""
         own = self.kind == MaskKind.OWN
         seen = visible.begin(tree.positions[self.q_begin])
         lists = self.lists
@@ -195,7 +195,7 @@ class _Rows:
         return replace(self, seen_from=seen_from, skip=skip.astype(np.int32))
 
     def begins(self, tree: StepTree, visible: Visible) -> Longs:
-        """The first position of its list that each query of a row of kind LIMIT sees, row after row."""
+        """For each query of each row of kind LIMIT, the first position of the row's list that it sees."""
         limited = self.kind == MaskKind.LIMIT
         queries = (self.q_end - self.q_begin)[limited]
         begin = visible.begin(tree.positions[ranges(self.q_begin[limited], queries)])
@@ -203,7 +203,7 @@ class _Rows:
         return first
 
     def pack(self, tree: StepTree) -> BSR:
-        """The rows with their lists as segments; own nodes are open at their ends, as far as queries see."""
+        """The rows with their lists as segments; the own node's segment ends OPEN, or at ``until``."""
         lists = self.lists
         node, begin, end = lists.segments(tree)
         own = lists.last[self.kind == MaskKind.OWN]
@@ -228,10 +228,10 @@ class _Rows:
 def _limits(
     tree: StepTree, parts: Parts, node: Longs, causal: NDArray[np.bool_], *, every: bool
 ) -> tuple[NDArray[np.bool_], Ints]:
-    """``[rows]`` which shared-prefix rows are of kind LIMIT, or ``every`` one, and the limits of all, row after row.
+    """``[rows]`` which shared-prefix rows are of kind LIMIT (with ``every`` all of them), and their limits, row by row.
 
-    A query below a node of a part, and not below the next one, sees the part up to that node's end; also where its own
-    node is the next one.
+    A query below a node of a part, but not below the part's next node, sees the part up to that node's end.  So does
+    a query in the next node itself.
     """
     limited = np.zeros(len(node), dtype=bool)
     if not every and len(parts.nodes) == len(parts.bounds) - 1:  # each part is one node
@@ -242,7 +242,7 @@ def _limits(
     nodes, count = parts.of(node[limited])
     if not len(nodes):
         return limited, no_ints()
-    begin = first_row[nodes + 1]  # of the queries that leave below each
+    begin = first_row[nodes + 1]  # the first query row below each node
     until = np.append(begin[1:], 0)
     until[np.cumsum(count) - 1] = first_row[snapshot.subtree_end[node[limited]]]
     return limited, np.repeat(snapshot.start[nodes] + snapshot.length[nodes] - 1, until - begin).astype(np.int32)

@@ -1,8 +1,9 @@
-"""Attention over latents in two parts: BSR rows that read latents as they are, and rows for which K and V are made.
+"""Attention over latents in two parts: BSR rows that read the latents, and rows for which K and V are made.
 
-Where K and V are linear in a cached latent c and rotary keys r, ``q K = (q A) [c; r]`` and ``P V = (P c) D``: a row may
-attend over ``[c; r]`` with one KV head of ``latent + rotary`` elements and V = c (*absorbed*), or K and V of each token
-are made first (*expanded*).  Few queries of many tokens are absorbed, many queries expanded (TyphoonMLA).
+If K and V are linear in a cached latent c and rotary keys r, ``q K = (q A) [c; r]`` and ``P V = (P c) D``.  A row may
+then attend over ``[c; r]`` with one KV head of ``latent + rotary`` elements and V = c (*absorbed*), or K and V of each
+token are made first (*expanded*).  Rows of few queries and many tokens are absorbed, rows of many queries expanded
+(TyphoonMLA).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.tree.arrays import indptr_of, ranges
 
-# A single query of its own node is mostly that of a decode step, whose plan stays while the leaf grows: it counts as if
-# the leaf had this many tokens at least.
+# A node with a single query is mostly a leaf in a decode step, whose plan stays in use while the leaf grows: costs are
+# those of a leaf with at least this many tokens.
 _GROWS_TO = 64
 
 
@@ -32,11 +33,11 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class LatentPart:
-    """One of the two parts of attention over latents.  The parts of one step have each BSR row once.
+    """One of the two parts of attention over latents.  Each BSR row of a step is in exactly one part.
 
     Attributes:
-        part: Which of them.
-        whole: The heads of K and V that latents expand to; as many KV heads as query heads.
+        part: Which part.
+        whole: The shape of K and V that latents expand to; it has as many KV heads as query heads.
         latent, rotary: Elements of a token's latent and of its rotary keys.
     """
 
@@ -47,13 +48,13 @@ class LatentPart:
 
     @property
     def shape(self) -> HeadShape:
-        """The heads that the part attends with."""
+        """The head shape with which the part attends."""
         if self.part is Part.EXPANDED:
             return self.whole
         return HeadShape(self.whole.heads, 1, self.latent + self.rotary, self.whole.itemsize, self.latent)
 
     def rows_of(self, tree: StepTree, cost: CostModel) -> PartRows:
-        """The part's rows; ``cost`` decides what is shared, and must be that of the other part.
+        """The part's rows; ``cost`` decides what is shared, and must be the same for both parts.
 
         Raises:
             ValueError: as :meth:`StepTree.check`.
@@ -62,10 +63,11 @@ class LatentPart:
         return PartRows.of(bsr, self.absorbs(bsr, tree) == (self.part is Part.ABSORBED), tree)
 
     def absorbs(self, bsr: BSR, tree: StepTree) -> NDArray[np.bool_]:
-        """``[rows]`` which BSR rows take fewer multiplications absorbed.
+        """``[rows]`` True for BSR rows that need fewer multiplications absorbed than expanded.
 
-        Making K and V of a token takes ``made`` for each head, and so does a query through the maps before and after:
-        that counts for an own-node row, and for a shared-prefix row where its queries' own rows are expanded.
+        Making K and V of a token takes ``made`` multiplications per head.  Mapping a query by A and its output by D
+        takes as many, which count for an own-node row, and for a shared-prefix row whose queries' own-node rows are
+        expanded.
         """
         whole = self.whole
         made = self.latent * (whole.head_dim - self.rotary + whole.value_dim)
@@ -90,9 +92,9 @@ class PartRows:
     """The BSR rows of a part.
 
     Attributes:
-        bsr: The rows; they count the part's query rows alone.
-        runs: ``[query runs]`` which of the step's runs of queries have one.
-        index: ``[rows of the part]`` int64 the step's query rows that are the part's, ascending.
+        bsr: The rows; their query rows are numbered within the part.
+        runs: ``[query runs]`` True for the step's runs of queries that have a row in the part.
+        index: ``[rows of the part]`` int64 the step's query rows that belong to the part, ascending.
     """
 
     bsr: BSR
@@ -101,36 +103,36 @@ class PartRows:
 
     @staticmethod
     def of(bsr: BSR, mine: NDArray[np.bool_], tree: StepTree) -> PartRows:
-        """Some of the BSR rows of a step."""
+        """The BSR rows of a step where ``mine`` is True."""
         queries = tree.queries
         first = np.cumsum(queries.end - queries.begin) - (queries.end - queries.begin)
         change = np.bincount(bsr.q_begin[mine], minlength=queries.num_rows + 1)
         change -= np.bincount(bsr.q_end[mine], minlength=queries.num_rows + 1)
-        runs = np.cumsum(change)[first] > 0  # a BSR row has all queries of a node, or none
+        runs = np.cumsum(change)[first] > 0  # a BSR row has all or none of a node's queries
         index = ranges(first[runs], (queries.end - queries.begin)[runs])
         before = np.zeros(queries.num_rows + 1, dtype=np.int64)
         before[index + 1] = 1
         return PartRows(_selected(bsr, mine, np.cumsum(before)), runs, index)
 
     def over(self, tree: StepTree) -> PartRows:
-        """The same rows, but they count all query rows of the step."""
+        """The same rows, with query rows numbered within the step."""
         index = np.append(self.index, len(self.index) and self.index[-1] + 1)
         bsr = self.bsr
-        # A BSR row's queries are neighbours in the step too.
+        # A BSR row's queries are consecutive in the step too.
         q_begin = index[bsr.q_begin]
         bsr = replace(bsr, q_begin=q_begin.astype(np.int32), q_end=(q_begin + bsr.q_end - bsr.q_begin).astype(np.int32))
         return PartRows(bsr, np.ones_like(self.runs), np.arange(tree.queries.num_rows))
 
     def tree(self, tree: StepTree) -> StepTree:
-        """The step's tree with the part's queries alone."""
+        """The step's tree with only the part's queries."""
         queries = tree.queries
-        # KV that the other queries of the step append exists for these too.
+        # KV that the step's other queries append exists for the part's queries too.
         snapshot = replace(tree.snapshot, computed=tree.length)
         return StepTree(snapshot, Queries(*(of[self.runs] for of in (queries.node, queries.begin, queries.end))))
 
 
 def _selected(bsr: BSR, mine: NDArray[np.bool_], before: NDArray[np.int64]) -> BSR:
-    """Some of the rows, with query rows counted by ``before``."""
+    """The BSR rows where ``mine`` is True, with query rows renumbered by ``before``."""
     count = np.diff(bsr.indptr)
     segments = ranges(bsr.indptr[:-1][mine], count[mine])
     return BSR(

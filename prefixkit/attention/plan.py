@@ -1,7 +1,7 @@
 """Plans: the BSR rows of composable formats as work items, and the order in which partial states merge.
 
-A plan is deterministic, and good for every layer and every step until the tree's structure changes.  Plain torch takes
-each BSR row whole; for our kernels ``attention.gpu.gpu_plan`` splits them to fit one GPU.
+A plan is deterministic, and valid for every layer and every step until the tree's structure changes.  In plain torch a
+BSR row is one work item; for our kernels ``attention.gpu.gpu_plan`` splits rows to fit one GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefixkit.attention.bsr import BSR, MaskKind, no_ints
 from prefixkit.attention.paths.runs import Runs, with_run_lengths
 from prefixkit.tree.arrays import Ints, Longs, ranges
 
-# An item's fifth number has its MaskKind below this, its segments above.
+# An item's fifth number is KINDS * its number of segments + its MaskKind.
 KINDS = 4
 
 
@@ -25,18 +25,18 @@ class Plan:
     """The work of one tree attention.
 
     Attributes:
-        counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 where tile items are taken head by head, 1
-            where decode items take by far longer than tile items, zeros.
+        counts: ``[8]`` tile items, decode items, query rows, partial rows, 1 if tile items are taken head by head, 1 if
+            decode items take far longer than tile items, zeros.
         tile_items, decode_items: ``[items, 8]`` with columns ``q_begin, q_end, partial_begin, seg_begin, 4 * segments +
-            kind, node, begin, end``; ``partial_begin = -1``: the item writes the output, as none of kind LIMIT does.
-            The last three repeat the item's first segment.
+            kind, node, begin, end``; ``partial_begin = -1``: the item writes the output; items of kind LIMIT never do.
+            The last three columns repeat the item's first segment.
         segments: ``[segments, 3]`` tokens ``[begin, end)`` of a node; ``end`` may be ``OPEN``.
-        merge_indptr: ``[query rows + 1]`` bounds of each query row's partial rows; empty where an item writes the
-            output.
+        merge_indptr: ``[query rows + 1]`` bounds of each query row's partial rows; a query row whose output an item
+            writes has none.
         merge_indices: Partial rows in the order of merging, root first.
-        limits: ``[partial rows]`` of items of kind LIMIT, the position of the last token that the query sees; else 0.
-            Empty where no item is.
-        runs: The nodes behind the tree's own that segments may name; None where none do.
+        limits: ``[partial rows]`` for items of kind LIMIT the position of the last token that the query sees, else 0.
+            Empty if no item is of kind LIMIT.
+        runs: Runs, numbered after the tree's nodes, that segments may refer to; None if none does.
     """
 
     counts: Ints
@@ -59,7 +59,7 @@ class Plan:
         return np.concatenate((self.tile_items, self.decode_items))
 
     def kv_tokens_read(self, length: Ints) -> int:
-        """Token KVs read in a run over all heads, when node ``n`` holds ``length[n]`` tokens."""
+        """Token KVs that the plan reads, for all heads, when node ``n`` has ``length[n]`` tokens."""
         node, low, high = self.segments.T
         tokens = np.minimum(high, with_run_lengths(length, self.runs)[node]) - low
         before = np.concatenate(([0], np.cumsum(tokens)))
@@ -68,11 +68,11 @@ class Plan:
 
 
 def make_plan(formats: Sequence[BSR], length: Ints, num_rows: int) -> Plan:
-    """Each BSR row of some formats as one item; the same input always gives the same plan.
+    """Make a plan with one item for each BSR row of the formats; the same input always gives the same plan.
 
     Args:
-        formats: Block-sparse rows, from ``decompose`` or of a mask of one's own, over nodes of one tree.
-        length: ``[nodes]`` visible tokens of each node now; an OPEN segment counts as this long.
+        formats: Block-sparse rows, from ``decompose`` or for a custom mask, over nodes of one tree.
+        length: ``[nodes]`` current visible tokens of each node; an OPEN segment counts as this long.
         num_rows: Query rows of the step.
 
     Raises:
@@ -98,7 +98,7 @@ def finish_plan(
 ) -> Plan:
     """Number the partial rows of items, which come root first, and list the items in ``order``, tile items first.
 
-    ``row`` is the BSR row that each item is a part of.
+    ``row`` is the BSR row of each item.
     """
     items[:, 2], merge_indptr, merge_indices, partials = _number_partials(items, num_rows)
     items[:, 5:8] = segments[items[:, 3]]
@@ -117,14 +117,14 @@ def finish_plan(
 
 @dataclass(frozen=True, eq=False)
 class BsrRows:
-    """All BSR rows of all formats, ancestors first, and a table of their segments with the tokens before each.
+    """The BSR rows of all formats, ancestors first, and a table of their segments with the tokens before each segment.
 
     Attributes:
-        kind: ``[rows]`` the :class:`MaskKind` of each.
+        kind: ``[rows]`` the :class:`MaskKind` of each row.
         first, last: ``[rows]`` the positions of the first and the last token of each list.
         limit_begin: ``[rows]`` where ``limits`` and ``seen_from`` begin for rows of kind LIMIT, -1 for others.
-        skip: ``[rows]`` tokens at the beginning of each list that its tiles skip, beside those by ``seen_from``.
-        runs: The nodes behind the tree's own that segments may name; None where none do.
+        skip: ``[rows]`` tokens at the beginning of each list that its tiles skip, besides those before ``seen_from``.
+        runs: Runs, numbered after the tree's nodes, that segments may refer to; None if none does.
     """
 
     q_begin: Longs
@@ -144,11 +144,11 @@ class BsrRows:
 
 
 def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
-    """The BSR rows of all formats, where node ``n`` has ``length[n]`` tokens.
+    """Gather the BSR rows of all formats, where node ``n`` has ``length[n]`` tokens.
 
     Raises:
-        ValueError: a format has not one limit for each query of its rows of kind LIMIT, or they descend within a row;
-            or several formats have runs.
+        ValueError: a format does not have one limit for each query of its rows of kind LIMIT, or limits descend within
+            a row; or several formats have runs.
     """
     none = np.zeros(0, dtype=np.int64)
     q_begin, q_end, kind, node, begin, end, first, last = (
@@ -176,7 +176,7 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
 
 
 def _seen_from(bsr: BSR) -> Ints:
-    """The position of the first token that each query of a row of kind LIMIT sees."""
+    """For each query of a row of kind LIMIT, the position of the first token that it sees."""
     if len(bsr.seen_from):
         return bsr.seen_from
     limited = bsr.kind == MaskKind.LIMIT
@@ -184,7 +184,7 @@ def _seen_from(bsr: BSR) -> Ints:
 
 
 def _limits_of(formats: Sequence[BSR], queries: Longs, limited: NDArray[np.bool_]) -> tuple[Longs, Ints]:
-    """Where the limits of each row begin, -1 where it has none, and all limits; ``queries`` of a row have one each."""
+    """Where the limits of each row begin, -1 if it has none, and all limits: one for each of a row's ``queries``."""
     if not limited.any() and not any(len(bsr.limit) for bsr in formats):
         return np.full(len(limited), -1), no_ints()
     for bsr in formats:

@@ -1,4 +1,4 @@
-"""Planning: from a tree and the queries of a step to what the attention op takes, cached while the tree stands."""
+"""Planning: make the attention op's plan from a step's tree and queries; a plan is reused while they stay the same."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from prefixkit.tree.arrays import Ints
 Array = NDArray[np.signedinteger]
 # Makes the arrays of a step that are uploaded together with its plan; called once the queries are checked.
 StepArrays = Callable[[], Sequence[Array]]
-# As leaves grow, what a plan reads falls out of sight: at most this number of tokens of each BSR row, one KV tile.
+# As leaves grow, tokens that a plan reads leave the visible range: at most this many per query, one KV tile.
 MOST_UNSEEN = 64
 
 
 @dataclass(eq=False)
 class StepPlan:
-    """The plan of one step: opaque tensors for the attention op, and what is known of it on the host.
+    """The plan of one step: opaque tensors for the attention op, and facts of the plan on the host.
 
     Attributes:
         tensors: What ``tree_attention`` takes as ``plan``; only the backend that made them reads them.
-        tree: What was planned for.
-        specify: The plan on the host; called when it is first needed, and cheap when called again.
-        count_reads: Token KVs that a run over all heads reads when node ``n`` holds ``length[n]`` tokens; None counts
-            them from the plan on the host.
-        owners: What the backend needs for as long as the tensors are used.
+        tree: The tree that the plan was made for.
+        specify: Makes the plan on the host; called when that is first needed, and cheap when called again.
+        count_reads: Counts the token KVs that the plan reads, for all heads, when node ``n`` has ``length[n]`` tokens;
+            None: they are counted from the host's plan.
+        owners: Objects that must live for as long as the tensors are used.
         visible: Which tokens queries see.
-        rows: ``[rows]`` int64 on the device which of the step's query rows it computes, maybe none; None: all.
-        adds: What it reads comes on top of what another plan reads for the same layers.
+        rows: ``[rows]`` int64 on the device: the step's query rows that the plan computes, maybe none; None: all.
+        adds: Whether the plan's reads add to those of another plan for the same layers.
     """
 
     tensors: list[Tensor]
@@ -58,28 +58,28 @@ class StepPlan:
         return self.specify()
 
     def kv_tokens(self, tree: StepTree) -> tuple[int, int]:
-        """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared, which no
-        plan counts that adds to another over the same tokens.
+        """Token KVs that attention reads in one layer over a tree of this structure, and would read unshared.  The
+        second number is 0 for a plan that ``adds`` to another over the same tokens.
         """
         if self.adds and self.visible.until is None:
             return self.kv_tokens_read(tree.length), 0
         return self.kv_tokens_read(tree.length), int(self.visible.count(tree.positions).sum())
 
     def kv_tokens_read(self, length: Ints) -> int:
-        """Token KVs that attention reads in one layer, when node ``n`` holds ``length[n]`` tokens."""
+        """Token KVs that attention reads in one layer, when node ``n`` has ``length[n]`` tokens."""
         return self.plan.kv_tokens_read(length) if self.count_reads is None else self.count_reads(length)
 
 
 class Planner(ABC):
-    """Plans steps for the heads of one model, and reuses the last plan while the tree and the query counts stand.
+    """Plans steps for one head shape, and reuses the last plan while the tree and the query counts stay the same.
 
     A backend subclasses it: :meth:`specify` makes the plan on the host, :meth:`_make` uploads one, and :meth:`_renew`
     adapts the last one to a step of the same tree.
 
     Attributes:
         shape: The attention heads.
-        cost: Decides what is shared.
-        visible: What queries see; nothing before it is read.
+        cost: The cost model that decides what is shared.
+        visible: The range that queries see; nothing before it is read.
         plans_made: How many plans were made, for tests and reports.
     """
 
@@ -87,16 +87,16 @@ class Planner(ABC):
         self.shape, self.cost, self.visible = shape, cost, visible
         self.plans_made = 0
         self._key: tuple[object, ...] | None = None
-        self._begin: NDArray[np.int64] | None = None  # where the last plan's queries began to see, if not at 0
+        self._begin: NDArray[np.int64] | None = None  # first visible positions of the last plan, if not 0
         self._last: StepPlan | None = None
 
     def plan(
         self, tree: StepTree, device: torch.device, step_arrays: StepArrays = tuple
     ) -> tuple[StepPlan, list[Tensor]]:
-        """The plan for these queries on ``device``, and the tensors of ``step_arrays``: int32 and int64, in one copy.
+        """The plan for these queries on ``device``, and the int32 and int64 tensors of ``step_arrays``, in one copy.
 
         Raises:
-            ValueError: the queries leave out KV that they need.
+            ValueError: the queries do not compute KV that they need.
         """
         if self.visible.last is not None:
             tree = replace(tree, last=self.visible.last)
@@ -122,17 +122,17 @@ class Planner(ABC):
         return (decompose_unchecked(tree, self.shape, self.cost, visible=visible, paths=paths, runs=runs),)
 
     def by_paths(self, tree: StepTree) -> bool:
-        """Whether plans of this tree take shared nodes of a heavy path as one list: of deep trees.  Of others each
-        shared node is a list by itself, whose queries all see it whole, and so need no mask.
+        """Whether plans of this tree read shared nodes of a heavy path as one list, as those of deep trees do.  Else
+        each shared node is a list by itself, which needs no mask, as all its queries see all of it.
         """
         return tree.is_deep
 
     def _still_fits(self, tree: StepTree) -> bool:
-        """Whether the last plan reads all that the queries see now, and little more."""
+        """Whether the last plan reads all tokens that the queries see now, and few others."""
         if self._begin is None:
             return True
         if tree.positions.min() < max(self.visible.first, self.visible.until or 0):
-            return False  # a leaf that grows into sight, or out of it
+            return False  # a leaf grows into the visible range, or out of it
         moved = self.visible.begin(tree.positions) - self._begin
         return bool(moved.min() >= 0 and moved.max() <= MOST_UNSEEN)
 

@@ -18,12 +18,12 @@ UNNUMBERED = (
     "for each run of queries"
 )
 
-# Nodes above a query, each read by several BSR rows, from which on a tree counts as deep.
+# A tree with more ancestors of a query than this, each above several nodes with queries, counts as deep.
 DEEP = 8
 
 
 class UnnumberedSequences(ValueError):
-    """A variant reads the numbers of sequences, of queries that have none."""
+    """A variant reads sequence numbers, but the queries have none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Queries:
     """The query rows of one step: run ``r`` is tokens ``[begin[r], end[r])`` of node ``node[r]``.
 
     Runs are in depth-first order with one run per node at most; the rows of the step are the runs laid end to end.
-    ``sequence``: the number of the sequence that each run belongs to, for variants that read it; None where none does.
+    ``sequence``: the number of each run's sequence, for variants that read it; None if none does.
     """
 
     node: Ints
@@ -48,7 +48,7 @@ class Queries:
         return np.repeat(self.node, self.end - self.begin)
 
     def row_offset(self) -> Ints:
-        """``[rows]`` the token within its node that each row is."""
+        """``[rows]`` the offset of each row's token in its node."""
         return ranges(self.begin, self.end - self.begin).astype(np.int32)
 
 
@@ -57,10 +57,10 @@ class StepTree:
     """A tree and the query rows of one step over it: what a plan is made for.
 
     Attributes:
-        snapshot, queries: These.
-        later: ``[rows]`` how many tokens of its node after its own each row may see, under variants that look ahead;
-            None: all that have KV.
-        last: The position at which query rows stand at most (:class:`Visible`); None: where they are.
+        snapshot, queries: The tree and the query rows.
+        later: ``[rows]`` how many later tokens of its node each row may see, under variants that look ahead; None: all
+            with KV.
+        last: The highest position that query rows attend from (:class:`Visible`); None: each row's own.
     """
 
     snapshot: TreeSnapshot
@@ -77,7 +77,7 @@ class StepTree:
 
     @cached_property
     def first_row(self) -> Ints:
-        """``[nodes + 1]`` query rows in the nodes before each; the rows below a node are consecutive."""
+        """``[nodes + 1]`` the first query row of each node, and their total; rows below a node are consecutive."""
         return np.concatenate(([0], np.cumsum(self.own_rows))).astype(np.int32)
 
     @cached_property
@@ -88,7 +88,7 @@ class StepTree:
 
     @cached_property
     def is_deep(self) -> bool:
-        """Whether some query has more than :data:`DEEP` nodes above it that several BSR rows read."""
+        """Whether some query has more than :data:`DEEP` ancestors with several nodes with queries below them."""
         snapshot = self.snapshot
         if snapshot.depth()[self.queries.node].max(initial=0) <= DEEP:
             return False
@@ -100,24 +100,24 @@ class StepTree:
 
     @cached_property
     def runs(self) -> Runs | None:
-        """The runs of a deep tree, which lie behind its nodes where plans are by paths; None of others."""
+        """The runs of a deep tree, which plans by paths number after its nodes; None for other trees."""
         return runs_of(self.snapshot) if self.is_deep else None
 
     @cached_property
     def length(self) -> Ints:
-        """``[nodes]`` tokens of each node whose KV exists once the step has appended its own."""
+        """``[nodes]`` tokens of each node that have KV once the step has appended its KV."""
         visible = self.snapshot.computed.copy()
         visible[self.queries.node] = np.maximum(visible[self.queries.node], self.queries.end)
         return visible
 
     def arrays(self) -> tuple[Ints, ...]:
-        """The nodes as kernels take them: start, visible length, page_indptr, pages, first_slot; int32."""
+        """The node arrays that kernels take: start, visible length, page_indptr, pages, first_slot; int32."""
         tree = self.snapshot
         return tree.start, self.length, tree.page_indptr, tree.pages, tree.first_slot
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
-        """``[rows]`` the position of each query row in its sequence, or where it stands instead."""
+        """``[rows]`` the position of each query row in its sequence, or ``last`` if that is lower."""
         own = self.snapshot.start[self.queries.row_node()].astype(np.int64) + self.queries.row_offset()
         return own if self.last is None else np.minimum(own, self.last)
 
@@ -131,19 +131,19 @@ class StepTree:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether some row may see tokens after its own without a bound that says how many."""
+        """Whether some row may see tokens after its own, with no ``later`` that bounds them."""
         return self.later is None and bool((self.reach > self.positions).any())
 
     @cached_property
     def sequences(self) -> NDArray[np.int64]:
-        """``[rows]`` the number of the sequence that each query row belongs to; 0 where sequences have none."""
+        """``[rows]`` the number of each query row's sequence; 0 if sequences have no numbers."""
         queries = self.queries
         if queries.sequence is None:
             return np.zeros(queries.num_rows, dtype=np.int64)
         return np.repeat(queries.sequence.astype(np.int64), queries.end - queries.begin)
 
     def last_rows(self) -> NDArray[np.int64]:
-        """``[nodes]`` the row of each node's last token, -1 where it does not run."""
+        """``[nodes]`` the query row of each node's last token, -1 if that token does not run."""
         rows = np.full(self.snapshot.num_nodes, -1, dtype=np.int64)
         queries = self.queries
         complete = queries.end == self.snapshot.length[queries.node]
@@ -162,16 +162,16 @@ class StepTree:
         return decode_tree(replace(tree, length=length, computed=computed), leaf, self.queries.sequence)
 
     def select_rows(self, rows: NDArray[np.intp]) -> StepTree:
-        """The decode step of these rows, ascending, without the leaves of the others.  It names no sequences."""
+        """The decode step of only these rows, ascending, without the other leaves.  Its snapshot has no sequences."""
         old, leaf = self.snapshot, self.queries.node
         stays = np.ones(old.num_nodes, dtype=bool)
         stays[leaf] = False
         stays[leaf[rows]] = True
-        before = np.concatenate(([0], np.cumsum(stays))).astype(np.int32)  # nodes that stay, before each
+        before = np.concatenate(([0], np.cumsum(stays))).astype(np.int32)  # how many nodes before each one stay
         held = np.diff(old.page_indptr)
         snapshot = replace(
             old,
-            tree=object(),  # no plan of the tree itself is one of these nodes
+            tree=object(),  # another identity: plans of the whole tree do not fit
             parent=np.where(old.parent >= 0, before[old.parent], -1).astype(np.int32)[stays],
             subtree_end=before[old.subtree_end[stays]],
             page_indptr=indptr_of(held[stays]),
@@ -213,6 +213,6 @@ class StepTree:
 
 
 def decode_tree(snapshot: TreeSnapshot, leaf: Ints, sequence: Ints | None = None) -> StepTree:
-    """A tree with one query row for each of these leaves, ascending: its last token."""
+    """A tree whose query rows are the last tokens of these leaves, ascending."""
     end = snapshot.length[leaf]
     return StepTree(snapshot, Queries(leaf, end - 1, end, sequence))

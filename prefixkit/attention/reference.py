@@ -1,10 +1,10 @@
-"""Dense float64 attention over a tree: the specification that everything faster is judged by.
+"""Dense float64 attention over a tree: the oracle that all other implementations are tested against.
 
 A query at node ``n`` and position ``p`` attends to every token of ``n``'s proper ancestors, and to ``n``'s tokens at
-positions up to ``p``, or to all of them where its variant looks ahead.  Query head ``h`` reads KV head
-``h // (heads // kv_heads)``.  The functions of a variant are called as they were given, those of whole rows too: on
-queries, on all keys and values that a query sees, and on outputs.  Under a streaming variant queries meet the sinks at
-their position in the cache.
+positions up to ``p``, or to all of ``n``'s tokens if the variant looks ahead.  Query head ``h`` reads KV head
+``h // (heads // kv_heads)``.  A variant's Python functions are called untraced, and its transforms too: on queries, on
+all keys and values that a query sees, and on outputs.  Under a streaming variant queries attend to the sinks from their
+positions in the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Exact(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a variant knows of queries, ``[rows]`` int64 each: the numbers of their sequences, and their positions."""
+    """What a variant reads of queries: their sequences' numbers and their positions, ``[rows]`` int64 each."""
 
     sequences: Tensor
     positions: Tensor
@@ -60,13 +60,13 @@ def reference_attention(
 
     Args:
         snapshot: The tree.
-        query_node: ``[rows]`` integers: the node that each query sits in.
-        query_position: ``[rows]`` integers: its position in the sequence.
+        query_node: ``[rows]`` integers: the node of each query.
+        query_position: ``[rows]`` integers: the position of each query in its sequence.
         q: ``[rows, heads, head_dim]`` any float dtype, on any device.
         k_pages, v_pages: ``[pages, page_size, kv_heads, head_dim]`` any float dtype; heads of V may have another size.
-            Of a variant with transforms of keys or values they hold what these are given.
+            If the variant transforms keys or values, they hold those before the transform.
         scale: Factor on ``q . k``.
-        variant: What else happens to the scores.
+        variant: The variant of attention.
         sinks: ``[heads]`` logits of any float dtype that join the softmax's denominator, for a variant that has sinks.
         sequences: ``[rows]`` integers: numbers of the queries' sequences, which a variant sees as ``b``; 0 if None.
     """
@@ -93,8 +93,8 @@ def visible_tokens(
 
     Args:
         snapshot: The tree.
-        node: The node that the query sits in.
-        position: The last position that it sees; None: all of its node.
+        node: The node of the query.
+        position: The last position that the query sees; None: all tokens of its node.
     """
     path = [node]
     while snapshot.parent[path[-1]] >= 0:
@@ -123,9 +123,9 @@ def attention_over(
 
     Args:
         slots: ``[len]`` int64 pool slots of the keys.
-        kv_positions: ``[len]`` int64 their positions.
+        kv_positions: ``[len]`` int64 positions of the keys.
         causal: Whether keys after a query are hidden from it.
-        rows: What the variant knows of the queries.
+        rows: What the variant reads of the queries.
         q: ``[rows, heads, head_dim]`` any float dtype.
         k_pages, v_pages, scale, variant, sinks: As for :func:`reference_attention`.
     """

@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al. 2021) of queries that are rotated already: from one position to another."""
+"""Rotary embedding (Su et al. 2021): rotate queries again, from the position they are rotated for to another one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the heads of a layer turn with their position.
+    """How a layer rotates the elements of a head by its position.
 
     Attributes:
-        frequencies: Radians a position, of each pair of elements that turns; the last elements of a head may not turn.
-        interleaved: Pairs are neighbours; else element ``i`` and that as many behind it as there are pairs.
+        frequencies: Radians per position for each rotated pair of elements; a head's last elements may be unrotated.
+        interleaved: Whether pairs are adjacent elements; else element ``i`` is paired with ``i + pairs``.
     """
 
     frequencies: tuple[float, ...]
@@ -25,17 +25,17 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine, [rows, 1, pairs] float32
 
 
 def angles(frequencies: Tensor, positions: Tensor, target: Tensor) -> Angles:
-    """Of what turns rows at ``positions [rows]`` to ``target [rows]``; ``frequencies [pairs]`` float32.
+    """The angles that rotate rows from ``positions [rows]`` to ``target [rows]``; ``frequencies [pairs]`` float32.
 
-    Models compute ``position * frequency`` in float32, which at 100,000 is off by a hundredth of a radian: the
-    difference is taken from the same number, so that it goes.
+    Models compute ``position * frequency`` in float32, which at position 100,000 is off by a hundredth of a radian.  We
+    subtract the same rounded product, so that this error cancels.
     """
     turned = target.double()[:, None] * frequencies.double() - (positions.float()[:, None] * frequencies).double()
     return turned.cos().float()[:, None], turned.sin().float()[:, None]
 
 
 def rotate(x: Tensor, by: Angles, interleaved: bool) -> Tensor:
-    """``x [rows, heads, head_dim]`` turned, in its dtype; products are float32 at least."""
+    """Rotate ``x [rows, heads, head_dim]``; the result has its dtype, products are at least float32."""
     cos, sin = by
     pairs = cos.shape[2]
     turning, still = x[..., : 2 * pairs], x[..., 2 * pairs :]

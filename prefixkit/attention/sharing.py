@@ -14,7 +14,7 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.tree.arrays import Ints, Longs
 
-# Query heads (queries x GQA group) of a decode item at most, and of the largest tile, by default.
+# Default maxima of query heads (queries x GQA group): of a decode item, and of a tile.
 DECODE_ROWS, TILE_ROWS = 8, 128
 
 
@@ -23,17 +23,17 @@ class CostModel:
     """What the parts of one layer's attention cost, in microseconds.
 
     Attributes:
-        item: A work item of its own: launching it, or one more library call.
+        item: One more work item: launching it, or one more library call.
         kv_byte: Reading one byte of K or V.
         partial_byte: Writing one byte of a partial state and reading it back to merge it.
-        tile_item, decode_item: Beside ``item``, for each KV head and each shared-prefix tile: of ``tile_heads`` query
-            heads, or of ``decode_heads`` where these hold them all.
-        tile_path: What a launch with tile items takes longer than one without.  Sharing that spares less in all is left
-            out where it alone would make tile items.
+        tile_item, decode_item: In addition to ``item``, each shared-prefix tile for each KV head: ``tile_item`` for a
+            tile of ``tile_heads`` query heads, ``decode_item`` if ``decode_heads`` hold all of the node's.
+        tile_path: The extra time of a launch with tile items over one without.  If only sharing would make tile items,
+            nodes are shared in tiles only if that saves more in total.
         tile_heads: Query heads of the kernels' largest tile.
-        decode_heads: Query heads of a decode item at most; fewer than ``tile_heads``.
-        read_by_tiles: 1 where each tile of a node reads its tokens, as on a GPU: then what reads a node anew if it is
-            not shared are the tiles of its consumers.  0 where one item reads them for all queries.
+        decode_heads: The most query heads of a decode item; fewer than ``tile_heads``.
+        read_by_tiles: 1 if each tile of a node reads the node's tokens, as on a GPU: an unshared node is then read by
+            each tile of its consumers.  0 if one item reads them for all queries.
     """
 
     item: float
@@ -58,14 +58,14 @@ class CostModel:
             )
 
 
-# One thread of a 2.6 GHz x86 server core, float32: gathering and reading a private token of 1.5 KB takes 0.1 us, an
+# One thread of a 2.6 GHz x86 server core, float32: gathering and reading an unshared token of 1.5 KB takes 0.1 us, an
 # extra item 30 us, an extra partial row of 2.3 KB 0.7 us.
 CPU_COST = CostModel(item=30.0, kv_byte=6.5e-5, partial_byte=3e-4)
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The attention heads of one layer, as far as cost and tiles depend on them.
+    """The attention heads of one layer: the facts that costs and tiles depend on.
 
     Attributes:
         heads, kv_heads: Query heads and KV heads.
@@ -111,25 +111,25 @@ def decide_sharing(
 ) -> NDArray[np.bool_]:
     """Decide for each node whether its KV is read once for all queries below it, or once for each row that needs it.
 
-    A shared node costs one more item, its tiles, and one more partial state for each query below; any other is read
-    again by each of its consumers, the rows among its descendants which its tokens then join.  The choice is made
-    bottom-up: what a node's children decided tells how many consumers it has.  A node with one consumer is never
-    shared.  By this model no choice is slower than sharing nothing: each takes what it gains, and leaves the nodes
-    above fewer consumers, never more.
+    A shared node costs one more item, its tiles, and one more partial state for each query below.  An unshared node is
+    read again by each of its consumers: the rows of descendants that its tokens join.  The choice is made bottom-up,
+    because the choices for a node's children determine its number of consumers.  A node with one consumer is never
+    shared.  In this model no choice is slower than sharing nothing: each saves time by itself, and leaves the nodes
+    above with fewer consumers, never more.
 
-    Where tiles read (``read_by_tiles``), a node whose consumers fill their tiles is not shared either, for its own
-    tiles would be as many: its tokens join theirs, and each query has one partial state less.
+    If each tile reads its tokens (``read_by_tiles``), a node whose consumers fill their tiles is not shared either: its
+    own tiles would be as many, and unshared its tokens join theirs, with one partial state less for each query.
 
-    If no query takes the tile path anyway, all that has one price more, ``tile_path``: where what is shared in tiles
-    spares no more in all, each of its consumers reads it.
+    If no query takes the tile path anyway, sharing in tiles costs ``tile_path`` in addition: unless it saves more in
+    total, the consumers read these nodes instead.
 
-    With ``paths`` the same is decided for each heavy path, by consumers: neighbouring shared nodes of one are read as
-    one list, at the price of the first of them.
+    With ``paths`` the same is decided for each heavy path, by consumers: consecutive shared nodes of a path are read as
+    one list, at the price of the first node.
 
-    Of a node only what some query sees by ``visible`` counts, and its consumers are those that see some of it.
+    Only tokens of a node that some query sees under ``visible`` count, and only rows that see some are consumers.
 
     Returns:
-        ``[nodes]`` True where the node is shared; False also where no query sits below.
+        ``[nodes]`` True where the node is shared; False also if no query is below it.
     """
     snapshot, by_token = tree.snapshot, cost.kv_byte * shape.kv_bytes
     reads = _reads(tree, shape, cost, visible, by_tiles=not paths)
@@ -138,7 +138,7 @@ def decide_sharing(
     else:
         shared = _share_nodes(tree, reads, by_token)
     nodes = head = np.flatnonzero(shared)
-    if paths:  # of each path's part the first node
+    if paths:  # the first node of each path's part
         _, first, part = np.unique(snapshot.subtree_end[nodes], return_index=True, return_inverse=True)
         head = nodes[first[part]]
     in_tiles = tree.below[head] * shape.gqa_group > cost.decode_heads
@@ -151,7 +151,7 @@ def decide_sharing(
 
 
 def _share_nodes(tree: StepTree, reads: _Reads, by_token: float) -> NDArray[np.bool_]:
-    """``[nodes]`` the decision node by node."""
+    """``[nodes]`` True where the node is shared, decided node by node."""
     snapshot = tree.snapshot
     shared = np.zeros(snapshot.num_nodes, dtype=bool)
     candidate = reads.may_gain(tree, by_token)
@@ -168,14 +168,14 @@ def _share_nodes(tree: StepTree, reads: _Reads, by_token: float) -> NDArray[np.b
 
 
 def may_share(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
-    """``[nodes]`` False where :func:`decide_sharing` without paths cannot share a node, whatever it decides for those
+    """``[nodes]`` False where :func:`decide_sharing` without paths cannot share the node, whatever it decides for nodes
     below.
     """
     return _reads(tree, shape, cost, ALL, by_tiles=True).may_gain(tree, cost.kv_byte * shape.kv_bytes)
 
 
 def may_begin_part(tree: StepTree, shape: HeadShape, cost: CostModel) -> NDArray[np.bool_]:
-    """``[nodes]`` True for one node of each path of which :func:`decide_sharing` may share a part: none above it."""
+    """``[nodes]`` True for the first node of each path at which a part that :func:`decide_sharing` shares may begin."""
     return may_begin(tree.snapshot, *_consumers(tree, shape, cost, ALL), cost.kv_byte * shape.kv_bytes)
 
 
@@ -184,10 +184,10 @@ class _Reads:
     """How often nodes are read.
 
     Attributes:
-        most: Times each is read if neither it nor a node below is shared.
-        once: Times each is read if it is shared.
-        length: Tokens that a read fewer spares.
-        price: What sharing each costs besides.
+        most: Times each node is read if neither it nor a node below it is shared.
+        once: Times each node is read if it is shared.
+        length: Tokens that are saved for each time a node is read less.
+        price: What sharing each node costs apart from reading it.
     """
 
     most: Longs
@@ -199,8 +199,8 @@ class _Reads:
         return _Reads(self.most[nodes], self.once[nodes], self.length[nodes], self.price[nodes])
 
     def spared_by(self, tree: StepTree, shared: NDArray[np.bool_], nodes: Longs, head: Longs) -> Iterator[int]:
-        """Tokens that are read less often than if nothing were shared, of ``nodes``, which are ``shared`` in parts with
-        these heads; then more and more with those above that join the lists of these.
+        """Token reads saved against sharing nothing: by ``nodes``, which are shared in parts with these heads; then
+        also by the unshared nodes above that join the parts' lists, more of them each time.
         """
         spared = self.most - self.once
         tokens = int(spared[nodes] @ self.length[nodes].astype(np.int64))
@@ -214,13 +214,13 @@ class _Reads:
             yield tokens
 
     def may_gain(self, tree: StepTree, by_token: float) -> NDArray[np.bool_]:
-        """Which would gain if nothing below were shared: where all these reads gain nothing, fewer do neither."""
+        """``[nodes]`` True if sharing gains while no node below is shared: with fewer reads it cannot gain more."""
         gains: NDArray[np.bool_] = (tree.below > 0) & ((self.most - self.once) * self.length * by_token > self.price)
         return gains
 
 
 def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible, *, by_tiles: bool) -> _Reads:
-    """Of all nodes.  Of what queries see of a node no tile tells: there consumers are counted."""
+    """The reads of all nodes.  With a visible range, tiles do not tell what is seen: consumers are counted instead."""
     most, length, price = _consumers(tree, shape, cost, visible)
     if visible.limits or not (cost.read_by_tiles and by_tiles):
         return _Reads(most, np.ones_like(most), length, price)
@@ -230,7 +230,7 @@ def _reads(tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible, 
 
 
 def _tiles(queries: Ints | Longs, shape: HeadShape, cost: CostModel) -> Longs:
-    """Tiles, or decode items, that this number of queries of each node takes."""
+    """Tiles or decode items for these numbers of queries of each node."""
     tiles = -(-queries.astype(np.int64) // max(1, cost.tile_heads // shape.gqa_group))
     return np.where(queries * shape.gqa_group <= cost.decode_heads, queries > 0, tiles)
 
@@ -238,8 +238,8 @@ def _tiles(queries: Ints | Longs, shape: HeadShape, cost: CostModel) -> Longs:
 def _consumers(
     tree: StepTree, shape: HeadShape, cost: CostModel, visible: Visible
 ) -> tuple[Longs, Ints | Longs, NDArray[np.float64]]:
-    """``[nodes]`` the consumers of each node if nothing below is shared, the tokens that each of these but one would
-    not read, and the price of sharing it.
+    """``[nodes]`` the consumers of each node if no node below is shared, the tokens that sharing saves for each
+    consumer but one, and the price of sharing.
     """
     snapshot, below = tree.snapshot, tree.below
     tiles = -(-below // max(1, cost.tile_heads // shape.gqa_group)) * np.float64(cost.tile_item * shape.kv_heads)
@@ -252,8 +252,8 @@ def _consumers(
 
 
 def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
-    """``[nodes]`` how many own-node rows below see some of each node, and the mean tokens that each but one would not
-    read if it were shared: what they see, less what the one that sees most of it sees.
+    """``[nodes]`` how many own-node rows below see tokens of each node, and the mean tokens that sharing saves for each
+    row but one: the tokens that all rows see, less those of the row that sees most, by row.
     """
     snapshot, queries = tree.snapshot, tree.queries
     begin = visible.begin(snapshot.start[queries.node].astype(np.int64) + queries.begin)
@@ -261,7 +261,7 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
     seen = end if visible.until is None else np.minimum(end, visible.until)
     most, total, widest = np.zeros((3, snapshot.num_nodes), dtype=np.int64)
     node = snapshot.parent[queries.node]
-    # From node to node towards the roots, until nothing is in sight.
+    # From node to parent, while queries see tokens of the node.
     while len(at := np.flatnonzero((node >= 0) & (end[node] > begin))):
         node, begin = node[at], begin[at]
         tokens = np.maximum(seen[node] - np.maximum(begin, snapshot.start[node]), 0)
@@ -273,13 +273,14 @@ def _seeing(tree: StepTree, visible: Visible) -> tuple[Longs, Longs]:
 
 
 def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -> NDArray[np.bool_]:
-    """The decision for candidates, from the deepest level up: for trees with many nodes in each level.
+    """Decide for candidates level by level, the deepest first: for trees with many nodes in each level.
 
-    ``above`` is the nearest candidate above, or their number if there is none; ``rank`` says how many there are.
+    ``above`` is the nearest candidate above each, or the number of candidates if there is none; ``rank`` says how many
+    candidates are above each.
     """
     most, once = reads.most, reads.once
     shared = np.zeros(len(most), dtype=bool)
-    spared = np.zeros(len(most) + 1, dtype=np.int64)  # of `most`, by what is shared below
+    spared = np.zeros(len(most) + 1, dtype=np.int64)  # how much sharing below reduces `most`
     order = np.argsort(rank, kind="stable")
     bounds = np.searchsorted(rank[order], np.arange(rank.max() + 2))
     for level in range(len(bounds) - 2, -1, -1):
@@ -291,7 +292,7 @@ def _share_by_level(reads: _Reads, above: Longs, by_token: float, rank: Longs) -
 
 
 def _share_one_by_one(reads: _Reads, above: Longs, by_token: float) -> NDArray[np.bool_]:
-    """The same, node by node: for few nodes, and for deep trees."""
+    """Decide for candidates node by node: for few nodes, and for deep trees."""
     columns = [of.tolist() for of in (reads.most, reads.once, reads.length, reads.price, above)]
     shared, spared = [False] * len(above), [0] * (len(above) + 1)
     for here, most, once, tokens, price, parent in zip(

@@ -1,7 +1,7 @@
 """Spans: runs of a text's tokens that see one another, under masks that show later tokens.
 
-A token's KV depends on the tokens that it sees, and on what these see: so tokens from one that sees later ones to the
-last that it sees, with all that begin in between and see further, are computed in one step, and shared as a whole.
+A token's KV depends on the tokens that it sees, and on the tokens that these see.  So a token that sees later ones, and
+all tokens up to the last that it or a token in between sees, are computed in one step and shared as a whole.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from prefixkit.attention.variants import Variant
 from prefixkit.tree.arrays import Longs
 
-_BLOCK = 1024  # queries, and keys, for which masks are evaluated at once
+_BLOCK = 1024  # a mask is evaluated for this many queries and keys at once
 _LENGTHS_KNOWN = 256
 
 
 @dataclass(frozen=True)
 class LooksAhead:
-    """A variant whose queries may see later tokens, of layers of one kind.
+    """A variant under which queries may see later tokens, for layers of one kind.
 
     Attributes:
-        variant: One that looks ahead, and does not read ``b``.
+        variant: A variant that looks ahead, and does not read ``b``.
         heads: Query heads.
-        device: Where its mask is evaluated.
+        device: Where the mask is evaluated.
     """
 
     variant: Variant
@@ -36,20 +36,20 @@ class LooksAhead:
     device: torch.device
 
     def later(self, queries: Longs, low: int, high: int) -> NDArray[np.bool_]:
-        """``[queries, high - low]`` which of the keys ``[low, high)`` lie after each query, and are seen in a head."""
+        """``[queries, high - low]`` which keys ``[low, high)`` lie after each query and are visible in some head."""
         q = torch.from_numpy(queries).to(self.device)[:, None]
         kv = torch.arange(low, high, device=self.device)[None]
         none, head = torch.zeros_like(kv[0, :1]), torch.arange(self.heads, device=self.device)[:, None, None]
         shown = self.variant.shows(none, head, q, kv)
-        shown = shown.any(0) if shown.ndim == 3 else shown  # no head is read where there is none
+        shown = shown.any(0) if shown.ndim == 3 else shown  # no head dimension if the mask does not read `h`
         found: NDArray[np.bool_] = (shown & (kv > q)).cpu().numpy()
         return found
 
 
 class _Seen:
-    """What queries see of later keys in texts of up to a given length: the last of them, and how many there are.
+    """The last later key that each query sees, and how many later keys it sees, in texts up to a given length.
 
-    Of most masks these are the next ones, up to the last.  Then that of a shorter text is known too.
+    Under most masks a query sees all keys up to that last one.  Then the last key in a shorter text is known too.
     """
 
     def __init__(self, mask: LooksAhead) -> None:
@@ -57,7 +57,7 @@ class _Seen:
         self._last, self._count = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def reach(self, length: int) -> Longs:
-        """``[length]`` the last position that each query of a text of this length sees, at least its own."""
+        """``[length]`` the last position that each query sees in a text of this length, at least its own."""
         if length > len(self._last):
             self._grow(length)
         queries = np.arange(length)
@@ -71,7 +71,7 @@ class _Seen:
         return found
 
     def _grow(self, length: int) -> None:
-        """Look at the keys that are new."""
+        """Evaluate the mask for keys that are new at this length."""
         before, queries = len(self._last), np.arange(length)
         self._last = np.concatenate((self._last, queries[before:]))
         self._count = np.concatenate((self._count, np.zeros(length - before, np.int64)))
@@ -82,7 +82,7 @@ class _Seen:
                 self._count[rows] += count
 
     def _in_block(self, rows: Longs, low: int, high: int) -> tuple[Longs, Longs]:
-        """Of the keys ``[low, high)`` the last that each query sees, -1 for none, and how many."""
+        """The last of the keys ``[low, high)`` that each query sees, -1 for none, and how many of them it sees."""
         shown = self._mask.later(rows, low, high)
         count = shown.sum(1)
         return np.where(count > 0, high - 1 - shown[:, ::-1].argmax(1), -1), count
@@ -93,10 +93,10 @@ def _blocks(rows: Longs) -> list[Longs]:
 
 
 class Spans:
-    """The spans of texts, by their lengths.
+    """The spans of texts, by length.
 
     Args:
-        masks: All that look ahead in a model's layers.
+        masks: All masks of a model's layers that look ahead.
     """
 
     def __init__(self, masks: Sequence[LooksAhead]) -> None:
@@ -105,7 +105,7 @@ class Spans:
         self.clear()
 
     def __call__(self, length: int) -> Longs:
-        """``[n, 2]`` begin and end of each span of a text of ``length`` tokens; runs of one token are none."""
+        """``[n, 2]`` begin and end of each span of a text of ``length`` tokens; a span has at least two tokens."""
         if length < 2:
             return np.empty((0, 2), np.int64)
         if length not in self._known:
@@ -118,6 +118,6 @@ class Spans:
         return self._known[length]
 
     def clear(self) -> None:
-        """What the masks capture has changed."""
+        """Drop known spans, because tensors that the masks capture have changed."""
         self._known.clear()
         self._seen = [_Seen(mask) for mask in self._masks]

@@ -1,7 +1,8 @@
 """How the pieces of a step run through layers that keep a state: in batches of equal length, one after another.
 
-A module takes sequences of one length at a time.  Pieces of many lengths are cut in powers of two, the longest first,
-so that a wave of them takes at most some ten batches; each part goes on from the state that the part before has left.
+A module takes sequences of one length at a time.  Pieces of many lengths are cut into parts with powers of two as
+lengths, the longest first, so that a wave takes at most some ten batches; each part continues from the state that the
+part before it wrote.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from prefixkit.tree.state_slots import Piece
 
 @dataclass(frozen=True, eq=False)
 class StateBatch:
-    """Tokens of a step that run at once, ``B`` sequences of ``L``.
+    """Tokens of a step that run at once: ``B`` sequences of ``L`` tokens.
 
     Attributes:
         length: ``L``.
-        rows: ``[B * L]`` int64 query rows; None: all, in their order.
-        source: ``[B]`` int64 slots of the states before them; None at the beginning of texts.
-        target: ``[W]`` int64 slots of the states after them.
-        writes: ``[W]`` int64 which of the sequences these are of; None: all of them.
+        rows: ``[B * L]`` int64 query rows; None: all of the step, in order.
+        source: ``[B]`` int64 slots of the states before the sequences; None if they begin texts.
+        target: ``[W]`` int64 slots of the states after them that are stored.
+        writes: ``[W]`` int64 the sequences whose states are stored; None: all of them.
     """
 
     length: int
@@ -38,12 +39,12 @@ class StateBatch:
 
 @dataclass(frozen=True, eq=False)
 class HostBatch:
-    """The same on the host.
+    """A :class:`StateBatch` on the host.
 
     Attributes:
-        length: Of each sequence.
-        rows, source, target, writes: As :class:`StateBatch` has them, except for what is None there.
-        num_rows: Of the step.
+        length: Tokens of each sequence.
+        rows, source, target, writes: As in :class:`StateBatch`, but arrays where that has None.
+        num_rows: Query rows of the step.
     """
 
     length: int
@@ -55,11 +56,11 @@ class HostBatch:
 
     @property
     def arrays(self) -> list[Longs]:
-        """What is to be uploaded, in the order of :meth:`on_device`."""
+        """The arrays to upload, in the order in which :meth:`on_device` takes them."""
         return [self.rows, self.source, self.target, self.writes]
 
     def on_device(self, uploaded: Iterator[Tensor]) -> StateBatch:
-        """The batch with the next of the tensors that were uploaded."""
+        """The batch on the device; takes its four tensors from ``uploaded``."""
         rows, source, target, writes = islice(uploaded, 4)
         whole = len(self.rows) == self.num_rows and bool((np.diff(self.rows) == 1).all())
         every = len(self.writes) == len(self.source)
@@ -70,7 +71,7 @@ class HostBatch:
 
 
 def state_batches(pieces: Sequence[Piece], num_rows: int) -> list[HostBatch]:
-    """The batches of a step, in the order in which they run; its pieces are all ``num_rows`` query rows."""
+    """The batches of a step, in the order in which they run; the pieces cover all ``num_rows`` query rows."""
     waves: dict[int, list[Piece]] = {}
     for piece in pieces:
         waves.setdefault(piece.wave, []).append(piece)
@@ -78,7 +79,7 @@ def state_batches(pieces: Sequence[Piece], num_rows: int) -> list[HostBatch]:
 
 
 def _batches(wave: list[Piece]) -> Iterable[list[Piece]]:
-    """Pieces that do not go on from one another, in groups that run at once."""
+    """Groups of pieces that run at once; no piece of a wave continues another."""
     whole, parts = _by_length([wave]), _by_length(_in_powers(wave))
     return whole if len(whole) <= len(parts) else parts
 
@@ -93,7 +94,7 @@ def _by_length(rounds: Iterable[list[Piece]]) -> list[list[Piece]]:
 
 
 def _in_powers(wave: list[Piece]) -> list[list[Piece]]:
-    """The same tokens as pieces of powers of two; those of a later list go on from those of earlier ones."""
+    """The same tokens as pieces with powers of two as lengths; pieces of later lists continue those of earlier ones."""
     rounds: list[list[Piece]] = []
     left = wave
     for power in reversed(range(max(piece.length for piece in wave).bit_length())):

@@ -25,13 +25,13 @@ class Step:
     Attributes:
         tokens: ``[T]`` int64 token ids, in depth-first order of the tree.
         positions: ``[T]`` int64 positions in their sequences.
-        slots: ``[T]`` int64 pool slots that receive their K and V; -1 writes nothing: that of a token that is computed
-            already, and runs again for its logits.
+        slots: ``[T]`` int64 pool slots that receive their K and V; -1 for a token that has KV already and reruns for
+            its logits: nothing is written.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending where a patched model runs the step.
-        length: ``[nodes]`` tokens of each node that exist in this step, on the host.
+        length: ``[nodes]`` tokens of each node that have KV in this step, on the host.
         plans: A plan for each kind of layers.
-        layer_counts: How many layers are of each of these kinds.
-        states: How its tokens run through layers that keep a state, if there are any.
+        layer_counts: How many layers are of each kind.
+        states: The batches in which tokens run through layers that keep a state, if any.
     """
 
     tokens: Tensor
@@ -54,9 +54,9 @@ class Step:
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Token KVs that attention reads in a layer, and would read if no sequence shared: the mean over all layers.
+        """Token KVs that attention reads in a layer, and would read without sharing: means over all layers.
 
-        Computed when asked for, so best while a GPU runs the step.
+        Computed on access, preferably while a GPU runs the step.
         """
         return mean_reads(self.plans, self.layer_counts, self.plans[0].tree)
 
@@ -73,15 +73,15 @@ def build_step(
     """Assemble the step that computes the queries of ``tree``.
 
     Args:
-        tree: The tree, with slots for the queries' KV already taken, and which tokens run.
+        tree: The tree, with slots for the queries' KV already allocated, and the tokens that run.
         tokens, logit_rows: See :class:`Step`.
-        planners: Of each kind of layers: holds heads, costs and the last plan.
+        planners: The planner of each kind of layers, which has its heads, costs and last plan.
         device: Where the tensors go.
         layer_counts: How many layers are of each kind.
-        states: What layers that keep a state do.
+        states: How layers that keep a state process the step.
 
     Raises:
-        ValueError: the queries leave out KV that they need, or ``tokens`` does not match them.
+        ValueError: the queries do not compute KV that they need, or ``tokens`` does not match them.
     """
     queries, batches = tree.queries, () if states is None else state_batches(states.pieces, len(tokens))
     if len(tokens) != queries.num_rows:
@@ -89,7 +89,7 @@ def build_step(
 
     def gather() -> Sequence[Array]:
         node, offset = queries.row_node(), queries.row_offset()
-        # KV that exists is not overwritten: others may have read it, and what is computed again differs by rounding.
+        # Existing KV is not overwritten: other queries may have read it, and recomputed KV differs by rounding.
         slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
         arrays = [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
         return [*arrays, *chain.from_iterable(batch.arrays for batch in batches)]
@@ -111,11 +111,11 @@ def build_step(
 
 
 def mean_reads(plans: Sequence[StepPlan], layer_counts: Sequence[int], tree: StepTree) -> tuple[int, int]:
-    """Token KVs read in a layer of a step, and read if no sequence shared: means over kinds of layers.
+    """Token KVs that a layer of a step reads, and would read without sharing: means over all layers.
 
     Args:
-        plans, layer_counts: A plan for each kind, and how many layers are of it.
-        tree: Of the plans' structure, as its leaves have grown.
+        plans, layer_counts: The plan of each kind of layers, and how many layers are of this kind.
+        tree: The tree of the plans, whose leaves may have grown since.
     """
     layers = sum(count for plan, count in zip(plans, layer_counts, strict=True) if not plan.adds)
     read, unshared = np.dot(layer_counts, [plan.kv_tokens(tree) for plan in plans]) / layers

@@ -1,4 +1,4 @@
-"""A step's tree without what none of its queries sees: for planners that read nodes as a whole."""
+"""A step's tree without the tokens that none of its queries sees: for planners that read whole nodes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def unseen_tokens(tree: StepTree, visible: Visible) -> Ints:
     read = np.flatnonzero(end > begin)
     first = visible.begin(lowest_positions(tree.positions, begin[read], end[read]))
     unseen = np.zeros(snapshot.num_nodes, dtype=np.int32)
-    # A leaf may grow into sight: then what is unseen of it is more than it has.
+    # A leaf that is yet to grow into the visible range has more unseen tokens than tokens.
     most = np.where(tree.own_rows[read] > 0, np.iinfo(np.int32).max, snapshot.length[read])
     unseen[read] = np.clip(first - snapshot.start[read], 0, most)
     return unseen
 
 
 def trimmed(tree: StepTree, unseen: Ints, until: int | None = None) -> StepTree:
-    """The same queries over nodes without their first ``unseen`` tokens, and without those at positions from ``until``
-    on; pages stay as they are.  Query rows lie at the ends of what is left, whatever their positions.
+    """The same queries over nodes without their first ``unseen`` tokens, and without tokens at position ``until`` or
+    later; pages stay as they are.  Query rows are at the ends of the trimmed nodes, whatever their positions.
     """
     old, queries = tree.snapshot, tree.queries
     far = np.full(old.num_nodes, np.iinfo(np.int32).max, np.int32)

@@ -1,4 +1,4 @@
-"""Which tokens run next: those whose KV is uncomputed, ancestors first."""
+"""Which tokens run next: those without KV, ancestors first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixkit.tree.node import Node
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.spelling import Spelling
 
-# Prompt tokens of a step, without prefill_chunk: on a GPU a step should be long enough to fill it.
+# Default prompt tokens of a step: on a GPU a step should have enough to fill the device.
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 
 
@@ -25,7 +25,7 @@ def prefill_chunk_for(device: torch.device) -> int:
 
 
 def tokens_of(queries: Queries, nodes: Sequence[Node], spelling: Spelling | None = None) -> NDArray[np.int32]:
-    """``[rows]`` token ids of query rows, given the tree's nodes in the snapshot's order, and how it holds texts."""
+    """``[rows]`` token ids of query rows, given the tree's nodes in the snapshot's order, and its spelling."""
     keys = _keys_of(queries, nodes)
     return keys if spelling is None else spelling.tokens(keys)
 
@@ -46,21 +46,21 @@ def choose_queries(
 ) -> StepTree | None:
     """Pick the uncomputed tokens of one step.
 
-    Tokens that sequences sampled last always run; prompt tokens run up to a budget, in depth-first order, so that the
-    samples of the first prompts can continue while later prompts are still being computed.
+    Tokens that sequences have just sampled always run; prompt tokens run up to a budget, in depth-first order, so that
+    the samples of the first prompts can continue while later prompts are still being computed.
 
     Args:
-        decoding: Nodes whose uncomputed tokens were sampled by a sample or chosen by a beam: outside the budget.
-        wanted: Nodes after some of whose tokens logits are wanted; those that are computed run once more.
+        decoding: Nodes whose uncomputed tokens were sampled or chosen by a beam: they do not count against the budget.
+        wanted: Nodes with tokens whose logits are wanted; those of these tokens that have KV rerun.
         prefill_budget: How many prompt tokens may run.
-        wanted_from: Of each of these, the first such token; None: the last token of the node.
-        states: The tree's nodes, where layers keep a state: tokens between the last state and the first token run once
-            more, outside the budget.
-        texts: Where tokens see later ones, how the tree holds texts, and its nodes: what is uncomputed of a span runs
-            as a whole, also where it alone is more than the budget.
+        wanted_from: For each ``wanted`` node, the first token whose logits are wanted; None: the node's last token.
+        states: The tree's nodes, if layers keep a state: tokens between the last state and the first token that runs
+            rerun, and do not count against the budget.
+        texts: The tree's spelling and nodes, if tokens see later ones: the uncomputed tokens of a span run together,
+            even if they alone exceed the budget.
 
     Returns:
-        The tree with these queries, or None where nothing needs to run.
+        The tree with these queries, or None if no token needs to run.
     """
     begin, end = snapshot.computed.copy(), snapshot.length
     with_logits = np.asarray(wanted, dtype=np.int32)
@@ -72,8 +72,8 @@ def choose_queries(
     is_prompt = np.ones(snapshot.num_nodes, dtype=bool)
     is_prompt[np.asarray(decoding, dtype=np.int32)] = False
     first, want = begin[nodes], (end - begin)[nodes]
-    # Ancestors come first, so where the budget ends within a node, nothing below it is taken.  Sampled tokens have no
-    # uncomputed ancestors: prompts are computed before their samples start.
+    # Ancestors come first, so if the budget ends within a node, no token below the node is taken.  Sampled tokens have
+    # no uncomputed ancestors: prompts are computed before their samples start.
     spent = np.cumsum(np.where(is_prompt[nodes], want, 0))
     take = np.where(is_prompt[nodes], np.clip(want - (spent - prefill_budget), 0, want), want)
     if texts is not None:
@@ -88,11 +88,11 @@ def choose_queries(
 
 
 def path_queries(snapshot: TreeSnapshot, ends: NDArray[np.int64], positions: NDArray[np.int64]) -> Queries:
-    """The tokens without KV on the paths to the ends of some nodes, and of each path those from a position on.
+    """The tokens without KV on the paths to some nodes' ends, and all tokens of each path from a given position on.
 
     Args:
-        ends: ``[paths]`` the nodes where paths end; one may occur several times.
-        positions: ``[paths]`` from where on a path's tokens run whether or not they have KV.
+        ends: ``[paths]`` the nodes where paths end; a node may occur several times.
+        positions: ``[paths]`` the position from which on a path's tokens run whether or not they have KV.
     """
     order = np.argsort(ends, kind="stable")
     # The paths through a node are those that end in its subtree, which are consecutive in this order.
@@ -107,8 +107,8 @@ def path_queries(snapshot: TreeSnapshot, ends: NDArray[np.int64], positions: NDA
 def _whole_spans(
     spelling: Spelling, every: Sequence[Node], nodes: Ints, first: Ints, take: Longs, cut: NDArray[np.bool_]
 ) -> Longs:
-    """``take``, so that no run that is ``cut`` ends inside of a span that it computes: before it, or where nothing else
-    would run, behind it.
+    """``take``, changed so that no run that is ``cut`` ends inside a span: it ends before the span, or behind it if no
+    other token would run.
     """
     take = take.copy()
     for run in np.flatnonzero(cut & (take > 0)).tolist():
@@ -122,7 +122,7 @@ def _whole_spans(
 
 
 def _from_states(snapshot: TreeSnapshot, queries: Queries, nodes: Sequence[Node]) -> Queries:
-    """The same, and what runs once more so that a state exists, or is made, before each run."""
+    """The queries, and tokens that rerun so that a state exists, or is made, before each run."""
     begin = dict(zip(queries.node.tolist(), queries.begin.tolist(), strict=True))
     end = dict(zip(queries.node.tolist(), queries.end.tolist(), strict=True))
     left = [*begin]

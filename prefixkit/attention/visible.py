@@ -1,4 +1,4 @@
-"""Visible ranges: from which position on queries see the keys before them."""
+"""Visible ranges: the first position, and sometimes the last, that a query sees."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that a query sees begin at a position that its own decides, and never lower for a later query.
+    """A query sees keys from a position on that depends on its own position, and is never lower for a later query.
 
     Attributes:
         window: A query at position ``p`` sees no key at ``p - window`` or before; None for no limit.
-        chunk: It sees no key before the multiple of ``chunk`` at or before ``p``; None for no limit.
+        chunk: It sees no key before the last multiple of ``chunk`` that is at most ``p``; None for no limit.
         first: No query sees a key before this position.
         until: No query sees a key at this position or after it; None for no limit.
-        last: Queries stand at this position at most, wherever they are in the text; None: where they are.
+        last: The highest position that queries attend from; later queries attend from it too.  None: each from its own.
 
     Raises:
         ValueError: ``window``, ``chunk`` or ``until`` is below 1.
@@ -36,7 +36,7 @@ class Visible:
 
     @property
     def limits(self) -> bool:
-        """Whether anything is out of sight, in a text that is long enough."""
+        """Whether any limit is set."""
         return self != ALL
 
     @property
@@ -45,7 +45,7 @@ class Visible:
         return self.window or 0, self.chunk or 0, self.first
 
     def begin(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The first visible position of queries at ``positions``; of one that sees nothing, later than it stands."""
+        """The first visible position of queries at ``positions``; for a query that sees nothing, after its own."""
         first = np.full(np.shape(positions), self.first, dtype=np.int64)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)
@@ -60,7 +60,7 @@ class Visible:
         return seen
 
     def within(self, other: Visible) -> Visible:
-        """What is read where another limits it too: never less than both show."""
+        """The range to read if ``other`` limits it too: it contains every key that both show."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         window, chunk, _, until, last = (min((size for size in pair if size), default=None) for pair in pairs)
         return Visible(window, chunk, max(self.first, other.first), until, last)
@@ -71,15 +71,15 @@ class Visible:
         return ", ".join(parts) or "all tokens"
 
 
-# Everything before a query, and itself.
+# All keys up to the query's own.
 ALL = Visible()
 
 
 def lowest_positions(
     positions: NDArray[np.integer], q_begin: NDArray[np.integer], q_end: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """``[rows]`` the lowest of ``positions`` among the query rows ``[q_begin, q_end)``, none of which is empty."""
+    """``[rows]`` the lowest of ``positions`` in each range ``[q_begin, q_end)`` of query rows; no range is empty."""
     bounds = np.stack((q_begin, q_end), axis=1).reshape(-1)
-    padded = np.append(positions, positions[-1])  # reduceat wants every bound to be an index
+    padded = np.append(positions, positions[-1])  # reduceat requires every bound to be an index
     lowest: NDArray[np.int64] = np.minimum.reduceat(padded, bounds)[::2]
     return lowest
