@@ -1,1 +1,1 @@
-"""GPU planning policy: what attention costs on a GPU, tiles and KV splits, capacity of plans, and their uploads."""
+"""GPU planning policy: cost models, tiles and KV splits, the capacity of plans, and uploads."""

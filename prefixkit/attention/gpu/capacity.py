@@ -13,15 +13,16 @@ from prefixkit.attention.paths.heavy_paths import continues_path, meets_parent
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import HeadShape, may_begin_part, may_share
 
-# A plan made by a GPU has capacity for any plan, and the attention op for its partial states: no more than this.
+# Buffers for plans made on a GPU have capacity for any plan of a tree; partial states may take at most this much.
 MOST_PARTIAL_BYTES = 2**29
-# Ints that a planner on a GPU keeps for each node, tile and item (csrc/planner/plan_state.cuh); spare ones to round up.
+# Ints that a planner on a GPU needs for each node, tile and item (csrc/planner/plan_state.cuh), and spare ones for
+# rounding up.
 NODE_INTS, _TILE_INTS, _ITEM_INTS, _SPARE_INTS = 10, 6, 7, 256
-_PATH_INTS, _PATH_TILE_INTS = 12, 2  # by heavy paths; besides one for each segment
-# Lists of a plan and of a tree that kernels take: an empty one has no address, and for lists of none or of one entry
-# torch.compile would make graphs of their own.
+_PATH_INTS, _PATH_TILE_INTS = 12, 2  # more ints for plans by heavy paths; besides one for each segment
+# Fewest entries of the lists of a plan or a tree that kernels take: an empty tensor has no address, and for lists of
+# zero or one entry torch.compile would make separate graphs.
 FEWEST_ENTRIES = 2
-OVERFLOW = 7  # of counts: 1 where a plan made on the GPU did not fit, and is empty
+OVERFLOW = 7  # index in counts: 1 if a plan made on the GPU did not fit, and is empty
 
 
 class PlanTooLarge(ValueError):
@@ -32,11 +33,11 @@ class PlanCapacity(NamedTuple):
     """How much a plan may hold.
 
     Attributes:
-        tile_items, decode_items: Items.
+        tile_items, decode_items: Items of each kind.
         segments: Segments of all items.
         rows: Query rows.
-        partials: Partial rows; the op keeps ``partials * heads * (head_dim + 1)`` floats for them.
-        paths: 1 where it may be by heavy paths, for which the GPU needs more of the tree, and another planner.
+        partials: Partial rows; the op allocates ``partials * heads * (head_dim + 1)`` floats for them.
+        paths: 1 if plans may be by heavy paths, for which the GPU needs more facts of the tree and another planner.
     """
 
     tile_items: int
@@ -56,7 +57,7 @@ class PlanCapacity(NamedTuple):
         return all(map(ge, self, need))
 
     def check(self, need: PlanCapacity, what: str = "the plan") -> None:
-        """Raise PlanTooLarge, naming all that ``need`` has more of."""
+        """Raise PlanTooLarge if a plan of the size ``need`` does not fit, naming everything that is too small."""
         each = zip(self._fields, self, need, strict=True)
         short = [f"{more} {name} (capacity {have})" for name, have, more in each if more > have]
         if short:
@@ -64,8 +65,8 @@ class PlanCapacity(NamedTuple):
 
 
 def scratch_ints(nodes: int, tile: int, decode: int, rows: int, segments: int = 0) -> int:
-    """Int32 elements of workspace that the op ``plan_tree`` needs, for ``nodes`` nodes and plans of this capacity; of
-    ``segments`` if they may be by heavy paths.
+    """Int32 elements of workspace that the op ``plan_tree`` needs, for ``nodes`` nodes and plans of this capacity, with
+    ``segments`` segments if plans may be by heavy paths.
     """
     items = tile + decode + 8
     by_paths = _PATH_INTS * (nodes + 8) + _PATH_TILE_INTS * items + segments if segments else 0
@@ -75,35 +76,35 @@ def scratch_ints(nodes: int, tile: int, decode: int, rows: int, segments: int = 
 def capacity_for(
     tree: StepTree, shape: HeadShape, num_sms: int, cost: GpuCost = H200, *, now: bool = False, paths: bool = False
 ) -> PlanCapacity:
-    """Capacity for any plan of this tree and these rows, whatever its nodes' lengths and whatever is shared.
+    """Capacity for any plan of this tree and these rows, for all lengths of nodes and all choices of what is shared.
 
     Args:
         tree: The tree, and which of its nodes have query rows.
         shape, num_sms: The heads, and the multiprocessors of the GPU.
-        cost: For its numbers of workers, and the query heads of its tiles.
-        now: Only with its nodes as long as they are now: less, where few can be shared.  Where reading costs nothing
-            no length makes sharing pay.
-        paths: Of each heavy path one part is shared, as :func:`decide_sharing` does with paths.
+        cost: The cost model, for its numbers of workers and of query heads per tile.
+        now: Only for the nodes' current lengths: less, if few nodes can be shared.  It is assumed if reading costs
+            nothing, as no length then makes sharing pay.
+        paths: One part of each heavy path is shared, as :func:`decide_sharing` does with paths.
     """
     now = now or not cost.sharing.kv_byte
     if paths:
         continues = continues_path(tree.snapshot)
-        # A part goes on behind missing tokens as another one.
+        # Behind missing tokens another part begins.
         shared = may_begin_part(tree, shape, cost.sharing) if now else ~continues
         shared = (shared | (continues & ~meets_parent(tree.snapshot))) & (tree.below > 0)
     else:
         shared = may_share(tree, shape, cost.sharing) if now else tree.below > 0
-    # Queries of an item: of a tile, of a low one, of a decode item.
+    # Queries per item: of a tile, a low tile, a decode item.
     most = max(1, cost.sharing.tile_heads // shape.gqa_group)
     low = max(1, (cost.low_tile_heads or cost.sharing.tile_heads) // shape.gqa_group)
     least = cost.sharing.decode_heads // shape.gqa_group
     with_queries, above = np.flatnonzero(tree.own_rows), np.flatnonzero(shared)
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
-    # Segments of a BSR row that all ancestors join; a path goes on to a leaf, the last node of its subtree.
+    # Segments of a BSR row that all ancestors join; a path continues to a leaf, the last node of its subtree.
     ends = tree.snapshot.subtree_end[above] - 1 if paths else above
     reads = tree.snapshot.depth()[np.concatenate((with_queries, ends))].astype(np.int64) + 1
     tiles = -(-queries_of // low)
-    # A BSR row of few queries is a decode item, and so may the last tile of others be; a part may begin further down.
+    # A BSR row of few queries is a decode item, and the last tile of others may be one; a part may begin further down.
     may_decode = (queries_of - (tiles - 1) * low <= least) | ((queries_of - 1) % most < least)
     decode = int((may_decode | (least > 0 and paths)).sum())
     tile_items = int(tiles.sum() - (queries_of <= least).sum())

@@ -1,4 +1,4 @@
-"""What attention costs on one GPU, as far as plans depend on it: sharing, splits and balance."""
+"""The costs of attention on one GPU that plans depend on: for sharing, splits and balance."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import cached_property
 
 from prefixkit.attention.sharing import DECODE_ROWS, CostModel
 
-# Plans count time in whole numbers of this part of a KV tile, so that all planners agree bit by bit.
+# Plans count time in whole numbers of 1 / POINT KV tile, so that all planners agree bit by bit.
 POINT = 64
 
 
 @dataclass(frozen=True)
 class Role:
-    """What the items of one path cost.
+    """What the items of the tile path or of the decode path cost.
 
     Attributes:
         kv_tile: Tokens of a KV tile; items are split at multiples of it.
-        workers: Items under way on one multiprocessor.
-        tokens_per_us: KV tokens of one head that one multiprocessor takes in a microsecond, all its workers together.
-        start: Beginning and ending an item, in time per KV tile.
-        write: Writing a partial state, in KV tiles.
-        merge: Merging one partial state, in KV tiles of one worker.
-        least: KV tiles below which no item is split.
+        workers: Items that run at once on one multiprocessor.
+        tokens_per_us: KV tokens of one head that all workers of one multiprocessor process in a microsecond.
+        start: The time to begin and end an item, in KV tiles.
+        write: The time to write a partial state, in KV tiles.
+        merge: The time to merge one partial state, in KV tiles of one worker.
+        least: An item of fewer KV tiles than this is not split.
     """
 
     kv_tile: int
@@ -51,12 +51,13 @@ class Role:
 
 @dataclass(frozen=True)
 class GpuCost:
-    """One GPU: which nodes are worth sharing, and what the two paths take.
+    """The costs of one GPU.
 
     Attributes:
-        sharing: Which nodes are worth sharing.
-        tile, decode: The two paths.
-        low_tile_heads: Query heads of a low tile, which half of the warps take in about half the time; 0: none.
+        sharing: The cost model that decides which nodes are worth sharing.
+        tile, decode: The costs of the tile path and of the decode path.
+        low_tile_heads: Query heads of a low tile, which half of the warps process in about half the time; 0: the kernel
+            has no low tiles.
     """
 
     sharing: CostModel
@@ -73,7 +74,7 @@ class GpuCost:
 
     @staticmethod
     def of(numbers: Sequence[float]) -> GpuCost:
-        """The cost of which these are the :attr:`numbers`."""
+        """The cost with these :attr:`numbers`."""
         item, kv_byte, partial_byte, tile_item, decode_item, tile_path, *heads = numbers[:SHARING_NUMBERS]
         sharing = CostModel(item, kv_byte, partial_byte, tile_item, decode_item, tile_path, *map(int, heads))
         middle = SHARING_NUMBERS + ROLE_NUMBERS
@@ -90,8 +91,8 @@ def _role(numbers: Sequence[float]) -> Role:
     return Role(int(kv_tile), int(workers), tokens_per_us, start, write, merge, int(least))
 
 
-# One H200, as `calibrate` measures it: KV comes at 4.65 TB/s; a multiprocessor does a tile of 128 rows at 550 TFLOP/s,
-# and decode items, one for each of four warps, at 4 TB/s (head size 128).
+# One H200, as `calibrate` measures it: KV is read at 4.65 TB/s; its multiprocessors together compute tiles of 128 rows
+# at 550 TFLOP/s, and decode items, one for each of four warps, at 4 TB/s (head size 128).
 H200_COST = CostModel(
     item=0.0,
     kv_byte=1 / 4.65e6,
@@ -109,9 +110,9 @@ H200 = GpuCost(
 
 
 def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: int, low_tile_rows: int = 0) -> GpuCost:
-    """The cost for a kernel whose items hold these rows, and its decode items' KV tiles these tokens.
+    """The cost for a kernel whose items hold these numbers of rows, and whose decode items have KV tiles of this size.
 
-    As many workers as hold a decode item's rows take it together, and are together so much faster than one.
+    The workers that hold a decode item's rows process it together, as many times faster than one worker alone.
     """
     together, decode = -(-decode_rows // DECODE_ROWS), cost.decode
     slower = {name: getattr(decode, name) * together for name in ("start", "write", "merge")}
@@ -121,11 +122,11 @@ def with_tiles(cost: GpuCost, tile_rows: int, decode_rows: int, decode_kv_tile: 
 
 
 def tiles_only(cost: GpuCost) -> GpuCost:
-    """The cost where tile items and decode items take the tile path."""
+    """The cost of a kernel in which decode items take the tile path too."""
     return replace(cost, sharing=replace(cost.sharing, tile_path=0.0), decode=cost.tile)
 
 
-# Latents of 512 + 64 on one H200: a multiprocessor takes 64 tokens for 64 query heads in 1.5 us; an item's queries are
-# 72 KB, a partial state 128 KB.
+# Latents of 512 + 64 on one H200: a multiprocessor processes 64 tokens for 64 query heads in 1.5 us; an item's queries
+# are 72 KB, a partial state 128 KB.
 _LATENT_TILE = Role(kv_tile=64, workers=1, tokens_per_us=42.0, start=2.0, write=1.5, merge=1.5, least=1)
 H200_LATENT = GpuCost(replace(H200_COST, tile_path=0.0, tile_heads=64, read_by_tiles=0), _LATENT_TILE, _LATENT_TILE)

@@ -1,12 +1,13 @@
 """Plans for our kernels: BSR rows split into work items that fit one GPU.
 
 Tile items (up to a tile's query heads) take the tensor-core tile path, one at a time on each multiprocessor; decode
-items (up to 8 query heads, or 16) take the decode path, four or two at a time on each multiprocessor.  Both lists run
-from the longest to the shortest, each item once for every KV head; worker ``w`` of ``n`` takes entries ``w``, ``2n - 1
-- w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least loaded worker).
+items (up to 8 query heads, or 16) take the decode path, four or two at a time on each multiprocessor.  Both lists are
+ordered from the longest item to the shortest, with each item once for every KV head; worker ``w`` of ``n`` takes
+entries ``w``, ``2n - 1 - w``, ``2n + w`` and so on (after FlashInfer's Algorithm 1: the longest first, to the least
+loaded worker).
 
 This is the specification of plans made on the GPU, which equal it array by array (``csrc/planner/plan_tree.cu``).  So
-it counts in whole numbers, and needs only sums, prefix sums and one sort by a small key.
+it computes in integers, and needs only sums, prefix sums and one sort by a small key.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import lowest_positions
 from prefixkit.tree.arrays import Ints, Longs
 
-# Items are sorted by length to this part of the longest.
+# Items are sorted by length in this many levels, up to the longest.
 ORDER_LEVELS = 128
-# Tiles are low where a multiprocessor has at most this number of KV tiles of full ones: then an item's beginning and
-# end and its partial states, half as many, weigh more than the second reading of KV.
+# Tiles are low if a multiprocessor would get at most this many KV tiles with full ones: then an item's start and end
+# and its partial states, half as many in a low tile, cost more than reading KV twice.
 FEW_KV_TILES = 6
 
 
@@ -37,8 +38,8 @@ def make_gpu_plan(
 ) -> Plan:
     """Split the BSR rows of formats into work items for ``num_sms`` multiprocessors; see also ``make_plan``.
 
-    Each item runs once for each KV head.  ``cost`` has how many query heads the largest tile holds; the kernel splits a
-    larger GQA group into slices.
+    Each item runs once for each KV head.  ``cost`` says how many query heads the largest tile holds; the kernel splits
+    a larger GQA group into slices.
 
     Raises:
         ValueError: as :func:`gather_rows`.
@@ -60,7 +61,7 @@ def make_gpu_plan(
 
 
 def tile_heads(formats: Sequence[BSR], length: Ints, shape: HeadShape, num_sms: int, cost: GpuCost) -> int:
-    """Query heads of a plan's tiles, which are low where they are few.  Arguments and errors as of
+    """Query heads of a plan's tiles, which are low if there are few.  Arguments and errors are those of
     :func:`make_gpu_plan`.
     """
     return _high_or_low(gather_rows(formats, length), shape, num_sms, cost)[1]
@@ -73,9 +74,9 @@ def _entries(shape: HeadShape, cost: GpuCost) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """BSR rows split into tiles that a role can hold; ``first`` and ``count``: the tiles of each BSR row.
+    """BSR rows split into tiles of at most a role's query heads; ``first`` and ``count``: the tiles of each BSR row.
 
-    A tile has ``tokens`` of its row's list, behind the first ``skipped``.
+    A tile reads ``tokens`` tokens of its row's list, after the first ``skipped`` ones.
     """
 
     row: Longs
@@ -94,7 +95,7 @@ class _Tiles:
 
 
 def _high_or_low(rows: BsrRows, shape: HeadShape, num_sms: int, cost: GpuCost) -> tuple[_Tiles, int]:
-    """Tiles, and query heads of each."""
+    """The tiles, low or high, and the query heads that a tile holds."""
     high, low, decodes = cost.sharing.tile_heads, cost.low_tile_heads, cost.sharing.decode_heads
     tiles = _tile(rows, shape.gqa_group, high, decodes)
     few = tiles.tensor_tokens * _entries(shape, cost) <= FEW_KV_TILES * cost.tile.kv_tile * num_sms
@@ -109,7 +110,7 @@ def _tile(rows: BsrRows, gqa_group: int, most: int, decode_rows: int) -> _Tiles:
     row = np.repeat(np.arange(len(queries)), count)
     begin = rows.q_begin[row] + (np.arange(len(row)) - first[row]) * step[row]
     end = np.minimum(begin + step[row], rows.q_end[row])
-    # An own-node row ends with its queries, each at its own token: a tile looks no further than its last one.
+    # An own-node row's list ends with the row's query tokens: a tile reads up to the token of its last query.
     stop = rows.seg_begin + rows.seg_count
     is_open = rows.segments[stop - 1, 2] == OPEN
     hidden = np.where((rows.kind == MaskKind.OWN) & is_open, rows.q_end, 0)[row] - end
@@ -117,8 +118,8 @@ def _tile(rows: BsrRows, gqa_group: int, most: int, decode_rows: int) -> _Tiles:
     skipped, limited = rows.skip[row].astype(np.int64), np.flatnonzero(rows.limit_begin[row] >= 0)
     tokens -= skipped
     if len(limited):
-        # Limits ascend: a tile of such a row looks no further than its last query does, and begins where one sees.
-        # Counted from the list's end: further up positions may be missing.
+        # Limits ascend: a tile of such a row reads up to its last query's limit, from the first position a query sees.
+        # Both are counted from the list's end: positions may be missing further up.
         of, whole = row[limited], tokens[limited]
         low, high = (rows.limit_begin[of] + at[limited] - rows.q_begin[of] for at in (begin, end))
         unseen = rows.last[of] - rows.limits[high - 1]
@@ -129,7 +130,7 @@ def _tile(rows: BsrRows, gqa_group: int, most: int, decode_rows: int) -> _Tiles:
 
 
 def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Longs]:
-    """Tile and KV split of each item.  A BSR row's shared-prefix tiles of one split are adjacent, for the L2 cache."""
+    """Tile and KV split of each item.  A shared-prefix row's tiles of the same split are adjacent, for the L2 cache."""
     first = np.cumsum(splits) - splits
     tile = np.repeat(np.arange(len(splits)), splits)
     split = np.arange(len(tile)) - first[tile]
@@ -151,10 +152,10 @@ def _order_items(rows: BsrRows, tiles: _Tiles, splits: Longs) -> tuple[Longs, Lo
 def _split(
     rows: BsrRows, tiles: _Tiles, splits: Longs, tile: Longs, split: Longs, cost: GpuCost
 ) -> tuple[Longs, Longs, Longs]:
-    """Items, all segments, each item's KV tiles; an unsplit tile has its BSR row's segments, a KV split new ones.
+    """Items, all segments, each item's KV tiles; an unsplit tile uses its BSR row's segments, a KV split gets new ones.
 
-    A tile of kind LIMIT that begins with its row and ends before it has as many of the row's segments where it ends
-    with one.
+    A tile of kind LIMIT that begins with its row's list and ends earlier uses the first of the row's segments if it
+    ends at the end of a segment.
     """
     row, of, tokens = tiles.row[tile], splits[tile], tiles.tokens[tile]
     on_tensor_cores = tiles.on_tensor_cores[tile]
@@ -170,7 +171,7 @@ def _split(
     if len(limited):
         base = rows.seg_begin[row[limited]]
         end = rows.before[base] + tokens[limited]
-        # Its first tokens end with this segment, or within it; a list of none reads an empty slice of the first.
+        # The tile's tokens end in this segment; a tile without tokens reads an empty slice of the first segment.
         last = np.searchsorted(rows.before, end) - 1
         seg_count[limited] = np.maximum(last + 1 - base, 1)
         anew[limited] = rows.before[base + seg_count[limited]] > end
@@ -187,7 +188,7 @@ def _split(
 def _split_segments(
     rows: BsrRows, row: Longs, low: Longs, high: Longs, is_end: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
-    """Tokens ``[low, high)`` of BSR rows as new segments: first one, how many, and all of them.  Row ends stay OPEN."""
+    """New segments for tokens ``[low, high)`` of BSR rows: first, count, and all segments.  Ends of rows stay OPEN."""
     base, final = rows.before[rows.seg_begin[row]], (rows.seg_begin + rows.seg_count - 1)[row]
     is_open = is_end & (rows.segments[final, 2] == OPEN)
     first = np.minimum(np.searchsorted(rows.before, base + low, side="right") - 1, final)
@@ -206,7 +207,7 @@ def _split_segments(
 
 
 def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
-    """Tile items, then decode items; the longest first, and among those alike in their order."""
+    """The order of items: tile items, then decode items, each from the longest to the shortest; a stable sort."""
     key = np.zeros(len(kv_tiles), dtype=np.uint16)
     for mine, base in ((on_tensor_cores, ORDER_LEVELS - 1), (~on_tensor_cores, 2 * ORDER_LEVELS - 1)):
         if mine.any():
@@ -215,10 +216,10 @@ def _sort(kv_tiles: Longs, on_tensor_cores: NDArray[np.bool_]) -> Longs:
 
 
 def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: GpuCost) -> int:
-    """1 where all tile items of a KV head go before those of the next: the KV of fewer heads is in the cache then.
+    """1 if all tile items of a KV head run before those of the next: the L2 cache then holds the KV of fewer heads.
 
-    The list runs from the longest item to the shortest, so that workers end together; head by head that order is lost
-    between heads, which is no matter where items are many, or about equally long.
+    Items run from the longest to the shortest, so that workers end together.  Head by head this order is lost between
+    heads, which does not matter if items are many, or about equally long.
     """
     if kv_heads == 1 or items * kv_heads <= num_sms:
         return 0
@@ -228,7 +229,7 @@ def _goes_by_head(tiles: _Tiles, items: int, kv_heads: int, num_sms: int, cost: 
 
 
 def _streams(tiles: _Tiles, heads: int, cost: GpuCost) -> int:
-    """1 where decode items take three times as long as tile items, or more: more of their KV should be in flight."""
+    """1 if decode items take at least three times as long as tile items: more of their KV should then be in flight."""
     tiled = tiles.tensor_tokens // (2 if heads == cost.low_tile_heads else 1)
     decoded = int(tiles.tokens[~tiles.on_tensor_cores].sum())
     return int(3 * tiled * cost.decode.tokens_per_us <= decoded * cost.tile.tokens_per_us)

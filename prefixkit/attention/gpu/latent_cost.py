@@ -1,4 +1,4 @@
-"""Which nodes of a tree of latents are worth expanding on a GPU: a cost model of one layer's attention."""
+"""Which nodes of a tree to expand in attention over latents on a GPU: a cost model of one layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class LatentCost:
     """What attention over latents costs, in microseconds.
 
     Attributes:
-        absorbed, expanded, made: A floating-point operation of absorbed attention, of attention over K and V, and of
+        absorbed, expanded, made: One floating-point operation of absorbed attention, of attention over K and V, and of
             making K and V.
         byte: Reading or writing one byte.
         read: Reading one byte of K or V.
         part: One more part of a step: its kernel, and the merge.
-        tile: Query heads of a tile over K and V that take as long as fewer.
-        keeps_for: Steps that use K and V of a node which are kept.
+        tile: Queries are rounded up to a multiple of this in attention over K and V: fewer take as long.
+        keeps_for: The number of steps that use a node's K and V once they are cached from step to step.
     """
 
     absorbed: float = 1 / 610e6
@@ -41,11 +41,11 @@ H200_LATENTS = LatentCost()
 
 @dataclass(frozen=True, eq=False)
 class Expanded:
-    """What of a step's tree is expanded.
+    """The nodes of a step's tree that are expanded.
 
     Attributes:
         nodes: ``[nodes]`` True where a node is shared, and its K and V are made for all queries below it.
-        keeps: Whether these K and V are worth keeping from step to step.
+        keeps: Whether these K and V should be reused from step to step.
     """
 
     nodes: NDArray[np.bool_]
@@ -53,14 +53,15 @@ class Expanded:
 
 
 def made_bytes(part: LatentPart) -> int:
-    """Bytes of K and V that are made of one token; the rotary part of keys is one for all heads."""
+    """Bytes of the K and V made for one token; all heads share the rotary part of K."""
     whole = part.whole
     return whole.itemsize * (whole.heads * (whole.head_dim - part.rotary + whole.value_dim) + part.rotary)
 
 
 def choose_expanded(tree: StepTree, part: LatentPart, cost: LatentCost, most_kept: int) -> Expanded:
-    """Which nodes are expanded: kept where all that pay then have ``most_kept`` tokens at most, else those that pay
-    though they are made at every step.  Only decode steps keep them, of trees that say what nodes hold.
+    """Choose the nodes to expand: if K and V of all nodes that pay when reused have at most ``most_kept`` tokens, these
+    nodes; else those that pay even if K and V are made at every step.  Only decode steps reuse K and V, and only over
+    snapshots that have ``content``.
     """
     length = tree.length.astype(np.int64)
     if tree.snapshot.content is not None and bool((tree.own_rows <= 1).all()):
@@ -71,7 +72,7 @@ def choose_expanded(tree: StepTree, part: LatentPart, cost: LatentCost, most_kep
 
 
 def _pays(tree: StepTree, part: LatentPart, cost: LatentCost, share: float) -> NDArray[np.bool_]:
-    """Which nodes are cheaper expanded, where making K and V counts as ``share`` of what it takes."""
+    """``[nodes]`` True for nodes that are cheaper expanded, if ``share`` of the cost of making K and V counts."""
     whole, below, length = part.whole, tree.below.astype(np.float64), tree.length.astype(np.float64)
     absorbed = below * length * _absorbed_flops(part) * cost.absorbed
     rows = -(-below // cost.tile) * cost.tile
@@ -84,7 +85,7 @@ def _pays(tree: StepTree, part: LatentPart, cost: LatentCost, share: float) -> N
 
 
 def expands_own(bsr: BSR, tree: StepTree, part: LatentPart, cost: LatentCost) -> NDArray[np.bool_]:
-    """``[rows]`` which own-node BSR rows are cheaper expanded: prompts."""
+    """``[rows]`` True for own-node BSR rows that are cheaper expanded: those of prompts."""
     whole, queries = part.whole, (bsr.q_end - bsr.q_begin).astype(np.int64)
     seen = np.minimum(bsr.end, tree.length[bsr.node]).astype(np.int64) - bsr.begin
     tokens = np.add.reduceat(seen, bsr.indptr[:-1])
@@ -100,7 +101,7 @@ def _absorbed_flops(part: LatentPart) -> int:
 
 
 def _made_us(part: LatentPart, cost: LatentCost) -> float:
-    """Making K and V of one token: the products, and writing them."""
+    """Time to make K and V of one token: the products, and writing K and V."""
     whole = part.whole
     flops = 2 * part.latent * whole.heads * (whole.head_dim - part.rotary + whole.value_dim)
     return flops * cost.made + made_bytes(part) * cost.byte

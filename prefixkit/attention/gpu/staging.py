@@ -1,4 +1,4 @@
-"""Arrays that the host writes and a device reads, uploaded by one copy that the host does not wait for."""
+"""Arrays that the host writes and a device reads, uploaded in one copy that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prefixkit.tree.arrays import Ints
 
-# Int32 elements before the first tensor: torch.compile makes graphs for any place of a tensor in its storage but the
-# first two, so that tensors of steps should not lie there, or should always.
+# Int32 elements before the first tensor: torch.compile specialises graphs on storage offsets 0 and 1, so a step's
+# tensors must never have these offsets, or always.
 _BEFORE = 4
 
 
@@ -22,7 +22,7 @@ class Staged:
 
     Attributes:
         tensors: On the device, each beginning at a multiple of 16 bytes; zero at first.
-        arrays: On the host, to be written between :meth:`writable` and :meth:`upload`.
+        arrays: On the host; write them between :meth:`writable` and :meth:`upload`.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device | str) -> None:
@@ -35,7 +35,7 @@ class Staged:
         self.arrays: list[Ints] = [view.numpy() for view in carve(self._on_host, parts)]
 
     def writable(self) -> list[Ints]:
-        """The host's arrays, once the last upload has read them."""
+        """Wait until the last upload has read the host's arrays, and return these."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
         return self.arrays
@@ -52,10 +52,10 @@ class Staged:
 
 
 def upload(arrays: Sequence[NDArray[np.signedinteger]], device: torch.device) -> list[Tensor]:
-    """Copies of int32 and int64 arrays on a device, parts of one tensor, each beginning at a multiple of 16 bytes.
+    """Upload int32 and int64 arrays to a device, as parts of one tensor that begin at multiples of 16 bytes.
 
-    On a GPU one copy on the current stream uploads all, from pinned memory that torch holds until the copy has run; the
-    host does not wait.
+    To a GPU all arrays are uploaded in one copy on the current stream, from pinned memory that torch holds until the
+    copy has run; the host does not wait.
     """
     counts = [array.nbytes // 4 for array in arrays]
     staged = torch.empty(
@@ -74,12 +74,12 @@ def carved_size(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def carve(flat: Tensor, parts: Sequence[tuple[tuple[int, ...], bool]]) -> list[Tensor]:
-    """Tensors laid end to end in ``flat``, 16 bytes aligned: of each its shape, and whether it is int64, not int32."""
+    """Tensors laid end to end in ``flat``, 16 bytes aligned; ``parts``: the shape of each, and whether it is int64."""
     of = flat, flat[: len(flat) // 2 * 2].view(torch.int64)
     carved, at = [], _BEFORE
     for shape, is_long in parts:
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        # One call for each tensor: a step waits for them.
+        # A single call for each tensor, because a step waits for these calls.
         carved.append(torch.as_strided(of[is_long], shape, strides, at >> is_long))
         at += -(-(prod(shape) << is_long) // 4) * 4
     return carved

@@ -1,1 +1,1 @@
-"""Heavy paths: nodes that follow each other are read as one list."""
+"""Heavy paths: consecutive nodes of a path are read as one KV list."""

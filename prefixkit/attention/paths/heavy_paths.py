@@ -1,10 +1,10 @@
-"""Heavy paths of a tree: from a node down to a leaf, by the child that is listed last.
+"""Heavy paths of a tree: from a node down to a leaf, always to the child that is listed last.
 
 A snapshot lists the heaviest child of a node last (``tree/freeze.py``), so a path follows the most sequences, and a
-sequence meets at most ``1 + log2`` of their number of paths (Sleator and Tarjan, A data structure for dynamic trees,
-section 3).  In any other order all that is said here holds but that bound.  The nodes below a node of a path are
-consecutive, and leave the path in ascending depth: what they see of it is a prefix, and never shorter than that of the
-nodes before them.
+sequence meets at most ``1 + log2(sequences)`` paths (Sleator and Tarjan, A data structure for dynamic trees, section
+3).  If children are in another order, all of this holds except for that bound.  The nodes below a node of a path are
+consecutive, in ascending order of the depth at which they leave the path: each sees a prefix of the path, never a
+shorter one than the nodes before it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 
 def path_order(snapshot: TreeSnapshot) -> Longs:
-    """``[nodes]`` all nodes, path after path, each from the top down: of one path are those that end alike."""
+    """``[nodes]`` all nodes, path after path, each from the top down; those of a path have the same ``subtree_end``."""
     order: Longs = np.argsort(snapshot.subtree_end, kind="stable")
     return order
 
 
 def continues_path(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
-    """``[nodes]`` whether each goes on its parent's path."""
+    """``[nodes]`` whether each node continues its parent's path."""
     end, parent = snapshot.subtree_end, snapshot.parent
     goes_on: NDArray[np.bool_] = (parent >= 0) & (end == end[parent])
     return goes_on
 
 
 def meets_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
-    """``[nodes]`` whether each begins where its parent ends.
+    """``[nodes]`` whether each node begins at the position where its parent ends.
 
-    Where tokens are missing a part ends, so that its positions are consecutive.
+    A part ends where tokens are missing, so that its positions are consecutive.
     """
     meets: NDArray[np.bool_] = snapshot.start == snapshot.start[snapshot.parent] + snapshot.length[snapshot.parent]
     return meets
@@ -42,12 +42,12 @@ def meets_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Shared parts of paths: nodes one below the other, which all queries below the first of them read as one list.
+    """Shared parts of paths: nodes below one another, which all queries below the first node read as one list.
 
     Attributes:
         heads: ``[nodes]`` True for the first node of each part.
         nodes: ``[nodes of parts]`` part after part, each from the top down.
-        bounds: ``[parts + 1]`` where each begins in ``nodes``.
+        bounds: ``[parts + 1]`` bounds of each part in ``nodes``.
         number: ``[nodes]`` the part that each node is the head of.
     """
 
@@ -68,7 +68,7 @@ class Parts:
 
 
 def shared_parts(snapshot: TreeSnapshot, shared: NDArray[np.bool_], *, paths: bool) -> Parts:
-    """The parts that shared nodes make: of each path what goes on without a gap; each node alone unless ``paths``."""
+    """The parts: the longest runs of consecutive shared nodes of each path; without ``paths`` each node is a part."""
     heads = shared
     nodes = np.flatnonzero(shared)
     if paths:

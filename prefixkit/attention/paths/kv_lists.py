@@ -1,7 +1,7 @@
 """The KV lists of block-sparse rows: which tokens each row reads, as slices of nodes, root first.
 
-A list holds the tokens of consecutive positions: from where the nearest shared node above the row ends, or the root
-begins, to the end of the row's own node, or of its part of a path.  It is a list of pieces, each of one node, or of
+A list holds the tokens of consecutive positions: from the end of the nearest shared node above the row, or from the
+root, to the end of the row's own node or of its part of a path.  It consists of pieces: each is one node, or several
 nodes of one path that are adjacent in memory.  All pieces of all rows are found at once, by ranks among ancestors.
 """
 
@@ -24,10 +24,10 @@ class KVLists:
     """Lists of pieces, laid end to end.
 
     Attributes:
-        indptr: ``[lists + 1]`` bounds of each list's pieces; none is empty.
-        node: ``[pieces]`` the first node of each.
-        low, high: ``[pieces]`` the positions of its tokens, ``[low, high)``.
-        runs: Those that some pieces are slices of; None where each piece is of one node.
+        indptr: ``[lists + 1]`` bounds of each list's pieces; each list has a piece.
+        node: ``[pieces]`` the first node of each piece.
+        low, high: ``[pieces]`` the positions of each piece's tokens, ``[low, high)``.
+        runs: The runs that some pieces are slices of; None if each piece is one node.
     """
 
     indptr: Longs
@@ -53,13 +53,13 @@ class KVLists:
         return holds
 
     def between(self, first: Longs, until: int | None) -> KVLists:
-        """What of them lies from the position ``first [lists]`` on, and before ``until``."""
+        """The lists restricted to positions from ``first [lists]`` on, and before ``until``."""
         low = np.maximum(self.low, np.minimum(np.repeat(first, np.diff(self.indptr)), self.high))
         high = self.high if until is None else np.maximum(np.minimum(self.high, until), low)
         return replace(self, low=low, high=high)
 
     def only(self, stays: NDArray[np.bool_]) -> KVLists:
-        """Some of the lists, without empty pieces, except for the last of each."""
+        """The lists where ``stays`` is True, without empty pieces, except for each list's last piece."""
         of = np.repeat(np.arange(len(stays)), np.diff(self.indptr))
         seen = (self.low < self.high) & stays[of]
         seen[self.last] = stays
@@ -67,7 +67,7 @@ class KVLists:
         return replace(self, indptr=indptr, node=self.node[seen], low=self.low[seen], high=self.high[seen])
 
     def segments(self, tree: StepTree) -> tuple[Longs, Longs, Longs]:
-        """Node, or run, begin and end of each piece, in tokens of the node or the run."""
+        """The node or run of each piece, and its begin and end in tokens of that node or run."""
         start = tree.snapshot.start
         node, begin, end = self.node, self.low - start[self.node], self.high - start[self.node]
         several = np.flatnonzero(end > tree.snapshot.length[node])
@@ -83,9 +83,9 @@ class KVLists:
 def kv_lists(
     tree: StepTree, shared: NDArray[np.bool_], parts: Parts, node: Longs, own: NDArray[np.bool_], runs: Runs | None
 ) -> KVLists:
-    """The lists of rows: of ``own`` ones, which end with ``node``, and of those whose parts have ``node`` as head.
+    """The lists of rows: an ``own`` row's list ends with ``node``, another row's with the part whose head is ``node``.
 
-    Ancestors below the nearest shared one join a row.  Nodes that follow each other in one of ``runs`` are one piece.
+    Ancestors below the nearest shared one join a row.  Consecutive nodes of one of ``runs`` are one piece.
     """
     snapshot = tree.snapshot
     length, parent = snapshot.length, snapshot.parent
@@ -98,7 +98,7 @@ def kv_lists(
     above_at, own_at = ranges(indptr[:-1], inherited), ranges(indptr[:-1] + inherited, own_count)
     pieces[above_at], pieces[own_at], last[own_at] = above, own_nodes, own_last
     last[above_at] = above
-    if adjacent.any():  # down to the nearest ancestor that joins of what follows the piece
+    if adjacent.any():  # a piece extends down to the nearest joining ancestor of the next piece
         following = pieces[above_at + 1]
         following[np.cumsum(inherited)[inherited > 0] - 1] = node[inherited > 0]
         last[above_at] = mark(snapshot.subtree_end, joins).nearest(following)
@@ -118,7 +118,7 @@ def kv_lists(
 def _inherited(
     subtree_end: NDArray[np.int32], shared: NDArray[np.bool_], begins: NDArray[np.bool_], node: Longs
 ) -> tuple[Longs, Longs]:
-    """How many pieces each row inherits, and the nodes that these begin with: ancestors that join it, root first."""
+    """How many pieces each row inherits from ancestors that join it, and the first node of each piece, root first."""
     if not begins.any():
         return np.zeros(len(node), dtype=np.int64), np.zeros(0, dtype=np.int64)
     above = mark(subtree_end, begins)
@@ -131,7 +131,7 @@ def _inherited(
 def _own(
     parts: Parts, adjacent: NDArray[np.bool_], holds: NDArray[np.bool_], node: Longs, own: NDArray[np.bool_]
 ) -> tuple[Longs, Longs, Longs]:
-    """How many own pieces each row has, and the nodes that these begin and end with; ``holds``: with some tokens."""
+    """How many own pieces each row has, and the first and last node of each; ``holds``: whether nodes have tokens."""
     if len(parts.nodes) == len(parts.bounds) - 1:  # each part is one node
         return np.ones(len(node), dtype=np.int64), node, node
     breaks = parts.heads[parts.nodes] | ~adjacent[parts.nodes]

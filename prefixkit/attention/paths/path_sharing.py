@@ -1,7 +1,7 @@
-"""Which nodes of heavy paths are worth sharing: of each path one part, whose nodes are read as one list.
+"""Which nodes of heavy paths are worth sharing: one part of each path, whose nodes are read as one list.
 
-The part begins where it gains most and ends where fewer than two consumers remain: going on for longer costs no further
-partial state.  Sums of tokens are whole numbers, so that their order does not matter.
+The part begins at the node where it gains most, and ends where fewer than two consumers remain: a longer part costs no
+more partial states.  Sums of tokens are integers, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prefixkit.tree.snapshot import TreeSnapshot
 def share_paths(
     snapshot: TreeSnapshot, most: Longs, length: Ints | Longs, price: NDArray[np.float64], by_token: float
 ) -> NDArray[np.bool_]:
-    """Decide path by path, from those that no other hangs on up.
+    """Decide path by path, beginning with paths from which no other path branches.
 
     Args:
         snapshot: The tree.
-        most: ``[nodes]`` consumers of each node if nothing below is shared.
-        length: ``[nodes]`` tokens that each of these but one does not read if the node is shared.
-        price: ``[nodes]`` what a shared part costs that begins with the node.
-        by_token: What reading a token costs.
+        most: ``[nodes]`` consumers of each node if no node below is shared.
+        length: ``[nodes]`` tokens that each consumer but one need not read if the node is shared.
+        price: ``[nodes]`` the cost of a shared part that begins with the node.
+        by_token: The cost of reading a token.
 
     Returns:
         ``[nodes]`` True where the node is shared.
@@ -42,8 +42,8 @@ def share_paths(
     level = mark(snapshot.subtree_end, is_top).above[paths.top]
     index = np.full(len(most) + 1, len(paths.node))
     index[paths.node] = np.arange(len(paths.node))
-    above = index[mark(snapshot.subtree_end, is_node).nearest(paths.top)]  # where each hangs
-    spared = np.zeros(len(paths.node) + 1, dtype=np.int64)  # consumers of a node and those above it on its path
+    above = index[mark(snapshot.subtree_end, is_node).nearest(paths.top)]  # the node that each path branches from
+    spared = np.zeros(len(paths.node) + 1, dtype=np.int64)  # consumers that a node and those above it on its path lose
     for depth in range(int(level.max()), -1, -1):
         here = np.flatnonzero(level == depth)
         some = paths.some(here)
@@ -62,9 +62,9 @@ def share_paths(
 def may_begin(
     snapshot: TreeSnapshot, most: Longs, length: Ints | Longs, price: NDArray[np.float64], by_token: float
 ) -> NDArray[np.bool_]:
-    """``[nodes]`` True for the first node of each path with which a part may begin, whatever is decided below it.
+    """``[nodes]`` True for the first node of each path at which a part may begin, whatever is decided for nodes below.
 
-    Arguments are as :func:`share_paths` has them.
+    Arguments are those of :func:`share_paths`.
     """
     begins = np.zeros(len(most), dtype=bool)
     paths = _Paths.of(snapshot, path_order(snapshot), most, length, price, by_token)
@@ -77,13 +77,13 @@ def may_begin(
 
 @dataclass(frozen=True, eq=False)
 class _Paths:
-    """Paths, of each the nodes that two or more consumers read, laid end to end from the top down.
+    """The nodes of each path that two or more consumers read, from the top down, path after path.
 
     Attributes:
         order: ``[all nodes]`` the nodes of the tree, path after path.
-        place: ``[nodes]`` where in ``order`` each is.
-        most, length, price, by_token: As :func:`share_paths` has them, of these nodes.
-        first, count: ``[paths]`` where each begins, and how many nodes it has.
+        place: ``[nodes]`` the index of each node in ``order``.
+        most, length, price, by_token: As in :func:`share_paths`, for these nodes.
+        first, count: ``[paths]`` the index of each path's first node, and its number of nodes.
     """
 
     order: Longs
@@ -104,7 +104,7 @@ class _Paths:
         price: NDArray[np.float64],
         by_token: float,
     ) -> _Paths | None:
-        """The paths of a tree that have such nodes; None where there are none."""
+        """The paths of a tree that have such nodes; None if no node is read twice."""
         place = np.flatnonzero((most > 1)[order])
         if not len(place):
             return None
@@ -120,7 +120,7 @@ class _Paths:
 
     @property
     def top(self) -> Longs:
-        """``[paths]`` the first node of each."""
+        """``[paths]`` the first node of each path."""
         return self.order[self.place[self.first]]
 
     def some(self, paths: Longs) -> _Paths:
@@ -130,34 +130,34 @@ class _Paths:
         return _Paths(self.order, *columns, self.by_token, np.cumsum(count) - count, count)
 
     def that_may_gain(self) -> _Paths | None:
-        """The paths that gain if nothing below is shared: where that many consumers gain nothing, fewer do neither."""
+        """The paths that gain while no node below is shared; with fewer consumers the others cannot gain either."""
         gains = np.flatnonzero(self.best()[1] > 0)
         return self.some(gains) if len(gains) else None
 
     def without(self, spared: Longs) -> _Paths:
-        """The paths with fewer consumers: ``spared`` at a node are none of it, nor of those above it."""
+        """The paths with fewer consumers: a node and the nodes above it on its path lose ``spared`` of them."""
         columns = self.place, self.most - self._from_here(spared), self.length, self.price
         return _Paths(self.order, *columns, self.by_token, self.first, self.count)
 
     def net(self) -> NDArray[np.float64]:
-        """``[nodes]`` what a shared part gains that begins with each."""
+        """``[nodes]`` the gain of a shared part that begins with the node."""
         saved = self._from_here(np.multiply(np.maximum(self.most - 1, 0), self.length, dtype=np.int64))
         gains: NDArray[np.float64] = saved * self.by_token - self.price
         return gains
 
     def best(self) -> tuple[Longs, NDArray[np.float64]]:
-        """``[paths]`` with which node a shared part gains most, the lowest such one, and how much."""
+        """``[paths]`` the node at which a shared part that gains most begins (the lowest of several), and the gain."""
         net = self.net()
         most: NDArray[np.float64] = np.maximum.reduceat(net, self.first)
         here = np.where(net == np.repeat(most, self.count), np.arange(len(net)), -1)
         return np.maximum.reduceat(here, self.first), most
 
     def last_with_two(self) -> Longs:
-        """``[paths]`` the last node of each that two consumers or more read, -1 where there is none."""
+        """``[paths]`` the last node of each path that two or more consumers read, -1 if there is none."""
         return np.maximum.reduceat(np.where(self.most > 1, np.arange(len(self.most)), -1), self.first)
 
     def _from_here(self, values: Longs) -> Longs:
-        """``[nodes]`` the sum from each to its path's end."""
+        """``[nodes]`` the sum of ``values`` from each node to its path's end."""
         total = np.cumsum(values)
         sums: Longs = np.repeat(total[self.first + self.count - 1], self.count) - total + values
         return sums

@@ -1,8 +1,8 @@
-"""Runs: nodes of one path whose KV lies one after the other in memory, joined to one node.
+"""Runs: nodes of one path whose KV is consecutive in memory, joined into one node.
 
-A kernel reads each segment of a KV list by itself, so segments of one token are slow.  Where the inner nodes of a path
-go on from each other's last slots, as the nodes do that a search leaves behind, a segment is a slice of them all.
-Inner nodes do not grow, so a run is good as long as the tree's structure.
+A kernel reads each segment of a KV list by itself, so segments of one token are slow.  If the slots of a path's inner
+nodes are consecutive, as they are for nodes that a search leaves, one segment is a slice of all these nodes.  Inner
+nodes do not grow, so a run is valid until the tree's structure changes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Nodes behind those of a tree: run ``r`` of a tree of ``n`` nodes is node ``n + r``.
+    """Runs of a tree, numbered after its nodes: run ``r`` of a tree with ``n`` nodes is node ``n + r``.
 
     Attributes:
-        of: ``[nodes]`` the run that each node of the tree is a part of, -1 where it is of none.
-        start, length, first_slot: ``[runs]`` as a snapshot has them of nodes.
+        of: ``[nodes]`` the run that each node of the tree is part of, -1 if none.
+        start, length, first_slot: ``[runs]`` as a snapshot's arrays of nodes.
         page_indptr: ``[runs + 1]`` bounds of each run's pages in ``pages``.
         pages: Page numbers, run after run.
     """
@@ -39,13 +39,13 @@ class Runs:
         return len(self.start)
 
     def goes_on(self, parent: Ints) -> NDArray[np.bool_]:
-        """``[nodes]`` which nodes follow their parent in a run."""
+        """``[nodes]`` True for nodes that follow their parent in a run."""
         follows: NDArray[np.bool_] = (self.of >= 0) & (parent >= 0) & (self.of == self.of[parent])
         return follows
 
 
 def with_runs(arrays: tuple[Ints, ...], runs: Runs | None) -> tuple[Ints, ...]:
-    """``StepTree.arrays()``, and the runs behind its nodes."""
+    """``StepTree.arrays()`` with the runs appended to the nodes."""
     if runs is None:
         return arrays
     start, length, page_indptr, pages, first_slot = arrays
@@ -59,12 +59,12 @@ def with_runs(arrays: tuple[Ints, ...], runs: Runs | None) -> tuple[Ints, ...]:
 
 
 def with_run_lengths(length: Ints, runs: Runs | None) -> Ints:
-    """``[nodes]`` tokens of each node, and those of the runs behind them."""
+    """``[nodes + runs]`` tokens of each node, then of each run."""
     return length if runs is None else np.concatenate((length, runs.length))
 
 
 def adjacent_to_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
-    """``[nodes]`` which inner nodes go on their parent's path, and from its last slot, in its page or at a boundary."""
+    """``[nodes]`` True for inner nodes that continue their parent's path, from the slot after its last one."""
     length, size, nodes = snapshot.length, snapshot.page_size, np.arange(snapshot.num_nodes)
     adjacent = np.zeros(len(nodes), dtype=bool)
     goes_on = continues_path(snapshot) & (snapshot.subtree_end > nodes + 1) & (length > 0)
@@ -82,9 +82,9 @@ def adjacent_to_parent(snapshot: TreeSnapshot) -> NDArray[np.bool_]:
 
 
 def runs_of(snapshot: TreeSnapshot) -> Runs | None:
-    """The runs of a tree: its longest stretches of nodes of which each but the first is adjacent to its parent.
+    """The runs of a tree: its longest chains of nodes in which each but the first is adjacent to its parent.
 
-    They are in the order of paths (:func:`path_order`); None where no nodes are adjacent.
+    Runs are in the order of paths (:func:`path_order`); None if no nodes are adjacent.
     """
     adjacent = adjacent_to_parent(snapshot)
     if not adjacent.any():
@@ -99,7 +99,7 @@ def runs_of(snapshot: TreeSnapshot) -> Runs | None:
     of[nodes] = run
     slot, length = snapshot.first_slot[nodes], snapshot.length[nodes]
     page, last_page = slot // size, (slot + length - 1) // size
-    held_before = slot % size > 0  # the node before it in its run holds the page too
+    held_before = slot % size > 0  # the previous node of the run holds the page too
     held_before[first] = False
     page += held_before
     pages = last_page - page + 1

@@ -1,4 +1,4 @@
-"""Masks from block-sparse arrays: FlashInfer's BSR arrays and FlexAttention's BlockMask, as tables of blocks."""
+"""Masks from FlashInfer's BSR arrays and FlexAttention's BlockMask, which become tables of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefixkit.attention.variants.visibility import mask_bounds
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Entries of a table.
+# The values of a table's entries.
 _HIDDEN, _SHOWN, _MASKED = 0, 1, 2
 
 
@@ -31,13 +31,13 @@ def block_mask(
     """Each block of queries sees the blocks of keys that BSR arrays list, as FlashInfer's
     ``BlockSparseAttentionWrapper`` takes them.
 
-    Queries outside of the arrays' blocks see no key, and keys outside are seen by no query.  The arrays are copied.
+    Queries outside the arrays' blocks see no key, and no query sees keys outside these blocks.  The arrays are copied.
 
     Args:
-        indptr: ``[blocks of queries + 1]`` integers: where the blocks of keys of each begin and end in ``indices``.
-        indices: ``[entries]`` integers: blocks of keys.
+        indptr: ``[blocks of queries + 1]`` integers: bounds in ``indices`` of the blocks of keys that each block sees.
+        indices: ``[entries]`` integers: numbers of blocks of keys.
         q_block, kv_block: Tokens of a block of queries and of keys: FlashInfer's ``R`` and ``C``.
-        causal: Whether queries see no key after themselves.
+        causal: Whether queries see no later key.
 
     Raises:
         ValueError: the arrays are not BSR arrays, or a block size is below 1.
@@ -55,7 +55,7 @@ def block_mask(
     if bool((columns < 0).any()):
         raise ValueError(f"block_mask: indices must be blocks of keys from 0 on, got {int(columns.min())}")
     rows = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
-    # One row and one column more, hidden: what lies beyond.
+    # One more row and column, which are hidden, for tokens outside the blocks.
     width = int(columns.max()) + 2 if len(columns) else 1
     table = torch.zeros(len(bounds), width, dtype=torch.bool, device="cpu")
     table[rows, columns] = True
@@ -71,7 +71,7 @@ def block_mask(
 
 def from_block_mask(block_mask: BlockMask) -> Variant:
     """Make a variant from FlexAttention's ``BlockMask``: full blocks of ``block_mask`` are visible, and its
-    ``mask_mod`` decides in partial blocks.  The variant is causal if that can be shown.  The arrays are copied.
+    ``mask_mod`` decides in partial blocks.  The variant is causal if the mask provably is.  The arrays are copied.
 
     A dimension of one element serves all sequences, or all heads; larger dimensions are indexed by ``b`` and ``h``.
 
@@ -83,7 +83,7 @@ def from_block_mask(block_mask: BlockMask) -> Variant:
         raise TypeError(f"from_block_mask: need a BlockMask, got a {type(block_mask).__name__}")
     q_block, kv_block = block_mask.BLOCK_SIZE
     classes = _classes(block_mask, kv_block)
-    # FlexAttention types its functions by the union of all that it takes.
+    # FlexAttention annotates its functions with the union of all accepted types.
     inner = cast(Callable[..., Tensor], block_mask.mask_mod)
     causal = mask_bounds(trace(inner, MASK_MOD)).causal and _shows_nothing_ahead(classes, q_block, kv_block)
     by_sequence, by_head, beyond_q, beyond_kv = (size - 1 for size in classes.shape)
@@ -101,7 +101,7 @@ def from_block_mask(block_mask: BlockMask) -> Variant:
 
 
 def _classes(block_mask: BlockMask, kv_block: int) -> Tensor:
-    """``[sequences, heads, blocks of queries + 1, blocks of keys + 1]`` uint8; what lies beyond is hidden."""
+    """``[sequences, heads, blocks of queries + 1, blocks of keys + 1]`` uint8; the last row and column are hidden."""
     listed = [(_MASKED, block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         listed.append((_SHOWN, block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
@@ -118,7 +118,7 @@ def _classes(block_mask: BlockMask, kv_block: int) -> Tensor:
 
 
 def _shows_nothing_ahead(classes: Tensor, q_block: int, kv_block: int) -> bool:
-    """Whether no block that is shown whole has a key after one of its queries."""
+    """Whether no fully visible block has a key after one of its queries."""
     q, kv = (torch.arange(size, device="cpu") for size in classes.shape[2:])
     ahead = (kv + 1) * kv_block - 1 > q[:, None] * q_block
     return not bool(((classes == _SHOWN) & ahead).any())

@@ -1,4 +1,4 @@
-"""The variants that models ask for by their configs: windows, chunks, caps, biases, sinks."""
+"""The variants that models' configs specify: windows, chunks, caps, biases, sinks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefixkit.attention.variants.variant import Variant, variant
 def sliding_window(size: int, causal: bool = True) -> Variant:
     """Each query sees the last ``size`` tokens of its sequence, itself included (Beltagy et al. 2020, 3.1).
 
-    With ``causal=False`` it sees all later tokens too.  ValueError unless ``size`` is 1 or more.
+    With ``causal=False`` a query sees all later tokens too.  ValueError unless ``size`` is 1 or more.
     """
     check_count("sliding_window", "size", size)
 
@@ -52,7 +52,7 @@ def check_count(function: str, parameter: str, value: object, least: int = 1) ->
 
 @lru_cache(maxsize=1024, typed=True)
 def soft_cap(cap: float) -> Variant:
-    """Scores bounded smoothly: ``cap * tanh(score / cap)`` (Gemma 2; Bello et al. 2017).
+    """Smoothly bounded scores: ``cap * tanh(score / cap)`` (Gemma 2; Bello et al. 2017).
 
     ValueError unless ``cap`` is finite, above 0.
     """
@@ -70,7 +70,7 @@ def alibi(slopes: Tensor | Sequence[float]) -> Variant:
     """Attention with linear biases: each head subtracts ``slope * distance`` (Press et al. 2022).
 
     Args:
-        slopes: ``[heads]`` one for each query head, used in float32; the papers' are powers of two.
+        slopes: ``[heads]`` the slope of each query head, used in float32; the paper's slopes are powers of two.
 
     Raises:
         ValueError: ``slopes`` are not a row of finite numbers.
@@ -94,11 +94,12 @@ def _alibi(slopes: tuple[float, ...]) -> Variant:
 def rounded_alibi(slopes: Sequence[float], factor: float) -> Variant:
     """ALiBi as Falcon computes it, in bfloat16: each score gets ``factor * bfloat16(slope * bfloat16(kv_idx))``.
 
-    A key's bias depends on its position, not on its distance alone: far keys that round alike get the same.
+    A key's bias depends on its position, not on its distance alone: distant keys that round to the same position get
+    the same bias.
 
     Args:
-        slopes: One for each query head.
-        factor: What scores get the bias times.
+        slopes: The slope of each query head.
+        factor: The factor on the bias.
 
     Raises:
         ValueError: there are no slopes; or they or the factor are not finite, or the factor is 0.

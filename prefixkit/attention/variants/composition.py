@@ -1,4 +1,4 @@
-"""Several variants as one."""
+"""Combining several variants into one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def compose(*variants: Variant) -> Variant:
     """Combine variants: ``score_mod``s apply in the order given, and a key is visible only if every mask shows it.
 
     The op takes one row of sinks, which are added once, even if several parts have sinks.  Keys after a query are
-    visible if every part that hides keys looks ahead; CAUSAL, and parts without a mask, leave that to the others.  A
+    visible if every part that hides keys looks ahead; CAUSAL and parts without a mask do not affect this.  A
     part that turns scores into weights, as ``sigmoid`` does, applies after all others.  Transforms apply one after the
     other.  With a streaming part, the ``score_mod``s of other parts see positions in the cache.
 
@@ -46,7 +46,7 @@ def compose(*variants: Variant) -> Variant:
         score_mods=tuple(mod for part in parts for mod in part.score_mods),
         mask_mods=tuple(mod for part in parts for mod in part.mask_mods),
         window=min((part.window for part in parts if part.window is not None), default=None),
-        # Chunks of several sizes hide more than the smallest does; what is read may be more than what is seen.
+        # Together, chunks of several sizes may hide more than the smallest does: reading more than is seen is allowed.
         chunk=min((part.chunk for part in parts if part.chunk is not None), default=None),
         has_sinks=any(part.has_sinks for part in parts),
         looks_ahead=bool(masks) and all(part.looks_ahead for part in masks),

@@ -1,4 +1,4 @@
-"""Expressions in plain torch, for all scores of a block at once."""
+"""Evaluating expressions in plain torch, for all scores of a block at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def evaluate(expression: Expression, **arguments: Tensor) -> Tensor:
 
     Args:
         arguments: Tensors that broadcast, by their names in ``expression.ARGUMENTS``: ``score`` floats, the others
-            int64; those that the expression does not read may be missing.
+            int64; arguments that the expression does not read may be missing.
 
     Returns:
-        A tensor that broadcasts against the arguments: no larger than those that the expression reads.
+        A tensor that broadcasts against the arguments, no larger than the arguments that the expression reads.
 
     Raises:
         IndexError: a captured tensor has no element at an index.
@@ -44,13 +44,13 @@ def _value(
     if node.op == "load":
         tensor = on_device(expression.tensors[node.slot], device)
         found = tensor[tuple(torch.as_tensor(index, device=device) for index in operands)] if operands else tensor
-        # As kernels read it; torch would compute with it alone in its own dtype.
+        # As kernels do; torch would compute in the tensor's own dtype.
         return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
     return OPERATIONS[node.op].compute(*operands)
 
 
 def on_device(captured: Captured, device: torch.device) -> Tensor:
-    """A captured tensor where it is read; raises :class:`ForeignTensor` where its function would not find it."""
+    """A captured tensor on ``device``; :class:`ForeignTensor` if the function itself could not read it there."""
     tensor = captured.tensor
     if tensor.device == device or captured.follows or tensor.ndim == 0:
         return tensor.to(device)
@@ -61,9 +61,9 @@ def on_device(captured: Captured, device: torch.device) -> Tensor:
 
 
 def pointwise(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """A function of 0-d tensors at every place of arguments that broadcast; of their common shape."""
+    """Apply a function of 0-d tensors elementwise to arguments that broadcast; the result has their common shape."""
     shape = np.broadcast_shapes(*(tensor.shape for tensor in arguments))
-    if 0 in shape:  # which vmap refuses
+    if 0 in shape:  # vmap refuses empty tensors
         return function(*(tensor.new_zeros(()) for tensor in arguments)).expand(shape)
     found: Tensor = torch.vmap(function)(*(tensor.expand(shape).reshape(-1) for tensor in arguments))
     return found.reshape(shape)

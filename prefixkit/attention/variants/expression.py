@@ -1,4 +1,4 @@
-"""Expressions: what a variant's Python function computes, operation by operation, apart from the values it captures."""
+"""Expressions: the operations that a variant's Python function computes, separate from the values it captures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 
 
 class Type(Enum):
-    """What a value is: torch's kinds of dtypes, of which kernels compute floats as float32."""
+    """The type of a value: torch's kinds of dtypes; kernels compute floats in float32."""
 
     BOOL = "bool"
     INT = "int"
@@ -38,9 +38,9 @@ class Node:
 
     Attributes:
         op: ``argument``, ``scalar``, ``load``, or a name of ``operations.OPERATIONS``.
-        args: Earlier values: operands, or the indices of a load.
-        type: What the value is.
-        slot: Which argument, scalar or captured tensor it is; -1 for others.
+        args: Numbers of earlier nodes: operands, or the indices of a load.
+        type: The type of the value.
+        slot: The number of the argument, scalar or captured tensor; -1 for other operations.
     """
 
     op: str
@@ -54,8 +54,8 @@ class Captured:
     """A tensor that a function captures.
 
     Attributes:
-        tensor: As the function has it.
-        follows: Whether the function moves it to the scores' device itself, so that it may lie on any.
+        tensor: The tensor.
+        follows: Whether the function itself moves it to the scores' device, so that it may be on any device.
     """
 
     tensor: Tensor
@@ -64,11 +64,11 @@ class Captured:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A traced function.  Literals and captured numbers are ``scalars``: they are no part of the :attr:`code`.
+    """A traced function.  Literals and captured numbers are ``scalars``, and not part of the :attr:`code`.
 
     Attributes:
-        nodes: Every value after those that it is made of; the last one is the result.
-        scalars, tensors: What the slots of scalars and loads refer to.
+        nodes: The values, each after its operands; the last one is the result.
+        scalars, tensors: The values that the slots of scalars and loads refer to.
     """
 
     nodes: tuple[Node, ...]
@@ -77,13 +77,13 @@ class Expression:
 
     @cached_property
     def code(self) -> str:
-        """A digest of all but the values: two expressions of equal code run in one kernel."""
+        """A digest of everything except scalars and tensors: expressions of equal code share a kernel."""
         nodes = tuple((node.op, node.args, node.type.value, node.slot) for node in self.nodes)
         kinds = tuple((captured.tensor.dtype, captured.tensor.ndim) for captured in self.tensors)
         return fingerprint(nodes, tuple(Type.of(scalar).value for scalar in self.scalars), kinds)
 
     def fewest_heads(self) -> int | None:
-        """The least size among dimensions of captured tensors that the head alone indexes; None if there are none."""
+        """The smallest dimension of captured tensors that ``h`` alone indexes; None if there is no such dimension."""
         head = ARGUMENTS.index("h")
         sizes = [
             self.tensors[node.slot].tensor.shape[dim]
@@ -96,7 +96,7 @@ class Expression:
 
     @cached_property
     def bias(self) -> Expression | None:
-        """What is added to the score, where the result is the score plus something that does not depend on it."""
+        """The bias, if the result is the score plus a bias that does not depend on the score; else None."""
         score, depends = ARGUMENTS.index("score"), list[bool]()
         for node in self.nodes:
             depends.append((node.op == "argument" and node.slot == score) or any(depends[arg] for arg in node.args))
@@ -110,7 +110,7 @@ class Expression:
         if node.op != "argument" or node.slot != score:
             return None
         nodes = [*self.nodes, Node("scalar", (), Type.FLOAT, len(self.scalars))]
-        result = len(nodes) - 1  # 0, which the first term replaces unless it is subtracted
+        result = len(nodes) - 1  # the scalar 0, which the first term replaces unless it is subtracted
         for place, (op, number) in enumerate(terms):
             if place == 0 and op == "add":
                 result = number
@@ -128,7 +128,7 @@ class Expression:
 def closed(
     nodes: Sequence[Node], result: int, scalars: Sequence[bool | int | float], tensors: Sequence[Captured]
 ) -> Expression:
-    """The expression whose result is node ``result``: with those nodes, scalars and tensors alone that it needs."""
+    """The expression whose result is node ``result``, with only the nodes, scalars and tensors that it needs."""
     needed = {result}
     for number in range(result, -1, -1):
         if number in needed:

@@ -1,4 +1,4 @@
-"""What Python functions do: their code, everything that they capture, and a digest of both."""
+"""The content of Python functions: their code, everything that they capture, and a digest of both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def fingerprint(*values: object) -> str:
-    """64 bits, in hexadecimal, of the content of functions, tensors, numbers, strings and sequences of them.
+    """A 64-bit digest, in hexadecimal, of functions, tensors, numbers, strings and sequences of them.
 
-    Equal content gives equal digests in every process; tensors count by dtype, shape and numbers, functions by code,
-    defaults, closure and the module-level names that they read; functions of torch by name.
+    Equal content gives equal digests in every process.  Tensors are digested by dtype, shape and elements; functions by
+    code, defaults, closure and the module-level names that they read; torch's functions by name.
 
     Raises:
-        TypeError: a value has no content to go by.
+        TypeError: a value is of another kind.
     """
     content = hashlib.sha256()
     for value in values:
@@ -29,12 +29,12 @@ def fingerprint(*values: object) -> str:
 
 
 def captured(*functions: object) -> list[object]:
-    """What functions consist of at this moment, in a fixed order: their code, and the tensors, numbers and other values
-    that they read besides their arguments, in closures, defaults, partials and module-level names, through other
-    functions too.
+    """What functions consist of now, in a fixed order: their code, and the tensors, numbers and other values that they
+    read besides their arguments, from closures, defaults, partials and module-level names, also through other
+    functions.
 
-    Two functions whose lists have the same tensors and equal values do the same, and go on doing so when such a tensor
-    changes in place.
+    Two functions whose lists have identical tensors and equal values do the same, also after such a tensor changes in
+    place.
     """
     return [*_parts(functions, set())]
 
@@ -57,7 +57,7 @@ def _parts(value: object, seen: set[int]) -> Iterator[object]:
 
 
 def _read_by(function: types.FunctionType) -> tuple[object, ...]:
-    """What a function reads besides its arguments; of names that have no value yet, nothing."""
+    """The values that a function reads besides its arguments, except for names that have no value yet."""
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -71,7 +71,7 @@ def _read_by(function: types.FunctionType) -> tuple[object, ...]:
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The module-level names that a function reads, in functions inside it too."""
+    """The module-level names that a function and its inner functions read."""
     found = [str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -85,7 +85,7 @@ def _is_of_torch(function: types.FunctionType) -> bool:
 
 def _feed(content: Any, value: object, seen: frozenset[int] = frozenset()) -> None:
     def raw(kind: str, data: bytes) -> None:
-        # Kind and length go first, so that no two sequences of values read the same.
+        # Kind and length come first, so that different sequences of values feed different bytes.
         content.update(f"{kind}:{len(data)}:".encode())
         content.update(data)
 
@@ -114,7 +114,7 @@ def _feed(content: Any, value: object, seen: frozenset[int] = frozenset()) -> No
         sequence((value.co_consts, value.co_names, value.co_varnames))
     elif isinstance(value, types.FunctionType):
         raw("function", f"{value.__module__}.{value.__qualname__}".encode())
-        if not _is_of_torch(value) and id(value) not in seen:  # of one that calls itself, once
+        if not _is_of_torch(value) and id(value) not in seen:  # a recursive function is visited once
             seen |= {id(value)}
             sequence((value.__code__, *_read_by(value)))
     elif isinstance(value, types.BuiltinFunctionType | type | types.ModuleType):

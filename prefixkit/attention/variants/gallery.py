@@ -1,7 +1,7 @@
-"""Masks that people know by name, in a few lines each, written as FlexAttention takes them.
+"""Well-known masks, in a few lines each, as functions with FlexAttention's signature.
 
-What a factory is given as a tensor is captured as it is: a change in place shows in the next attention, and the tensor
-may lie on any device.  Windows, caps and biases that models ask for by their configs are in ``builtin``.
+A tensor that is passed to a factory is captured, not copied: attention reads changes in place, and the tensor may be on
+any device.  Windows, caps and biases that models' configs specify are in ``builtin``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def causal() -> Variant:
 
 @lru_cache(maxsize=1)
 def full() -> Variant:
-    """Each query sees its whole sequence, the tokens after it too."""
+    """Each query sees its whole sequence, including later tokens."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx.new_ones((), dtype=torch.bool)
@@ -43,7 +43,7 @@ def prefix_lm(length: int | Tensor) -> Variant:
             indexes.
 
     Raises:
-        ValueError: ``length`` is neither of these.
+        ValueError: ``length`` is neither a count nor such a tensor.
     """
     if not isinstance(length, Tensor):
         check_count("prefix_lm", "length", length)
@@ -65,15 +65,15 @@ def _prefix_lm(length: int) -> Variant:
 
 
 def document(ids: Tensor, *, causal: bool = True) -> Variant:
-    """Each query sees the tokens of its own document only, in packed texts.
+    """Each query sees only the tokens of its own document, in packed texts.
 
     Args:
-        ids: The document of each position, ``[positions]``, or ``[sequences, positions]``, which ``b`` indexes too;
+        ids: The document of each position: ``[positions]``, or ``[sequences, positions]``, indexed by ``b`` too;
             integers of any type.  Tokens of a document need not be consecutive.
-        causal: A query sees none of its document's later tokens.
+        causal: Whether a query sees no later token of its document.
 
     Raises:
-        ValueError: ``ids`` are not integers of such a shape.
+        ValueError: ``ids`` are not integers of one of these shapes.
     """
     _check_integers("document", "ids", ids, (1, 2))
 
@@ -108,7 +108,7 @@ def dilated_window(size: int, dilation: int) -> Variant:
 @lru_cache(maxsize=1024, typed=True)
 def streaming(sinks: int, window: int) -> Variant:
     """Each query sees the first ``sinks`` tokens and the last ``window``, itself included (StreamingLLM; Xiao et al.
-    2024, 3.2).  Positions are those in the sequence, not those in the cache (:func:`streaming_llm`).
+    2024, 3.2).  Positions are those in the sequence, not in the cache; for these see :func:`streaming_llm`.
 
     ValueError unless ``sinks`` is 0 or more and ``window`` 1 or more.
     """
@@ -124,13 +124,13 @@ def streaming(sinks: int, window: int) -> Variant:
 @lru_cache(maxsize=1024, typed=True)
 def streaming_llm(sinks: int = 4, window: int = 2048) -> Variant:
     """Each query sees the first ``sinks`` tokens and the last ``window``, itself included, at positions in the cache,
-    as if the tokens between did not exist (StreamingLLM; Xiao et al. 2024, 3.2).  Texts may be endless, and KV that no
-    query sees any more is freed.
+    as if the tokens between them did not exist (StreamingLLM; Xiao et al. 2024, 3.2).  Texts may be endless, and KV
+    that no query sees any more is freed.
 
-    Keys are cached as rotated at their positions in the text.  Queries are rotated twice: for the window at their
+    Keys are cached rotated for their positions in the text.  Queries are rotated twice: for the window at their
     positions in the text, and for the sinks at their positions in the cache (Ye et al. 2025, 4.3).  In a patched model
-    the rotation is measured; in the op by itself the variant's ``query`` transform runs twice, and should do the
-    rotation.
+    the rotation is measured.  When the op is called directly, the variant's ``query`` transform runs twice, and should
+    rotate the queries.
 
     ValueError unless both are 1 or more.
     """
@@ -141,18 +141,19 @@ def streaming_llm(sinks: int = 4, window: int = 2048) -> Variant:
 
 
 def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
-    """Drafted tokens behind a causal context: each sees the context, its ancestors among the drafts, and itself.
+    """Draft tokens after a causal context: each sees the context, its ancestors among the drafts, and itself.
 
     Speculative decoding verifies a tree of drafts at once in this way (SpecInfer; Miao et al. 2024, 4.2), with all
-    drafts in one sequence.  The model must give rotary embeddings the positions by a draft's depth.
+    drafts in one sequence.  The model must compute rotary embeddings from each draft's depth in the tree.
 
     Args:
-        parents: ``[drafts]`` the index of each draft's parent, below the draft's own; -1 if it follows the context.
-        context: Number of tokens before the first draft: one number, or ``[sequences]`` integers, which ``b`` indexes,
-            so that one variant serves all steps.
+        parents: ``[drafts]`` the index of each draft's parent, an earlier draft; -1 if the draft follows the context.
+        context: Number of tokens before the first draft: one number, or ``[sequences]`` integers, indexed by
+            ``b``, so that one variant serves all steps.
 
     Raises:
-        ValueError: a parent is not an earlier draft; there are no drafts; or ``context`` is neither of these.
+        ValueError: a parent is not an earlier draft; there are no drafts; or ``context`` is neither a count nor such
+            a tensor.
     """
     for draft, parent in enumerate(parents):
         if isinstance(parent, bool) or not isinstance(parent, int) or not -1 <= parent < draft:
@@ -179,7 +180,7 @@ def draft_tree(parents: Sequence[int], context: int | Tensor) -> Variant:
 def not_mask(mask_mod: MaskMod) -> MaskMod:
     """Make a mask that shows what ``mask_mod`` hides; torch has ``and_masks`` and ``or_masks``.
 
-    TypeError unless it is a function; :func:`as_mask_mod` makes one of a variant.
+    TypeError unless ``mask_mod`` is a function; :func:`as_mask_mod` makes one from a variant.
     """
     if not callable(mask_mod):
         raise TypeError(f"not_mask: mask_mod must be a function, got a {type(mask_mod).__name__}")

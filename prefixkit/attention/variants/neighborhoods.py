@@ -1,6 +1,6 @@
-"""Neighborhood attention (NATTEN): each token of a canvas sees those around it.
+"""Neighborhood attention (NATTEN): each token of a canvas sees the tokens around it.
 
-At a border the neighborhood is moved inwards until it lies on the canvas, so that every token sees equally many
+At a border the neighborhood is moved inwards until it lies on the canvas, so that all tokens see equally many
 (Hassani et al. 2023, Neighborhood Attention Transformer, 3.1, whose figure 2 shows a corner).
 """
 
@@ -42,7 +42,7 @@ def natten_2d(height: int, width: int, kernel: int | Pair, *, tile: int | Pair =
         tile: Height and width of a tile, which divide the canvas's; 1 for row-major order.
 
     Raises:
-        ValueError: a size is not one of these.
+        ValueError: a size is not as described.
     """
     _check_tiles("natten_2d", height, width, _pair(tile))
     return _natten_2d((height, width), _pair(kernel), _pair(tile))
@@ -64,16 +64,16 @@ def _natten_2d(canvas: Pair, kernel: Pair, tile: Pair) -> Variant:
 
 
 def tile_order(height: int, width: int, tile: int | Pair = 8) -> tuple[Tensor, Tensor]:
-    """Compute the order of tokens by tiles, in which tokens that are near on the canvas are near in the sequence.
+    """Compute an order of tokens by tiles, in which tokens that are close on the canvas are close in the sequence.
 
-    Tiles are in row-major order, and so are the tokens of each tile: whole blocks of keys are then hidden.
+    Tiles are in row-major order, and so are the tokens of each tile: the mask then hides whole blocks of keys.
 
     Args:
         height, width, tile: As :func:`natten_2d` takes them.
 
     Returns:
-        ``order, inverse``, ``[height * width]`` int64 each: ``tokens[order]`` brings tokens from row-major order to the
-        order of tiles, and ``tokens[inverse]`` back.
+        ``order, inverse``, ``[height * width]`` int64 each: ``tokens[order]`` converts tokens from row-major order to
+        tile order, and ``tokens[inverse]`` back.
 
     Raises:
         ValueError: the tiles do not divide the canvas.
@@ -86,7 +86,7 @@ def tile_order(height: int, width: int, tile: int | Pair = 8) -> tuple[Tensor, T
 
 
 def _tiled(width: int, tile: Pair) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Row and column of a token in the order of tiles."""
+    """A function that maps indices in tile order to row and column."""
     (rows, columns), across = tile, width // tile[1]
 
     def place(idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def _tiled(width: int, tile: Pair) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def _neighborhood(function: str, side: str, size: int, kernel: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Whether a key is in the neighborhood of a query, along one side of the canvas."""
+    """A function that says whether a key is in the neighborhood of a query, along one side of the canvas."""
     check_count(function, side, size)
     check_count(function, "kernel", kernel)
     if kernel % 2 == 0 or kernel > size:

@@ -1,4 +1,4 @@
-"""The operations of expressions: what Python and torch call them, what they return, and how torch computes them."""
+"""The operations of expressions: their names in Python and torch, result types, and how torch computes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _promoted(types: tuple[Type, ...]) -> Type:
 
 
 def _number(types: tuple[Type, ...]) -> Type:
-    """Arithmetic on what may be booleans, which count as integers."""
+    """The result type of arithmetic on operands that may be booleans, which count as integers."""
     found = _promoted(types)
     return Type.INT if found is Type.BOOL else found
 
@@ -40,10 +40,10 @@ class Operation:
     """One operation.
 
     Attributes:
-        count: How many operands it has.
-        result: The type of its value, by those of its operands.
-        compute: It in torch, of tensors and numbers that broadcast.
-        takes: Types of operands that it takes, all of them.
+        count: Number of operands.
+        result: Maps the operands' types to the type of the value.
+        compute: The operation in torch, on tensors and numbers that broadcast.
+        takes: The types that each operand may have.
     """
 
     count: int
@@ -68,7 +68,7 @@ def _wide(x: object) -> torch.dtype:
 
 
 def _float(x: Any) -> Tensor:
-    """Float32, or float64 where the operand is."""
+    """The operand in float32, or in float64 if it is float64."""
     wide: Tensor = _cast(_wide(x))(x)
     return wide
 
@@ -77,9 +77,9 @@ def _of_floats(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda x: function(_float(x))
 
 
-# Elements for which oneDNN's tanh is faster, copies of them included: fewer cost more than the arithmetic, and fresh
-# memory for more does.  It errs by 7.9e-8 of its value at most, and torch's by 6.0e-8; on CPUs other than x86 it is
-# another function.
+# Range of elements for which oneDNN's tanh is faster, copies included: for fewer, the copies cost more than the
+# arithmetic saves, and for more, fresh memory does.  Its relative error is at most 7.9e-8, that of torch's 6.0e-8; on
+# CPUs other than x86 oneDNN computes another function.
 _ONEDNN_FEWEST, _ONEDNN_MOST = 1 << 14, 1 << 17
 
 
@@ -90,7 +90,7 @@ def _onednn_on_x86() -> bool:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """2.8 times as fast as torch's where that calls MKL's (Zen 4, with AVX-512)."""
+    """tanh, 2.8 times as fast as torch's where that calls MKL (Zen 4, with AVX-512)."""
     fits = x.dtype == torch.float32 and _ONEDNN_FEWEST <= x.numel() <= _ONEDNN_MOST
     if fits and x.device.type == "cpu" and _onednn_on_x86():
         return torch.tanh(x.reshape(-1).to_mkldnn()).to_dense().view(x.shape)
@@ -153,7 +153,7 @@ OPERATIONS: dict[str, Operation] = {
     "trunc": Operation(1, _always(Type.FLOAT), _of_floats(torch.trunc)),
 }
 
-# By the functions and methods of torch and Python that do the same; ``x.add_(y)`` and the like are refused.
+# Operations by other names of the same function in torch and Python; ``x.add_(y)`` and the like are refused.
 _NAMES: dict[str, str] = {
     "truediv": "div",
     "true_divide": "div",
@@ -192,13 +192,13 @@ _NAMES: dict[str, str] = {
 
 
 def named(name: str) -> str | None:
-    """The operation that torch or Python calls ``name``; None for one that expressions lack."""
+    """The operation that torch or Python calls ``name``; None if expressions lack it."""
     plain = name.strip("_") if name.startswith("__") else name
     found = _NAMES.get(plain, plain)
     return found if found in OPERATIONS else None
 
 
-# What a cast to a dtype is called.
+# The operation that casts to each dtype.
 CASTS: dict[torch.dtype, str] = {
     torch.bool: "bool",
     torch.float32: "float",

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 from prefixkit.attention.variants.function_digest import fingerprint
 from prefixkit.attention.variants.variant import CAUSAL, Variant
 
-# Those that capture tensors are freed with them; of the others there are few.
+# Variants without captured tensors stay known, as there are few; variants that capture tensors are held weakly.
 _known: dict[str, Variant] = {CAUSAL.name: CAUSAL}
 _capturing: WeakValueDictionary[str, Variant] = WeakValueDictionary()
 
@@ -20,9 +20,9 @@ def register(variant: Variant) -> str:
     """Make a variant known to the ops, whose schemas know strings but no Python functions.
 
     Returns:
-        Its key: the name, and a digest of its functions' code, the numbers that they capture, its window, chunk and
-        the like.  Variants without captured tensors that do the same have the same key, in this process or another, and
-        stay known.  One with captured tensors has a key of its own, known as long as the variant exists.
+        The key: the name, and a digest of the functions' code, the numbers that they capture, window, chunk and other
+        traits.  Variants without captured tensors that do the same have the same key, in every process, and stay known.
+        A variant with captured tensors has a unique key, known as long as the variant exists.
     """
     if variant is CAUSAL:
         return variant.name

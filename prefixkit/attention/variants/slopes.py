@@ -1,4 +1,4 @@
-"""Biases that are straight lines: how much what is added to a score grows from one key to the next, as ALiBi's does."""
+"""Linear biases such as ALiBi's: by how much a bias grows from one key to the next."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _CASTS = ("int", "float")
 
 @dataclass(frozen=True)
 class _Growth:
-    """``sign`` times the value of node ``factor``; times 1 where there is none; nothing where ``sign`` is 0."""
+    """Growth per key: ``sign`` times the value of node ``factor``, or times 1 if that is None."""
 
     sign: int = 0
     factor: int | None = None
 
 
 def slope_of(score: Expression) -> Expression | None:
-    """By how much a function's score grows from a key's position to the next, where that is the same for all keys.
+    """By how much a function's score grows from a key's position to the next, if that is the same for all keys.
 
-    The result depends on the sequence, the head and the query alone, and has all scalars and captured tensors of
-    ``score`` in their places.  None where the function does more to scores than to add to them, where what it adds does
-    not depend on the key, and where that is no line or is not known to be one.
+    The result depends only on the sequence, the head and the query, and has all scalars and captured tensors of
+    ``score`` in their slots.  None if the function does anything but add a bias, if the bias does not depend on the
+    key, or if it is not known to be linear in the key's position.
     """
     if score.bias is None:
         return None
@@ -40,7 +40,7 @@ def slope_of(score: Expression) -> Expression | None:
 
 
 def _growth(node: Node, args: Sequence[_Growth | None], nodes: list[Node]) -> _Growth | None:
-    """None where it is not known; products of two factors are added to ``nodes``."""
+    """The growth of a node, None if it is not known; products of two factors are appended to ``nodes``."""
     if node.op == "argument":
         return _Growth(int(ARGUMENTS[node.slot] == "kv_idx"))
     if all(arg == _Growth() for arg in args):

@@ -1,7 +1,8 @@
-"""From a Python function, as FlexAttention takes them, to the expression that it computes.
+"""Tracing a Python function with FlexAttention's signature into the expression that it computes.
 
-The function runs once over proxies (torch.fx); what it does to them is recorded.  Numbers that it captures and its
-literals become scalars, tensors that it captures are read by their indices: neither is part of the expression's code.
+The function runs once over proxies (torch.fx), which record its operations.  Literals and captured numbers become
+scalars, and indexing captured tensors becomes loads: neither these numbers nor the tensors are part of the expression's
+code.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ SCORE_MOD, MASK_MOD = ARGUMENTS, ARGUMENTS[1:]
 _TYPES = {name: Type.FLOAT if name == "score" else Type.INT for name in ARGUMENTS}
 _FILLED = {"ones": 1, "zeros": 0}
 _TORCH = str(Path(torch.__file__).parent)
-Line = tuple[str, int]  # a file, and the number of a line
+Line = tuple[str, int]  # file, line number
 
 
 class UntraceableVariant(ValueError):
-    """A function does what expressions cannot say: an operation they lack, or a choice that depends on a value."""
+    """A function uses an operation that expressions lack, or control flow that depends on a value."""
 
 
 def trace(function: Callable[..., object], arguments: Sequence[str]) -> Expression:
-    """What a ``score_mod`` or ``mask_mod`` computes.
+    """Trace a ``score_mod`` or ``mask_mod``.
 
     Args:
-        function: Of 0-d tensors, elementwise.
+        function: An elementwise function of 0-d tensors.
         arguments: :data:`SCORE_MOD` or :data:`MASK_MOD`, in the function's order.
 
     Raises:
@@ -53,7 +54,7 @@ def trace(function: Callable[..., object], arguments: Sequence[str]) -> Expressi
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's, and the line of a caller's code that each operation comes from."""
+    """torch.fx's tracer, which also records the line of the caller's code for each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +71,14 @@ class _Tracer(fx.Tracer):
 
 
 def _with_arity(function: Callable[..., object], count: int) -> Callable[..., object]:
-    """A plain function that torch.fx can take apart, whatever kind of callable ``function`` is."""
+    """A plain function that torch.fx can trace, for any kind of callable ``function``."""
     if count == len(SCORE_MOD):
         return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx)
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx)
 
 
 class _Partial:
-    """A captured tensor of which the first indices are known."""
+    """A captured tensor with its first indices; the others may follow."""
 
     def __init__(self, slot: int, indices: tuple[object, ...] = ()) -> None:
         self.slot, self.indices = slot, indices
@@ -91,7 +92,7 @@ class _Property:
 
 
 class _Builder:
-    """An expression in the making.  Operands are numbers of nodes (:class:`_Value`), literals and captured tensors."""
+    """Builds an expression.  Operands are numbers of nodes (:class:`_Value`), literals and captured tensors."""
 
     def __init__(self, function: Callable[..., object], tracer: _Tracer, arguments: Sequence[str]) -> None:
         self._function, self._tracer, self._arguments = function, tracer, iter(arguments)
@@ -116,7 +117,7 @@ class _Builder:
             self._returned = self._value(self._operand(node.args[0])).number
         else:
             name = str(getattr(node.target, "__name__", node.target))
-            if node.target in (operator.invert, operator.inv):  # of one name, in Python another
+            if node.target in (operator.invert, operator.inv):  # `~x`, by either of its names
                 name = "not"
             given = [self._operand(arg) for arg in node.args]
             options = {key: self._operand(arg) for key, arg in node.kwargs.items()}
@@ -141,7 +142,7 @@ class _Builder:
         return self.apply(op, *given)
 
     def apply(self, op: str, *operands: Any) -> _Value:
-        """An operation on operands that are brought to one type, as torch promotes them."""
+        """An operation on operands that are promoted to one type, as torch does it."""
         values, operation = [self._value(each) for each in operands], OPERATIONS[op]
         kinds = tuple(value.type for value in values)
         if not set(kinds) <= set(operation.takes):
@@ -202,7 +203,7 @@ class _Builder:
     def _fail(self, reason: str) -> NoReturn:
         _refuse(self._function, reason, self._line)
 
-    # ---- what is more than an operation ----
+    # ---- functions that are more than one operation ----
 
     def getitem(self, name: str, given: list[Any], options: dict[str, Any]) -> _Partial:
         of, index = given
@@ -267,7 +268,7 @@ class _Builder:
 
     def power(self, name: str, given: list[Any], options: dict[str, Any]) -> _Value:
         of, exponent = given
-        if isinstance(exponent, int) and exponent == 2:  # of integers too
+        if isinstance(exponent, int) and exponent == 2:  # for integers too
             return self.apply("mul", of, of)
         return self.apply("pow", of, exponent)
 
@@ -324,11 +325,11 @@ def _reason(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> Line | None:
-    """Where in a caller's code an exception came from: the innermost of its lines there."""
+    """The innermost line of the caller's code in an exception's traceback."""
     frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     return next((line for line in reversed(frames) if _is_own(line[0])), None)
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is a caller's: neither torch's nor this one."""
+    """Whether a file is the caller's, neither torch's nor this one."""
     return file != __file__ and not file.startswith(_TORCH)

@@ -1,8 +1,8 @@
-"""What a variant does to whole rows before and after attention, and what StreamingLLM does to positions.
+"""Transforms of whole rows before and after attention, and StreamingLLM's positions in the cache.
 
-Functions are of torch tensors: ``(x [rows, heads, head_dim], positions [rows] int64) -> x``.  FlashInfer's
+A transform maps torch tensors: ``(x [rows, heads, head_dim], positions [rows] int64) -> x``.  FlashInfer's
 ``QueryTransform``, ``KeyTransform``, ``ValueTransform`` and ``OutputTransform`` (Ye et al. 2025, section 3.2.3) run
-each time that a tile is read; these run once for each row, where the row is made.
+each time that a tile is read; these transforms run once for each row, when the row is made.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Rows = Literal["query", "key", "value", "output"]
 
 
 class BadTransform(ValueError):
-    """A transform of a variant has made something else than rows like those that it was given."""
+    """A transform of a variant did not return rows like the ones it was given."""
 
 
 @dataclass(frozen=True)
 class Transforms:
-    """Functions of whole rows, each after the one before.
+    """Transforms of whole rows, applied in order.
 
     Attributes:
-        query: Of queries, before attention.
-        key, value: Of keys and values, before they are appended to the pool.
-        output: Of outputs, after all partial states are merged.
+        query: Applied to queries, before attention.
+        key, value: Applied to keys and values, before they are appended to the pool.
+        output: Applied to outputs, after all partial states are merged.
     """
 
     query: tuple[Transform, ...] = ()
@@ -40,23 +40,23 @@ class Transforms:
         return any(self.by_rows)
 
     def __add__(self, later: Transforms) -> Transforms:
-        """These, and then ``later`` ones."""
+        """These transforms, followed by the ``later`` ones."""
         return Transforms(*(mine + theirs for mine, theirs in zip(self.by_rows, later.by_rows, strict=True)))
 
     @property
     def by_rows(self) -> tuple[tuple[Transform, ...], ...]:
-        """Those of queries, keys, values and outputs."""
+        """The transforms of queries, keys, values and outputs."""
         return self.query, self.key, self.value, self.output
 
     @property
     def functions(self) -> tuple[Transform, ...]:
-        """All of them."""
+        """All transforms."""
         return self.query + self.key + self.value + self.output
 
     def of(self, rows: Rows, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [rows, heads, head_dim]`` at ``positions [rows]`` int64 as the functions of such rows make it.
+        """Apply the transforms of such ``rows`` to ``x [rows, heads, head_dim]`` at ``positions [rows]`` int64.
 
-        A result is rounded to the dtype of ``x``.
+        Each result is rounded to the dtype of ``x``.
 
         Raises:
             BadTransform: a function returns no tensor, or one of another shape or on another device.
@@ -80,12 +80,12 @@ class Transforms:
 class Streaming:
     """Positions in the cache (StreamingLLM; Xiao et al. 2024, section 3.2).
 
-    A query sees the first ``sinks`` tokens and the last ``window``, itself included, as if nothing had ever stood
-    between them.
+    A query sees the first ``sinks`` tokens and the last ``window``, itself included, as if there were no tokens between
+    them.
 
     Attributes:
-        sinks: At least 1.
-        window: At least 1.
+        sinks: Number of first tokens, at least 1.
+        window: Number of last tokens, at least 1.
     """
 
     sinks: int
@@ -93,9 +93,9 @@ class Streaming:
 
     @property
     def last(self) -> int:
-        """Where a query stands in a cache that is full."""
+        """The position of a query in a full cache."""
         return self.sinks + self.window - 1
 
     def in_cache(self, positions: Tensor) -> Tensor:
-        """Where queries at positions of the text stand in the cache: behind the sinks and the window, at most."""
+        """The positions in the cache of queries at these positions of the text: at most :attr:`last`."""
         return positions.clamp(max=self.last)

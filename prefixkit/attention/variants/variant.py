@@ -1,13 +1,13 @@
 """Variants of attention: what happens to a score between ``q . k`` and the softmax, written once, in Python.
 
-Functions are those of FlexAttention (Dong et al. 2024): elementwise, of 0-d tensors.
+Functions have FlexAttention's signatures (Dong et al. 2024): elementwise, over 0-d tensors.
 
     score_mod(score, b, h, q_idx, kv_idx) -> score     # score = scale * q . k
     mask_mod(b, h, q_idx, kv_idx) -> bool              # True: visible
 
 ``q_idx`` and ``kv_idx`` are positions in the sequence, ``h`` is the query head, ``b`` the number that the caller gave
-the sequence.  Each function is traced into one expression: kernels are generated from it, the CPU evaluates it for
-whole blocks, and the float64 oracle (``attention.reference``) calls the function itself.
+the sequence.  Each function is traced into one expression: kernels are generated from it, and the CPU evaluates it for
+whole blocks.  The float64 oracle (``attention.reference``) calls the function itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefixkit.attention.visible import ALL, Visible
 
 
 class BadVariant(ValueError):
-    """A variant's functions cannot be what a variant is made of."""
+    """A variant cannot be made from these functions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,9 @@ class Mod:
     """One function of a variant.
 
     Attributes:
-        function: As it was given.
-        arguments: Names of what it takes: :data:`SCORE_MOD` or :data:`MASK_MOD`.
-        expression: What it computes, except for causality where attention sees to that; None where it was not traced.
+        function: The Python function.
+        arguments: The names of its arguments: :data:`SCORE_MOD` or :data:`MASK_MOD`.
+        expression: The traced function, without causality if attention applies that itself; None if it is not traced.
     """
 
     function: Callable[..., Tensor]
@@ -49,7 +49,7 @@ class Mod:
     expression: Expression | None
 
     def __call__(self, **values: Tensor) -> Tensor:
-        """Its result for tensors that broadcast, given by the names of its arguments."""
+        """The function's result for tensors that broadcast, passed by the names of the arguments."""
         if self.expression is not None:
             return evaluate(self.expression, **values)
         return pointwise(self.function, *(values[name] for name in self.arguments))
@@ -63,19 +63,18 @@ class Variant:
         name: The name in logs and error messages, and the readable half of the key.
         score_mods: Functions that change scores, one after the other.
         mask_mods: Masks; a key is visible if all of them show it.
-        window, chunk: Sizes in tokens of a window or chunk outside of which a query sees no key, so that no KV outside
-            is read; the masks hide keys within it.  None where no bound is known.
-        has_sinks: Whether the op takes a logit for each head that is added to the softmax's denominator and has no
-            value.
+        window, chunk: Sizes in tokens of a window or chunk outside which a query sees no key, so that no KV outside is
+            read; masks hide further keys inside.  None if no bound is known.
+        has_sinks: Whether the op takes a logit per head that joins the softmax's denominator without a value.
         looks_ahead: Whether ``mask_mods`` may show keys after the query; if not, attention is causal in addition to
             them.
-        approximate: Whether kernels take the hardware's tanh, also for sigmoid.
-        sums: Whether outputs are sums of values, weighted by the exponentials of scores, and not divided by their sum.
-        serials: Numbers of the captured tensors' owners, which tell variants of one code apart.
-        cut: Further bounds that plans apply to lists of KV.
+        approximate: Whether kernels use the hardware's tanh, also for sigmoid.
+        sums: Whether outputs are sums of values weighted by the exponentials of scores, without normalisation.
+        serials: Serial numbers of the variants that capture tensors, which distinguish variants with equal code.
+        cut: Further bounds that plans apply to KV lists.
         transforms: Functions of whole rows, before and after attention.
-        streaming: The sinks and the window, if queries attend to these at positions in the cache; ``mask_mods`` and
-            ``window`` are then the window's.
+        streaming: The sinks and the window, if queries attend to them at positions in the cache; ``mask_mods`` and
+            ``window`` then apply to the window.
     """
 
     name: str
@@ -97,32 +96,32 @@ class Variant:
 
     @property
     def mods(self) -> tuple[Mod, ...]:
-        """Its functions: those that change scores, then those that hide keys."""
+        """All functions: those that change scores, then those that hide keys."""
         return self.score_mods + self.mask_mods
 
     @cached_property
     def visible(self) -> Visible:
-        """The range of keys outside which nothing is read."""
+        """The range of keys that attention reads."""
         return Visible(self.window, self.chunk).within(self.cut)
 
     @property
     def traits(self) -> tuple[int | None, ...]:
-        """What it does beside its functions."""
+        """Everything the variant does apart from its functions."""
         streaming = () if self.streaming is None else (self.streaming.sinks, self.streaming.window)
         flags = self.has_sinks, self.looks_ahead, self.approximate, self.sums
         return len(self.score_mods), self.window, self.chunk, *flags, *astuple(self.cut), *streaming
 
     @property
     def parts(self) -> tuple[Variant, ...]:
-        """What ops compute of it, which knows scores alone: itself without transforms; of a streaming one, attention to
-        the window, and then that to the sinks.  They live as long as it does.
+        """The variants that ops compute, without transforms: one; for a streaming variant, attention to the window and
+        then attention to the sinks.  They live as long as this variant.
         """
         return self._parts if self.transforms or self.streaming is not None else (self,)
 
     @property
     def is_part(self) -> bool:
-        """Whether it is attention to some of the keys: ops then return float32, and round once that is merged with the
-        attention to the others.
+        """Whether the variant attends to some of the keys only: ops then return float32, which is rounded after it is
+        merged with the attention to the other keys.
         """
         return self.cut != ALL
 
@@ -136,20 +135,20 @@ class Variant:
 
     @cached_property
     def traced(self) -> bool:
-        """Whether kernels can be made for it; plain torch runs the others."""
+        """Whether kernels can be generated for the variant; else plain torch runs it."""
         return all(mod.expression is not None for mod in self.mods)
 
     @cached_property
     def biases(self) -> tuple[Expression, ...] | None:
-        """What its functions add to scores, where they do nothing else to them."""
+        """The terms that the ``score_mods`` add to scores; None if one of them does anything else."""
         found = [None if mod.expression is None else mod.expression.bias for mod in self.score_mods]
         biases = tuple(bias for bias in found if bias is not None)
         return biases if len(biases) == len(found) else None
 
     @cached_property
     def by_distance(self) -> bool:
-        """Whether what it adds to scores, and what it hides, are the same wherever a query and a key are as far apart;
-        False where it adds nothing.
+        """Whether the biases and masks depend on positions only by the distance from query to key; False without a
+        bias.
         """
         masks = [mod.expression for mod in self.mask_mods]
         return bool(self.biases) and all(
@@ -158,22 +157,22 @@ class Variant:
 
     @cached_property
     def hides_by_position(self) -> bool:
-        """Whether its masks depend on positions and numbers alone, which kernels look at for whole blocks at once."""
+        """Whether masks depend on positions and constants only, so that kernels can classify whole blocks."""
         masks = [mod.expression for mod in self.mask_mods]
         return all(each is not None and not (each.tensors or each.reads("b") or each.reads("h")) for each in masks)
 
     @cached_property
     def captured(self) -> tuple[Captured, ...]:
-        """The tensors that its functions capture."""
+        """The tensors that the functions capture."""
         return tuple(each for mod in self.mods if mod.expression is not None for each in mod.expression.tensors)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """How often each captured tensor was changed in place: what was computed of others is out of date."""
+        """How often each captured tensor was changed in place: results for other versions are out of date."""
         return versions_of(self.captured)
 
     def reads(self, argument: str, *, masks: bool = True, scores: bool = True) -> bool:
-        """Whether a result depends on ``argument``, one of :data:`ARGUMENTS`; what was not traced may read all.
+        """Whether a result depends on ``argument``, one of :data:`ARGUMENTS`; untraced functions may read all.
 
         Args:
             argument: "b", "h", "q_idx" or "kv_idx".
@@ -183,7 +182,7 @@ class Variant:
         return any(mod.expression is None or mod.expression.reads(argument) for mod in mods)
 
     def change(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Scores as the ``score_mods`` change them.
+        """Apply the ``score_mods`` to scores.
 
         Args:
             score: ``[...]`` float scores.
@@ -191,14 +190,14 @@ class Variant:
                 positions of query and key.
 
         Returns:
-            ``[...]`` as ``score``.
+            ``[...]`` new scores.
         """
         for mod in self.score_mods:
             score = mod(score=score, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
         return score
 
     def shows(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """What all ``mask_mods`` show: ``[...]`` bool, which broadcasts against the arguments.
+        """Apply the ``mask_mods``: ``[...]`` bool, True where all show the key; broadcasts against the arguments.
 
         Args:
             b, h, q_idx, kv_idx: ``[...]`` integers: sequence, query head, and the positions of query and key.
@@ -211,18 +210,18 @@ class Variant:
 
     @cached_property
     def fewest_heads(self) -> int | None:
-        """For how many heads captured tensors, which it indexes by ``h``, have numbers; None if there are none."""
+        """The smallest dimension of captured tensors that ``h`` indexes; None if ``h`` indexes none."""
         found = (mod.expression.fewest_heads() for mod in self.mods if mod.expression is not None)
         return min((heads for heads in found if heads is not None), default=None)
 
     def content(self) -> str:
-        """A digest of all that it does, the numbers in captured tensors included, equal in every process."""
+        """A digest of all the variant does, including the content of captured tensors; equal in every process."""
         parts = [_content(mod) for mod in self.mods]
         return fingerprint(parts, self.transforms.by_rows, *self.traits)
 
 
 def versions_of(captured: Sequence[Captured]) -> tuple[int, ...]:
-    """How often each tensor was changed in place; torch does not count that of tensors made in inference mode."""
+    """How often each tensor was changed in place; torch does not count changes of inference tensors: 0."""
     return tuple(0 if each.tensor.is_inference() else each.tensor._version for each in captured)
 
 
@@ -234,10 +233,9 @@ def _content(mod: Mod) -> tuple[object, ...]:
 
 
 def parts_of(variant: Variant) -> list[object]:
-    """What a variant does, at this moment, in a fixed order: code, numbers, and the tensors that its functions capture.
+    """What a variant consists of now, in a fixed order: code, numbers, and the tensors that its functions capture.
 
-    Two variants whose parts are equal numbers and the same tensors do the same, and go on doing so when such a tensor
-    changes in place.
+    Two variants with equal numbers and identical tensors do the same, also after such a tensor changes in place.
     """
     parts: list[object] = [variant.traits, *map(len, variant.transforms.by_rows)]
     for function in variant.transforms.functions:
@@ -279,9 +277,8 @@ def variant(
             function is allowed.
         name: For logs and errors; the functions' names if None.
         traced: False runs the functions as they are, in plain torch, on a GPU too: for operations that the tracer does
-            not know.  No KV is skipped because their masks hide it.
-
-        approximate: True lets our kernels take the hardware's tanh for tanh and sigmoid, which has a relative error of
+            not know.  All KV is read then, as bounds of untraced masks are not known.
+        approximate: True lets our kernels use the hardware's tanh for tanh and sigmoid, which has a relative error of
             up to 2^-11 and takes one instruction; CPUs and plain torch compute them exactly to rounding.
 
     Captured tensors are read in place when attention runs; captured numbers are read when the variant is made.
@@ -316,7 +313,7 @@ def variant(
 
 
 def _transforms(**given: Transform | None) -> Transforms:
-    """The checked transforms of a variant; BadVariant where one does not take rows and positions."""
+    """The checked transforms of a variant; BadVariant if one does not take rows and positions."""
     for rows, function in given.items():
         if function is not None:
             _check_arguments(f"{rows} transform", function, ("x", "positions"), "rows and their positions")

@@ -1,7 +1,7 @@
-"""What a mask says about the order of tokens, read from its expression: causality, windows, chunks.
+"""Bounds of what a mask shows, derived from its expression: causality, windows, chunks.
 
-A mask is a conjunction of terms.  Terms that compare query and key positions by a constant distance bound what is
-visible, so that nothing outside is read; all terms are evaluated all the same.
+A mask is a conjunction of terms.  Terms that compare query and key positions by a constant distance bound the visible
+range, so that nothing outside is read; all terms are still evaluated inside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression, Node, Type, closed
 
 _Q, _KV = ARGUMENTS.index("q_idx"), ARGUMENTS.index("kv_idx")
-# a OP b as a sum that is at least 0: which operand counts as positive, and what is added to integers.
+# `a OP b` on integers as a sum that is at least 0: the operand with a positive sign, and the constant to add.
 _ORDERS = {"ge": (0, 0), "gt": (0, -1), "le": (1, 0), "lt": (1, -1)}
 _COMPARISONS = (*_ORDERS, "eq", "ne")
 
@@ -21,9 +21,9 @@ class MaskBounds:
     """Bounds of what a mask shows.
 
     Attributes:
-        causal: It provably shows no key after the query.
-        window: It provably hides keys at ``q - window`` and before; None where that is not known.
-        chunk: It provably hides keys of other chunks of this many positions; None where that is not known.
+        causal: The mask provably shows no key after the query.
+        window: The mask provably hides keys at ``q - window`` and before; None if no window is known.
+        chunk: The mask provably hides keys of other chunks of this many positions; None if no chunk is known.
     """
 
     causal: bool = False
@@ -44,12 +44,12 @@ class _Linear:
 
 
 def mask_bounds(mask: Expression) -> MaskBounds:
-    """What the terms of a mask bound."""
+    """The bounds that follow from the terms of a mask."""
     causal, windows, chunks = False, list[int](), list[int]()
     for term in (mask.nodes[number] for number in _term_numbers(mask, len(mask.nodes) - 1)):
         if (size := _same_chunk(mask, term)) is not None:
             chunks.append(size)
-        for bound in _bounds(mask, term):  # each at least 0
+        for bound in _bounds(mask, term):  # each sum is at least 0
             if (bound.q, bound.kv) == (1, -1):
                 causal = causal or bound.constant <= 0
             elif (bound.q, bound.kv) == (-1, 1) and bound.constant >= 0:
@@ -58,7 +58,7 @@ def mask_bounds(mask: Expression) -> MaskBounds:
 
 
 def without_causality(mask: Expression) -> Expression | None:
-    """A mask without its terms ``kv_idx <= q_idx``, which attention sees to by itself; None if nothing is left."""
+    """A mask without its terms ``kv_idx <= q_idx``, which attention applies itself; None if no term is left."""
     plain = _Linear(1, -1, 0)
 
     def says_more(number: int) -> bool:
@@ -89,7 +89,7 @@ def by_distance(expression: Expression) -> bool:
 
 
 def _term_numbers(mask: Expression, number: int) -> list[int]:
-    """The terms of which all must hold."""
+    """The terms of a conjunction, by number."""
     node = mask.nodes[number]
     if node.op == "and" and node.type is Type.BOOL:
         return [term for arg in node.args for term in _term_numbers(mask, arg)]
@@ -126,7 +126,7 @@ def _difference(mask: Expression, left: int, right: int) -> _Linear | None:
 
 
 def _linear(mask: Expression, number: int) -> _Linear | None:
-    """An integer value as a sum of positions and a constant; None where it is another."""
+    """An integer value as a sum of positions and a constant; None if it is not known to be one."""
     node = mask.nodes[number]
     if node.type is not Type.INT:
         return None
@@ -143,7 +143,7 @@ def _linear(mask: Expression, number: int) -> _Linear | None:
 
 
 def _same_chunk(mask: Expression, term: Node) -> int | None:
-    """The size of ``q // size == kv // size``."""
+    """The ``size`` in a term ``q // size == kv // size``; None for any other term."""
     if term.op != "eq":
         return None
     divided = [mask.nodes[arg] for arg in term.args]
