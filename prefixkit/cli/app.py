@@ -1,4 +1,4 @@
-"""The command line: parsing only.  What a command needs is imported when it runs: ``--help`` waits for no torch.
+"""The command line: parsing only.  Each command imports its modules when it runs, so ``--help`` imports no torch.
 
 ``sample`` reports on standard error, so that standard output is free for samples.
 """
@@ -343,7 +343,7 @@ def warmup(
 def main() -> None:
     """Entry point of the ``prefixkit`` script."""
     # OpenMP threads that spin while they wait starve each other as soon as other work shares the cores: with two
-    # threads on two busy cores, sampling is 5 to 9 times slower than with threads that sleep.  torch reads it when
-    # imported.
+    # threads on two busy cores, sampling is 5 to 9 times slower than with threads that sleep.  torch reads the variable
+    # when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()

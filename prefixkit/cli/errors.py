@@ -1,7 +1,7 @@
-"""From an exception to one readable line and an exit status.
+"""Turn an exception into one readable line and an exit status.
 
-2: what was asked cannot be done, and nothing was written.  1: it failed while it was at work, and what had finished is
-kept.  130: Ctrl-C or SIGTERM.
+2: the command cannot do what was asked, and has written nothing.  1: the command failed while it was at work, and
+what had finished is kept.  130: Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from prefixkit.cli.terminal import line, terminal
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 _AT_WORK = "_prefixkit_at_work"
-# The base of what the parser raises: typer brings a click of its own, or uses the installed one.
+# The base class of the parser's errors: typer contains a copy of click, or uses the installed one.
 Usage: type[Any] = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
-# What allocators say where torch raises no OutOfMemoryError: torch's on the CPU, CUDA's driver, cuBLAS's workspace.
+# Messages of allocators for which torch raises no OutOfMemoryError: torch's on the CPU, CUDA's driver, cuBLAS's
+# workspace.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 _REMEDY = (
     "lower -n, --in-flight, --max-new-tokens or --kv-budget, give fewer prompts at once (--limit), or a smaller "
@@ -39,7 +40,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def at_work(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors in here, of these kinds or all, are of the work, not of what was asked for: exit status 1, not 2."""
+    """Count errors of these kinds (default: all) as failures of the work, not of the request: exit status 1, not 2."""
     marked = kinds or (Exception,)
     try:
         yield
@@ -50,10 +51,10 @@ def at_work(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def reported(console: Console | None = None) -> Iterator[None]:
-    """Print an error a user can act on as one line (on standard error, where no console is given), and exit.
+    """Print an error that a user can act on as one line (on standard error unless a console is given), and exit.
 
-    What the package logs is shown there too.  SIGTERM ends a command as Ctrl-C does.  ``PREFIXKIT_TRACEBACK=1`` lets
-    errors through instead.
+    The package's log lines are shown there too.  SIGTERM ends a command as Ctrl-C does.  With
+    ``PREFIXKIT_TRACEBACK=1`` errors are raised instead.
     """
     console = console or terminal(stderr=True)
     shown = logging.Handler()
@@ -84,7 +85,7 @@ def say(message: str, console: Console) -> None:
 
 
 class Commands(TyperGroup):
-    """Says what is wrong with a command line in one line, and not in a box."""
+    """Reports an error of the command line in one line, not in a box."""
 
     def main(self, args: Any = None, prog_name: Any = None, *rest: Any, **options: Any) -> Any:
         alone = options.pop("standalone_mode", True)
@@ -120,7 +121,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _out_of_memory(error: Exception) -> str | None:
-    """What to say where ``error`` is an allocation that failed, on any device; None where it is something else."""
+    """The message for ``error`` if it is a failed allocation, on any device; None for other errors."""
     said = " ".join(str(error).split())
     refused = isinstance(error, RuntimeError) and any(words in said.lower() for words in _NO_MEMORY)
     if not (refused or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)):

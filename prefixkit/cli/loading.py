@@ -24,7 +24,7 @@ class NeedsRemoteCode(ValueError):
 
 
 def resolve(name: str, console: Console) -> str:
-    """What ``from_pretrained`` is given for ``--model name``; the demo's model is downloaded where it is missing."""
+    """The argument of ``from_pretrained`` for ``--model name``; the demo's model is downloaded if it is missing."""
     if name != DEMO:
         return name
     return str(demo_folder(lambda message: console.print(line(f"{message} …"))))
@@ -48,8 +48,8 @@ def load_model(
 ) -> Any:
     """The patched model, in evaluation mode; ``auto`` is the dtype that the weights are stored in.
 
-    ``split``: over the processes that torchrun has started, each of which has a device; ``kv_dtype``: see
-    :func:`prefixkit.patch`.
+    ``split``: the model is split over the processes that torchrun has started, each with its own device;
+    ``kv_dtype``: see :func:`prefixkit.patch`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -88,7 +88,7 @@ def empty_model(location: str, dtype: str) -> Any:
 
 @contextmanager
 def _loading(location: str, what: str) -> Iterator[None]:
-    """Name the folder and the remedy where transformers cannot load ``what``."""
+    """Name the folder and the remedy if transformers cannot load ``what``."""
     try:
         yield
     except Exception as error:
@@ -114,7 +114,7 @@ def _loading(location: str, what: str) -> Iterator[None]:
 
 
 def check_dtype(dtype: str, kv_dtype: str | None = None) -> None:
-    """Refuse, before anything is loaded, a dtype that models are not run in, or that pages do not hold."""
+    """Refuse, before anything is loaded, a dtype in which models do not run, or which pages do not hold."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     from prefixkit.models.kv_dtype import KV_DTYPES
@@ -124,8 +124,8 @@ def check_dtype(dtype: str, kv_dtype: str | None = None) -> None:
 
 
 def choose_device(device: str) -> tuple[str, str]:
-    """The device that was asked for, for ``auto`` the GPU with the most free memory, else the CPU; and a line about it;
-    ValueError where torch does not see it.
+    """The device to use, and a line about it; ``auto`` is the GPU with the most free memory, else the CPU; ValueError
+    if torch does not see the device.
     """
     if device != "auto":
         check_device(device)
@@ -153,7 +153,9 @@ def check_processes(device: str) -> None:
 
 
 def check_device(device: str, gpus: int | None = None) -> None:
-    """Refuse, before anything is loaded, a device that is not among ``gpus`` (None: torch's), or runs no attention."""
+    """Refuse, before anything is loaded, a device of another type than cpu or cuda, or beyond ``gpus`` (None: torch's
+    number of GPUs).
+    """
     import torch
 
     asked = re.fullmatch(r"cpu|cuda(?::(\d+))?", device, re.ASCII)

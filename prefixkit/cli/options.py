@@ -39,13 +39,13 @@ def parse_part(text: str) -> Part:
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"--shard must be i/n with i from 0 to n - 1, such as 0/4; got {text}")
-    from prefixkit.evaluation.campaign.folder import Part  # numpy with it, which ``--help`` does not wait for
+    from prefixkit.evaluation.campaign.folder import Part  # imports numpy, which ``--help`` does not need
 
     return Part(int(found[1]), int(found[2]))
 
 
 def parse_token_ids(text: str | None) -> tuple[int, ...] | None:
-    """Numbers with commas between them, else ValueError; None where none were given."""
+    """Comma-separated numbers; None if none were given; ValueError for anything else."""
     if text is None:
         return None
     if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text, re.ASCII):
@@ -54,7 +54,7 @@ def parse_token_ids(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_devices(text: str) -> list[str]:
-    """Devices with commas between them: ``0,1`` for the first two GPUs, or torch's names; ValueError for one twice."""
+    """Comma-separated devices: ``0,1`` for the first two GPUs, or torch's names; ValueError if one is named twice."""
     found = [f"cuda:{one}" if one.isdigit() else one for one in (part.strip() for part in text.split(","))]
     if not all(found) or len({one for one in found if one != "cpu"}) < sum(one != "cpu" for one in found):
         raise ValueError(f"--devices must be different GPUs with commas between them, such as 0,1; got {text}")
@@ -62,10 +62,10 @@ def parse_devices(text: str) -> list[str]:
 
 
 def read_config(ctx: Any, parameter: Any, path: Path | None) -> Path | None:
-    """Take a TOML file's values as the defaults of a command's options; what is on the command line goes before them.
+    """Take a TOML file's values as the defaults of a command's options; options on the command line override them.
 
     Raises:
-        ValueError: it cannot be read, or names something that is no option of the command.
+        ValueError: the file cannot be read, or names an option that the command does not have.
     """
     if path is None or ctx.resilient_parsing:
         return path

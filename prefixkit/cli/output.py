@@ -24,7 +24,7 @@ def write_line(
     name: str = "standard output",
     kept: str = "the lines before this are whole",
 ) -> None:
-    """Write one record; OSError where that fails, of which ``name`` says where, and ``kept`` what is left."""
+    """Write one record; if that fails, the OSError names the stream (``name``) and what is left (``kept``)."""
     # Controls that JSON leaves as they are (C1, reading direction) become escapes: a terminal may show the line.
     line = memoryview((visible(json.dumps(record, ensure_ascii=False)) + "\n").encode())
     written = 0

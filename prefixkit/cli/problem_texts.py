@@ -1,4 +1,4 @@
-"""What a problem was asked with and what judges it, as the report shows it: one text each."""
+"""A problem's prompt and its tests as the report shows them: one text each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def text_of_prompt(problem: Problem, chat: bool) -> str:
 
 
 def text_of_tests(tests: Tests | None, head: str = "") -> str:
-    """What decides whether a candidate is right, as a reader would write it; cases beyond 20,000 characters are
-    counted, and "" stands for a problem without tests.
+    """The tests of a problem as a person would write them; cases beyond 20,000 characters are only counted; "" for a
+    problem without tests.
 
     Args:
-        tests: Of the problem.
-        head: Of the function that the prompt asks for; a setup that is no more is left out.
+        tests: The problem's tests.
+        head: The head of the function that the prompt asks for; a setup that contains nothing else is left out.
     """
     if tests is None:
         return ""
@@ -55,7 +55,7 @@ def _stream(given: str, expected: str) -> str:
 
 
 def _cases(cases: Iterable[str]) -> str:
-    """The first cases, and how many there are beyond those that fit."""
+    """The first cases, as many as fit, and the number of the others."""
     shown, room, left = list[str](), _LONGEST, 0
     for case in cases:
         if room > 0:

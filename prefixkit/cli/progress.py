@@ -1,4 +1,4 @@
-"""How far a run is: samples finished, tokens per second, time left."""
+"""The progress of a run: samples finished, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class Meter(Progress):
-    """A bar, redrawn by a thread of rich's while its ``with`` block runs; counting costs the run next to nothing.
+    """A bar, which a thread of rich redraws while its ``with`` block runs; counting takes next to no time of the run.
 
-    A sample that stops before ``max_new_tokens`` has its rest counted as done.
+    When a sample stops before ``max_new_tokens``, its remaining tokens are counted as done.
 
     Args:
         console: Where it is drawn.
-        quiet: It is not drawn.
-        condition: What more is said at each redrawing: memory, for instance.
-        clock: Seconds.
+        quiet: Whether it is not drawn.
+        condition: Gives further text for each redrawing: memory, for instance.
+        clock: Gives the time in seconds.
     """
 
     def __init__(
@@ -37,22 +37,22 @@ class Meter(Progress):
         self.add_task("", total=None)
 
     def expect(self, there: int, wanted: int, max_new_tokens: int) -> None:
-        """So many samples were there before, and so many are sampled now, of so many tokens at most."""
+        """``there`` samples exist already; ``wanted`` more are sampled now, of at most ``max_new_tokens`` each."""
         self.there, self.wanted, self._max_new_tokens = there, wanted, max_new_tokens
 
     def count_tokens(self, count: int) -> None:
-        """So many more tokens have been sampled."""
+        """Count tokens that have been sampled."""
         if not self._sampled:
             self._first_token_at = self._clock()  # the prompts are computed by now: speed is that of decoding
         self._sampled += count
 
     def count_sample(self, length: int) -> None:
-        """A sample of ``length`` tokens has finished."""
+        """Count a finished sample of ``length`` tokens."""
         self.done += 1
         self._spared += self._max_new_tokens - length
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """What rich asks for at each redrawing."""
+        """The lines that rich draws at each redrawing."""
         for task in self.task_ids:
             total = self.wanted * self._max_new_tokens or None
             self.update(task, total=total, completed=self._sampled + self._spared, description=str(self))
@@ -78,9 +78,9 @@ class Count(Progress):
     """A bar of candidates that are judged.
 
     Args:
-        total: How many there are.
+        total: The number of candidates.
         console: Where it is drawn.
-        quiet: It is not drawn.
+        quiet: Whether it is not drawn.
     """
 
     def __init__(self, total: int, console: Console, quiet: bool = False) -> None:
@@ -91,7 +91,7 @@ class Count(Progress):
         self._task = self.add_task("", total=total)
 
     def count(self, passed: bool) -> None:
-        """One more, which passed or not."""
+        """Count one more judged candidate, which passed or not."""
         self.done += 1
         self.passed += passed
         said = f"{self.done:,}/{self._total:,} judged, {self.passed:,} passed"

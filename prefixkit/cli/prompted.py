@@ -1,4 +1,4 @@
-"""What ``prefixkit sample`` is asked for: settings, problems as they are asked of one model, and their manifest."""
+"""The input of ``prefixkit sample``: settings, problems as prompts of one model, and their manifest."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from prefixkit.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``prefixkit sample`` was asked for, beside the problems and the sampling parameters.
+    """The options of ``prefixkit sample``, except for the problems and the sampling parameters.
 
     Attributes:
         model, revision, dtype, device: What to load, and where.
-        kv_dtype: In which pages hold K and V, see :func:`prefixkit.patch`.
+        kv_dtype: The dtype in which pages hold K and V, see :func:`prefixkit.patch`.
         prompting: How problems are asked.
-        chat: Whether through the chat template; None: where there is one.
+        chat: Whether prompts go through the chat template; None: if the tokenizer has one.
         run: The run folder; None: standard output.
-        first_index: The first sample index of each prompt; ``n`` counts from 0 all the same.
-        part: The part of the samples that this process is for.
-        in_flight: Samples at once at most; None: by the device.
-        round: Sample indices after which candidates are judged, and solved problems left alone; None: never.
-        kv_budget, page_size, compiled: Of the session.
+        first_index: The first sample index of each prompt; the last is ``n - 1``, whatever the first.
+        part: The part of the samples that this process samples.
+        in_flight: The most samples at once; None: the device's default.
+        round: The number of sample indices after which candidates are judged and solved problems get no more samples;
+            None: never.
+        kv_budget, page_size, compiled: Settings of the session.
         tensor_parallel: Whether the model is split over the processes that torchrun has started.
         logprobs: Whether samples carry log-probabilities.
-        quiet: No progress and no report.
+        quiet: Whether to show neither progress nor report.
     """
 
     model: str
@@ -62,12 +63,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prompted:
-    """A problem as it is asked of one model.
+    """A problem as a prompt of one model.
 
     Attributes:
-        asked: The problem, and what of the program precedes a sample.
-        tokens: ``[length]`` the prompt.
-        params: How it is sampled.
+        asked: The problem, and the part of the program that precedes a sample.
+        tokens: ``[length]`` the token ids of the prompt.
+        params: Its sampling parameters.
     """
 
     asked: Asked
@@ -76,7 +77,7 @@ class Prompted:
 
 
 def prompted(tokenizer: Any, problems: Sequence[Problem], params: SamplingParams, chat: bool) -> list[Prompted]:
-    """Problems as they are asked of a model."""
+    """Problems as prompts of a model."""
     tokens = encode_all(tokenizer, problems, chat)
     return [
         Prompted(Asked(one, begun(one, chat)), tokens[one.id], sampling_params(one, params, chat)) for one in problems
@@ -86,7 +87,7 @@ def prompted(tokenizer: Any, problems: Sequence[Problem], params: SamplingParams
 def manifest_of(
     asked: Sequence[Prompted], params: SamplingParams, settings: Settings, tokenizer: Any, chat: bool
 ) -> Manifest:
-    """What the samples depend on, as far as it is known before the model is loaded."""
+    """The manifest of the samples, with the fields that are known before the model is loaded."""
     common = _as_json(params)
     own = [{key: value for key, value in _as_json(one.params).items() if value != common[key]} for one in asked]
     ids, tokens = [one.asked.problem.id for one in asked], [np.array(one.tokens, np.int32) for one in asked]

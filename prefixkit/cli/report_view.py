@@ -43,7 +43,7 @@ def _sums(facts: Facts) -> str:
 
 
 def _show_curves(found: Sequence[Curve], console: Console) -> None:
-    """pass@k: k downwards, groups to the right, in as many tables as the terminal's width asks for."""
+    """pass@k: k downwards, groups to the right, in as many tables as the terminal's width requires."""
     points = [curve.points[0] for curve in found]
     over = plural(max(point.problems for point in points), "problem")
     left_out = max(point.left_out for point in points)

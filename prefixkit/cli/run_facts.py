@@ -1,4 +1,4 @@
-"""What run folders came to, as the report shows it."""
+"""The results of run folders, as the report shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixkit.evaluation.tasks.typed import typed
 
 
 def facts_of(folders: Sequence[RunFolder]) -> Facts:
-    """What the folders hold together; of several, each is a group with a curve of its own; ValueError where their
+    """The results of all folders together; each of several folders is a group with its own curve; ValueError if their
     problems differ.
     """
     first = folders[0]
@@ -49,7 +49,7 @@ def facts_of(folders: Sequence[RunFolder]) -> Facts:
 
 
 def _pictures(folder: RunFolder) -> tuple[Picture, ...]:
-    """What the prompts share."""
+    """The picture of what the prompts share, if there is one."""
     try:
         roots = tuple(typed(folder.tree(), list[Branch], "tree"))
         return (Picture(f"What the prompts share, of {len(folder.places):,} problems", roots),) if roots else ()
@@ -59,7 +59,7 @@ def _pictures(folder: RunFolder) -> tuple[Picture, ...]:
 
 
 def _labels(folders: Sequence[RunFolder]) -> list[str]:
-    """How the folders differ: by temperature where that tells them apart, else by name."""
+    """A label for each folder: its temperature if that tells the folders apart, else its name."""
     heats = [folder.manifest.params.get("temperature") for folder in folders]
     if all(isinstance(heat, int | float) for heat in heats) and len(set(heats)) == len(folders):
         return [f"T={heat:g}" for heat in heats]
@@ -67,7 +67,7 @@ def _labels(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _parameters(folders: Sequence[RunFolder]) -> dict[str, str]:
-    """The parameters of all, those that differ with every value."""
+    """The parameters of all folders; a parameter that differs between them has all its values."""
     first = folders[0].manifest
     return {
         **{
@@ -85,7 +85,7 @@ def _events(folder: RunFolder, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _report(folder: RunFolder) -> Report:
-    """The reports of all processes that came to an end: counts are added, peaks are those of the highest."""
+    """The reports of all processes that came to an end, in one: counts are added, and the highest peaks are taken."""
     total = Report()
     for event in _events(folder, "ended"):
         total.add(event.get("report", {}))
@@ -93,7 +93,7 @@ def _report(folder: RunFolder) -> Report:
 
 
 def _seconds(folder: RunFolder) -> float:
-    """Wall time in which some process was sampling, by the history: of one that was killed, to its last line."""
+    """Wall time in which some process was sampling, by the history; a killed process counts up to its last line."""
     spans = sorted((points[0].seconds, points[-1].seconds) for points in _progress(folder))
     total, end = 0.0, 0.0
     for first, last in spans:
@@ -103,7 +103,7 @@ def _seconds(folder: RunFolder) -> float:
 
 
 def _saved(reports: Sequence[Report]) -> Saved:
-    """Of the folder that shared most: peaks of different folders are of different moments."""
+    """What sharing saved in the folder that shared most: peaks of different folders are of different moments."""
     total = max(reports, key=lambda report: report.tokens_plain_batch)
     if not total.tokens_plain_batch:
         return Saved()
@@ -115,7 +115,7 @@ def _saved(reports: Sequence[Report]) -> Saved:
 
 
 def _progress(folder: RunFolder) -> Iterator[tuple[Progress, ...]]:
-    """How far each process was, and when, since the first began."""
+    """The progress of each process over time, from the start of the first."""
     events = _events(folder, "began", "progress", "ended")
     if not events:
         return

@@ -1,4 +1,4 @@
-"""What is counted of a run folder's samples, problem by problem, and the different programs among them."""
+"""Counts over a run folder's samples, problem by problem, and the different programs among them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _Program:
 
 @dataclass
 class Tally:
-    """What is counted of a problem's samples.
+    """Counts over a problem's samples.
 
     Attributes:
         counts: Samples by outcome.
         seen: The digests of all programs.
         kept: Programs by digest, outcome and detail; the first of each outcome, and others while ``room`` lasts.
-        room: Characters of further programs.
-        tokens: Of all samples.
+        room: How many characters of further programs may be kept.
+        tokens: The number of tokens of all samples.
         first_solved: The index of the first sample that passed.
-        prompt, tests: Of the problem, as text.
+        prompt, tests: Those of the problem, as text.
     """
 
     room: int
@@ -66,10 +66,10 @@ class Tally:
 
 
 def tally(folder: RunFolder, first: RunFolder, group: int) -> list[Tally]:
-    """Go through the samples of a folder, for tallies in the order of the first folder's problems.
+    """Tally the samples of a folder; the tallies are in the order of the first folder's problems.
 
     Args:
-        group: The number of the group that the folder's samples are.
+        group: The number of the folder's group.
     """
     verdicts = Verdicts(folder)
     tallies = [Tally(_ROOM // len(first.places)) for _ in first.places]
@@ -86,7 +86,7 @@ def tally(folder: RunFolder, first: RunFolder, group: int) -> list[Tally]:
 
 
 def problem_of(id: str | int, tallies: Sequence[Tally]) -> Problem:
-    """What a problem's samples came to, of all folders together."""
+    """The results of a problem's samples, of all folders together."""
     counts: Counter[str] = sum((one.counts for one in tallies), Counter())
     samples = counts.total()
     solved = [one.first_solved for one in tallies if one.first_solved is not None]
@@ -103,7 +103,7 @@ def problem_of(id: str | int, tallies: Sequence[Tally]) -> Problem:
 
 
 def _candidates(tallies: Sequence[Tally]) -> tuple[Candidate, ...]:
-    """The programs of all folders together: by outcome, those that were sampled most often first."""
+    """The programs of all folders, ordered by outcome, and within an outcome those sampled most often first."""
     together: dict[tuple[bytes, str, str], _Program] = {}
     for one in tallies:
         for key, program in one.kept.items():

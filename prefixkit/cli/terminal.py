@@ -21,12 +21,12 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""``text`` with controls as JSON writes them (``\u001b``, ``\r``), except for those in ``keep``."""
+    r"""``text`` with control characters escaped as in JSON (``\u001b``, ``\r``), except for those in ``keep``."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else json.dumps(found[0])[1:-1], text)
 
 
 def line(*parts: str | tuple[str, str], keep: str = "") -> Text:
-    """Text to print: each part as it is, or ``(part, style)``; without control characters but those in ``keep``."""
+    """Text to print: each part as it is, or ``(part, style)``; control characters are escaped, except for ``keep``."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text, keep), style) for text, style in pairs))
 

@@ -16,8 +16,8 @@ from prefixkit.engine.sharing_report import Report
 from prefixkit.tree import Node, PrefixTree
 
 WORDS = 44  # characters of a node's text that are shown
-INDENT, LABEL = 4, 32  # columns that a level is indented by, and that a node needs to say anything
-LEVELS = 4  # that are drawn in any terminal
+INDENT, LABEL = 4, 32  # columns of a level's indentation, and columns that a node's label needs
+LEVELS = 4  # levels that are drawn in any terminal
 
 
 def plant(
@@ -35,7 +35,7 @@ class _Parent:
     picture: Tree
     drawn: int = 0
     hidden: int = 0  # children that are not drawn
-    tokens: int = 0  # of these, and of all nodes below them
+    tokens: int = 0  # of the hidden children, and of all nodes below them
 
     def close(self) -> None:
         """Sum up what is hidden, after the last child."""
@@ -53,12 +53,12 @@ def show_tree(
     samples: int = 1,
     most: int = 10,
 ) -> None:
-    """Draw the tree, a line for each node, as deep as lines have columns for; what is deeper is summed up.
+    """Draw the tree, a line for each node, down to the depth for which lines have columns; deeper nodes are summed up.
 
     Args:
-        names: By sequence id, what is shown where the sequence ends.
-        samples: Samples that every sequence will have; 1 where the sequences are the samples.
-        most: Children of a node that are drawn; the others are summed up.
+        names: For each sequence id the text that is shown where the sequence ends.
+        samples: Samples that every sequence will have; 1 if the sequences are the samples.
+        most: How many children of a node are drawn; the others are summed up.
     """
     picture = Tree(line((title, "bold")))
     levels = max(LEVELS, (console.width - LABEL) // INDENT)
@@ -102,7 +102,7 @@ def _words(tokens: list[int], decode: Callable[[list[int]], str]) -> str:
 
 
 def show_report(report: Report, title: str, console: Console) -> None:
-    """What was computed, held and read, beside what a plain batch would have."""
+    """The tokens computed, the KV held and the KV read, compared with a plain batch."""
     console.print(line((title, "bold")))
     console.print(saved_table(report.rows()))
     if report.bytes_per_state:
@@ -110,7 +110,7 @@ def show_report(report: Report, title: str, console: Console) -> None:
 
 
 def saved_table(rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of what, prefixkit's number, a plain batch's, and their ratio."""
+    """A table whose rows are a quantity, prefixkit's number, a plain batch's, and their ratio."""
     table = Table("")
     for name in ("prefixkit", "plain batch", "saved"):
         table.add_column(name, justify="right")
@@ -122,12 +122,12 @@ def saved_table(rows: Iterable[Sequence[str]]) -> Table:
 def branches(
     tree: PrefixTree, decode: Callable[[list[int]], str], samples: int, most: int = 200, levels: int = 16
 ) -> list[dict[str, Any]]:
-    """The tree as nested values that JSON has: ``tokens``, ``shared_by``, ``text`` and ``children`` of each node.
+    """The tree as nested JSON values: ``tokens``, ``shared_by``, ``text`` and ``children`` of each node.
 
     Args:
         samples: Samples that every sequence has.
-        most: Children of a node; the others are left out.
-        levels: Of the tree; what is deeper is left out.
+        most: The most children of a node; the others are left out.
+        levels: The most levels of the tree; deeper nodes are left out.
     """
     snapshot = tree.snapshot()
     roots: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""``prefixkit demo``: a campaign in small, with programs for real problems from a real model."""
+"""``prefixkit demo``: a small campaign, in which a real model writes programs for real problems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_demo(run: Path, samples: int, max_new_tokens: int, seed: int, console: C
 
 
 def _judge(folder: RunFolder, console: Console) -> None:
-    """Judge the candidates where there is a sandbox, and write the report."""
+    """Judge the candidates if a sandbox can be made, and write the report."""
     try:
         with folder.judging(), open_judge(False) as judge:
             judge_with_bar(folder, judge, "all", False, console)
@@ -77,7 +77,7 @@ def _judge(folder: RunFolder, console: Console) -> None:
 
 
 def _show_samples(folder: RunFolder, problem: Problem, tokenizer: Any, console: Console) -> None:
-    """How far a problem's samples agree, and the first of them."""
+    """Draw where a problem's samples part, and show the first of them."""
     samples = sorted((one for one in folder.samples() if one["id"] == problem.id), key=lambda one: int(one["index"]))
     tree, names = plant([one["tokens"] for one in samples], [f"sample {one['index']}" for one in samples])
     show_tree(tree, names, tokenizer.decode, f"{problem.id}: where its samples part", console)
@@ -89,7 +89,9 @@ def _show_samples(folder: RunFolder, problem: Problem, tokenizer: Any, console: 
 
 
 def check_greedy(model: Any, tokenizer: Any, asked: Sequence[Prompted], console: Console) -> None:
-    """NotExact where all prompts together get other greedy tokens than from transformers' ``generate``, each alone."""
+    """Raise NotExact if all prompts in one batch get other greedy tokens than each alone from transformers'
+    ``generate``.
+    """
     prompts = [one.tokens for one in asked]
     ours = prefixkit.generate(model, tokenizer, prompts, temperature=0, max_new_tokens=GREEDY_TOKENS)
     prefixkit.unpatch(model)

@@ -21,11 +21,11 @@ class DeviceError(OSError):
 
 
 class DeviceRefused(ValueError):
-    """The process of a device was asked for what cannot be done."""
+    """The process of a device has refused a request that cannot be met."""
 
 
 def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Console) -> None:
-    """Run ``prefixkit`` once for each device, and pass on what they say.
+    """Run ``prefixkit`` once for each device, and pass on the lines that the processes write.
 
     Args:
         devices: As torch names them.
@@ -33,9 +33,9 @@ def run_on_devices(devices: Sequence[str], arguments: Sequence[str], console: Co
         console: Where lines go, each with the device before it.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM, which all of them got.
-        DeviceError: one failed; the others were stopped, and what they had finished is kept.
-        DeviceRefused: one was asked for what cannot be done, as are then all.
+        Interrupted: Ctrl-C or SIGTERM, which was passed on to all processes.
+        DeviceError: one process failed; the others were stopped, and what they had finished is kept.
+        DeviceRefused: one process refused a request that cannot be met; all processes get the same request.
     """
     started: list[subprocess.Popen[bytes]] = []
     readers = []
@@ -71,13 +71,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed: it would keep the same command from going on."""
+    """Have the kernel end this process when its parent is killed: otherwise it would block the resumed command."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) -> None:
-    """Until all have ended, or one has failed."""
+    """Wait until all processes have ended, or one has failed."""
     left = dict(enumerate(started))
     while left:
         for index, process in list(left.items()):
@@ -92,9 +92,9 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], devices: Sequence[str]) ->
 
 
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, as Ctrl-C would, and wait."""
+    """End the processes that still run, as Ctrl-C would, and wait."""
     for process in started:
-        process.send_signal(signal.SIGINT)  # which does nothing where it has ended
+        process.send_signal(signal.SIGINT)  # does nothing if the process has ended
     for process in started:
         try:
             process.wait(timeout=30)

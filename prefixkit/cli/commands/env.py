@@ -1,4 +1,4 @@
-"""``prefixkit env``: what a report of a problem should say about the machine."""
+"""``prefixkit env``: facts about the machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def facts() -> list[tuple[str, str]]:
 
 
 def cpu_name() -> str:
-    """The CPU's name, and its family and model, since virtual machines say no more of the name than the brand."""
+    """The CPU's name, and its family and model, since in virtual machines the name is often only the brand."""
     info = _cpuinfo()
     known = {key: match[1] for key in ("model name", "cpu family", "model") if (match := _field(key, info))}
     name = known.get("model name") or platform.processor() or platform.machine()
@@ -63,7 +63,7 @@ def bfloat16_advice(cpuinfo: str, speed: float) -> str:
 
     Args:
         cpuinfo: As in ``/proc/cpuinfo``.
-        speed: How many times as fast as in float32 it multiplies matrices in bfloat16.
+        speed: How many times as fast the CPU multiplies matrices in bfloat16 as in float32.
     """
     found = _field("flags", cpuinfo) or _field("Features", cpuinfo)
     flags = found[1].split() if found else []
@@ -101,7 +101,7 @@ def _bfloat16_speed(rows: int = 32, width: int = 1024, repeats: int = 5) -> floa
 
 
 def versions() -> dict[str, str]:
-    """What computes samples, by package."""
+    """Versions of the packages that compute samples, by name."""
     found = {name: _installed(name) for name in ("prefixkit", "torch", "transformers", "numpy")}
     return {**found, "python": platform.python_version()}
 
@@ -114,7 +114,7 @@ def _installed(package: str) -> str:
 
 
 def _gpu_facts() -> list[tuple[str, str]]:
-    """The same about GPUs, driver, NVRTC and backend."""
+    """``(what, value)`` pairs about GPUs, driver, NVRTC and backend."""
     import torch
 
     import prefixkit.backends  # noqa: F401 - registers them
@@ -151,7 +151,7 @@ def _gpu(index: int) -> str:
 
 
 def _driver_release() -> str:
-    """The first version number of what the driver says of itself, and a comma; empty where it says nothing."""
+    """The driver's release, the first version number in its own description, and a comma; "" without description."""
     try:
         found = re.search(r"(?<!\S)\d+(\.\d+)+(?!\S)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:

@@ -21,7 +21,7 @@ from prefixkit.evaluation.judge import BadTests, Judge
 
 
 def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console: Console) -> None:
-    """Judge what has no verdict yet, and show pass@k."""
+    """Judge the candidates that have no verdict yet, and show pass@k."""
     folder = RunFolder(run)
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {jobs}")
@@ -45,7 +45,7 @@ def run_evaluate(run: Path, jobs: int | None, unsafe: bool, quiet: bool, console
 
 @contextmanager
 def open_judge(quiet: bool, **options: Any) -> Iterator[Judge]:
-    """A judge, whose log is shown: whether programs have cgroups, or no sandbox at all."""
+    """A judge whose log lines are shown: whether programs have cgroups, or no sandbox at all."""
     log = logging.getLogger("prefixkit.evaluation.judge")
     level = log.level
     log.setLevel(logging.WARNING if quiet else logging.INFO)
@@ -86,7 +86,7 @@ def judge_with_bar(
 def solved_of(
     folder: RunFolder, part: Part, judge: Judge, quiet: bool, console: Console
 ) -> Callable[[Sequence[int], int], set[int]]:
-    """Judges the samples of earlier rounds, and says which problems are solved by them."""
+    """A function that judges the samples of earlier rounds and returns the problems that they solve."""
     solved: set[int] = set()
 
     def before_a_round(places: Sequence[int], first: int) -> set[int]:

@@ -39,7 +39,7 @@ def run_export(run: Path, format: str, out: str, console: Console) -> None:
 
 
 def _new(path: Path, held: ExitStack) -> IO[bytes]:
-    """A file that is there once ``held`` has ended without an error."""
+    """A file that exists only once ``held`` has ended without an error."""
     if path.exists():
         raise FileExistsError(f"{path} exists already; choose another --out")
     try:

@@ -1,4 +1,4 @@
-"""``prefixkit inspect``: what prompts share, and what that would save, before anything runs."""
+"""``prefixkit inspect``: the tokens that prompts share, and what sharing them would save, before anything runs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def run_inspect(
 def estimate(
     tree: PrefixTree, samples: int, max_new_tokens: int, bytes_per_token: int, bytes_per_state: int = 0
 ) -> Report:
-    """The report of a run in which every sample of each prompt has all its tokens, all samples at once.
+    """The report of a run in which all samples of all prompts run at once, each to ``max_new_tokens``.
 
-    The last token of a sample is never computed; ``bytes_per_token`` is its KV over all layers, ``bytes_per_state``
-    a state of all layers that keep one: each sample has one, and each node of the prompts' tree.
+    The last token of a sample is never computed; ``bytes_per_token`` is a token's KV over all layers,
+    ``bytes_per_state`` a state over all layers that keep one: each sample and each node of the prompts' tree has one.
     """
     snapshot, grown = tree.snapshot(), max_new_tokens - 1
     prompts, distinct = len(snapshot.sequence_id), snapshot.num_tokens

@@ -1,4 +1,4 @@
-"""``prefixkit report``: what run folders came to, in the terminal and as a page."""
+"""``prefixkit report``: the results of run folders, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefixkit.evaluation.report import write_report
 
 
 def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Console) -> None:
-    """Show what the folders hold, and write the page and its JSON."""
+    """Show the folders' results, and write the page and its JSON."""
     if twice := [run for place, run in enumerate(runs) if run.resolve() in {one.resolve() for one in runs[:place]}]:
         raise ValueError(f"{twice[0]} is given twice; give each run once")
     folders = [RunFolder(run) for run in runs]

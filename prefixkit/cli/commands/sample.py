@@ -53,12 +53,12 @@ from prefixkit.session.session import Session
 from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
 
-# Samples at once, where --in-flight does not say: so many keep a device at work, and no more are lost with a process.
+# Samples at once without --in-flight: enough to keep a device at work; a killed process loses no more than these.
 IN_FLIGHT = {"cpu": 128, "cuda": 1024}
 
 
 def run_sample(source: Source, params: SamplingParams, settings: Settings, console: Console) -> None:
-    """Sample and write; every check that needs no model comes before one is loaded, and what is written after all."""
+    """Sample and write; checks that need no model run before it is loaded, and nothing is written before all checks."""
     _check(settings)
     problems = load(source, settings.prompting)
     if settings.tensor_parallel:
@@ -77,7 +77,7 @@ def run_sample(source: Source, params: SamplingParams, settings: Settings, conso
     if settings.round is not None:
         available()
     if settings.run is not None and not check_place(settings.run):
-        known = RunFolder(settings.run).manifest  # differences that need no weights are found before these are loaded
+        known = RunFolder(settings.run).manifest  # finds differences that need no weights before these are loaded
         manifest = manifest_of(asked, params, settings, tokenizer, chat)
         known.check_same(manifest, str(settings.run), ("tokenizer", "chat", "params", "logprobs", "prompts"))
     model = load_model(
@@ -97,12 +97,12 @@ def sample_prompted(
     console: Console,
     why: str = "",
 ) -> RunFolder | None:
-    """Sample what is missing from a model that is there; returns the run folder, if there is one.
+    """Sample what is missing with a loaded model; returns the run folder, if there is one.
 
-    Of processes that share the model the first does, and the others run the steps that it runs.
+    Of processes that share the model the first does this, and the others run the same steps as the first.
 
     Args:
-        why: A line about the device, to be said once nothing can be refused any more.
+        why: A line about the device, shown once nothing can be refused any more.
     """
     manifest, goal = manifest_of(asked, params, settings, tokenizer, chat), _goal(asked, settings)
     _check_stops(model, params)
@@ -133,7 +133,7 @@ def sample_prompted(
 
 @contextmanager
 def _helped(session: Session) -> Iterator[bool]:
-    """Whether this is the first of the processes that share the model, whose end ends the others."""
+    """Whether this is the first of the processes that share the model; its exit from the block ends the others."""
     agreement = agreement_of(session.model)
     yield not agreement.rank
     if not agreement.rank:
@@ -141,13 +141,13 @@ def _helped(session: Session) -> Iterator[bool]:
 
 
 def _help(session: Session) -> None:
-    """Run what the first process runs, until it ends."""
+    """Run the requests that the first process runs, until it ends."""
     while (wanted := agreement_of(session.model).first(None)) is not None:
         session.run(wanted, return_samples=False, on_sample=lambda sample: None)
 
 
 def _run(session: Session, wanted: list[Request], give: Callable[[Sample], None], meter: Meter) -> Report:
-    """Run requests here and in the processes that share the model, of which each gets every token."""
+    """Run requests here and in the processes that share the model; each process gets every token."""
     own = agreement_of(session.model).first(wanted)
     return session.run(own, return_samples=False, on_sample=give, on_step=meter.count_tokens).report
 
@@ -158,7 +158,7 @@ def _say(text: str, settings: Settings, console: Console) -> None:
 
 
 def sample_on_devices(devices: str, source: Source, settings: Settings, console: Console) -> None:
-    """A process for each device, with its part of the samples."""
+    """Run a process for each device, with its part of the samples."""
     _check(settings)
     for wrong, why in (
         (settings.run is None, "processes share a run folder; give --run FOLDER"),
@@ -185,7 +185,7 @@ def sample_into(
     console: Console,
     judge: Judge | None = None,
 ) -> None:
-    """Sample what a run folder lacks, under a progress bar; a judge says after each round what is solved."""
+    """Sample what a run folder lacks, under a progress bar; a judge finds the solved problems after each round."""
     meter = Meter(console, settings.quiet, lambda: _condition(session))
 
     def begin(progress: Progress) -> None:
@@ -295,20 +295,20 @@ def _check(settings: Settings) -> None:
 
 
 def _dtypes(model: Any, settings: Settings) -> str:
-    """What samples are computed in."""
+    """The dtypes in which samples are computed, as text."""
     own = str(model.dtype).removeprefix("torch.")
     return own if settings.kv_dtype is None else f"{own}, K and V in {settings.kv_dtype}"
 
 
 def _check_stops(model: Any, params: SamplingParams) -> None:
-    """Refuse tokens that end samples and that the model cannot sample."""
+    """Refuse stop tokens that the model cannot sample."""
     size = text_config(model).vocab_size
     if strange := [one for one in params.stop_token_ids or () if one >= size]:
         raise ValueError(f"--stop-token-ids {strange[0]}: the model's tokens are from 0 to {size - 1}")
 
 
 def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], settings: Settings) -> Session:
-    """A session whose pool holds what runs at once, within the budget."""
+    """A session whose pool holds all samples that run at once, within the budget."""
     from prefixkit.models import kv_spec
 
     spec = kv_spec(model)
@@ -321,7 +321,7 @@ def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], setti
     return Session(
         model,
         tokenizer,
-        kv_budget=budget if spec.states else pages * size * spec.bytes_per_token,  # states take what KV leaves
+        kv_budget=budget if spec.states else pages * size * spec.bytes_per_token,  # states use memory left by KV
         page_size=size,
         compiled=settings.compiled,
         most_running=running,
