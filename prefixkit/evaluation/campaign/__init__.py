@@ -1,1 +1,1 @@
-"""Sampling campaigns: a run folder that is resumed exactly, whatever stopped it."""
+"""Sampling campaigns: each has a run folder that can be resumed exactly, whatever stopped the run."""

@@ -1,12 +1,12 @@
-"""A run folder: what a campaign has sampled, by whichever processes, and what it has come to.
+"""A run folder: the samples of a campaign, by whichever processes, and their verdicts.
 
 ======================  ==============================================================================================
 ``manifest.json``       what the samples depend on (:mod:`manifest`); written once
-``problems.jsonl.gz``   the problems, with their tests, and what of a program precedes each sample
+``problems.jsonl.gz``   the problems, with their tests, and the part of a program that precedes each sample
 ``samples/``            shards (:mod:`shards`)
-``verdicts/``           what candidates came to, a line each (:mod:`verdicts`)
-``tree.json``           what the prompts share, to be drawn
-``history.jsonl``       when it was sampled, by which command, how fast, and what was shared
+``verdicts/``           verdicts on candidates, a line each (:mod:`verdicts`)
+``tree.json``           the prefix tree of the prompts, to be drawn
+``history.jsonl``       when samples were made, by which command, how fast, and what they shared
 ``locks/``              held by the processes that are sampling
 ======================  ==============================================================================================
 """
@@ -38,7 +38,7 @@ if sys.platform != "win32":
 log = logging.getLogger("prefixkit")
 
 _PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
-# What an event of the history may have, and the last second that a date can be made of.
+# Types of the fields that an event of the history may have, and the last second that a date can express.
 _FIELDS: dict[str, Any] = {
     **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
     "report": Mapping[str, float | Mapping[str, float]],
@@ -47,11 +47,11 @@ _LAST = 253_402_300_799
 
 
 class NotARun(ValueError):
-    """A folder is no run folder, or cannot become one."""
+    """A folder is not a run folder, or cannot become one."""
 
 
 class DamagedRun(ValueError):
-    """Some of a run folder is damaged; all else was read."""
+    """Parts of a run folder are damaged; all else was read."""
 
 
 class FolderBusy(OSError):
@@ -60,13 +60,13 @@ class FolderBusy(OSError):
 
 @dataclass(frozen=True)
 class Asked:
-    """A problem as it was asked.
+    """A problem as the model was asked it.
 
     Attributes:
-        problem: With its tests.
-        begun: What of the program precedes each sample; "" where the answer starts with it, or brings it in a code
-            block.
-        damaged: Its line cannot be read: nothing is known of the problem but its id.
+        problem: The problem, with its tests.
+        begun: The part of the program that precedes each sample; "" if the answer starts the program, or has it in a
+            code block.
+        damaged: Whether its line cannot be read: then only the problem's id is known.
     """
 
     problem: Problem
@@ -91,14 +91,14 @@ class Part:
 
 
 class RunFolder:
-    """A run folder that is there.
+    """An existing run folder.
 
     Attributes:
-        damage: What of its samples and problems could not be read until now, each with file and line, as a set in
-            order; see :func:`check_whole`.
+        damage: The samples and problems that could not be read so far, each with file and line, as an ordered set;
+            see :func:`check_whole`.
 
     Raises:
-        NotARun: it is not there, or holds something else.
+        NotARun: the folder does not exist, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class RunFolder:
         return self.path / "samples"
 
     def asked(self) -> list[Asked]:
-        """The problems as they were asked, in the order of the manifest; one that cannot be read is damage."""
+        """The problems as they were asked, in the order of the manifest; unreadable ones are added to ``damage``."""
         place, prompts = self.path / _PROBLEMS, self.manifest.prompts
         remedy = "give the command of prefixkit sample again, which writes it anew, or restore it"
         content = _problems_of(self.path)
@@ -138,7 +138,9 @@ class RunFolder:
         return found
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Every sample, each once; of shards that are open, what is whole; what is none of the campaign is damage."""
+        """Every sample, each once, whole lines of open shards included; lines that are no samples of the campaign are
+        added to ``damage``.
+        """
         seen = [set[int]() for _ in self.manifest.prompts]
         found = {path.with_suffix(".jsonl") for kind in ("json", "jsonl") for path in self.shards.glob(f"*.{kind}")}
         for path in sorted(found):
@@ -149,26 +151,28 @@ class RunFolder:
                     yield record
 
     def warn(self, what: str) -> None:
-        """Say once what was passed over, and is not missed."""
+        """Log once what was skipped without loss."""
         if what not in self._warned:
             self._warned.add(what)
             log.warning("%s", what)
 
     def have(self) -> list[bytearray]:
-        """Which samples closed shards hold, as :func:`~prefixkit.evaluation.campaign.shards.held` says it."""
+        """The samples that closed shards hold, in the form of :func:`~prefixkit.evaluation.campaign.shards.held`."""
         return held(self.shards, len(self.manifest.prompts))
 
     def keep_tree(self, branches: list[dict[str, Any]]) -> None:
-        """Keep what the prompts share, for the report: nodes with ``tokens``, ``shared_by``, ``text``, ``children``."""
+        """Write the tree of the prompts for the report: nodes with ``tokens``, ``shared_by``, ``text``,
+        ``children``.
+        """
         put(self.path / TREE, json.dumps(branches).encode())
 
     def tree(self) -> Any:
-        """What :meth:`keep_tree` has kept; ValueError or RecursionError where it is no JSON any more."""
+        """The tree that :meth:`keep_tree` has written; ValueError or RecursionError if its file is no longer JSON."""
         place = self.path / TREE
         return json.loads(place.read_bytes()) if place.exists() else []
 
     def history(self) -> list[dict[str, Any]]:
-        """What happened, in order: the events of :meth:`note`; a line that is none is passed over, and said."""
+        """The events of :meth:`note`, in order; other lines are skipped, with a warning."""
         place = self.path / "history.jsonl"
         events, bad = read_lines(place, _event) if place.exists() else ([], [])
         if bad:
@@ -176,7 +180,7 @@ class RunFolder:
         return events
 
     def note(self, **event: Any) -> None:
-        """Append an event to the history; where it cannot be written, samples are what matters."""
+        """Append an event to the history; a failed write is passed over, since samples matter more."""
         try:
             with (self.path / "history.jsonl").open("ab", buffering=0) as file:
                 file.write(line_of(event))
@@ -185,9 +189,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, part: Part) -> Iterator[None]:
-        """Sample ``part`` alone: close what others have left open, and keep those out that would sample the same.
+        """Sample ``part`` alone: close shards that others left open, and lock out others that would sample the same.
 
-        Parts of one division may be sampled at once; those of another division wait for them.
+        Parts of one division may be sampled at once; a process that samples a part of another division is refused.
 
         Raises:
             FolderBusy: another process is sampling the same.
@@ -210,16 +214,16 @@ class RunFolder:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Judge all of it alone; FolderBusy where another process does."""
+        """Judge the whole folder alone; FolderBusy if another process is judging it."""
         with _lock(self.path / "locks" / "judging", f"another process is judging {self.path}"):
             yield
 
 
 def check_place(path: Path) -> bool:
-    """Whether there is no run folder yet at ``path``, but can be one.
+    """Whether a run folder can be made at ``path``; False if there is one already.
 
     Raises:
-        NotARun: it is a file, or a folder with files that are none of a run folder's.
+        NotARun: ``path`` is a file, or a folder with files that do not belong to a run folder.
     """
     if (path / "manifest.json").exists():
         return False
@@ -233,12 +237,12 @@ def check_place(path: Path) -> bool:
 
 
 def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
-    """The run folder of a campaign: made, or found with an equal manifest.
+    """The run folder of a campaign: a new one, or an existing one with an equal manifest.
 
     Raises:
-        OtherCampaign: it holds samples of another one.
-        NotARun: it holds files that are none of a run folder's.
-        OSError: it cannot be written.
+        OtherCampaign: the folder holds samples of another campaign.
+        NotARun: the folder holds files that do not belong to a run folder.
+        OSError: the folder cannot be written.
     """
     rows = (json.dumps({"problem": one.problem.to_json(), "begun": one.begun}) for one in asked)
     lines = "".join(f"{row}\n" for row in rows).encode()
@@ -259,14 +263,14 @@ def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
 
 
 def check_whole(folders: Sequence[RunFolder], done: str) -> None:
-    """Raise DamagedRun where some of the folders could not be read, after all else was ``done``."""
+    """Raise DamagedRun if parts of the folders could not be read, after all else was ``done``."""
     damage = [what for folder in folders for what in folder.damage]
     if damage:
         raise DamagedRun(f"all else was {done}, but {some(damage)}")
 
 
 def _problems_of(path: Path) -> bytes | None:
-    """The lines of the problems; None where they are missing or damaged."""
+    """The lines of the problems; None if they are missing or damaged."""
     try:
         return gzip.decompress((path / _PROBLEMS).read_bytes())
     except (OSError, EOFError, zlib.error):
@@ -282,7 +286,7 @@ def _asked(line: bytes) -> Asked | None:
 
 
 def _event(record: dict[str, Any]) -> dict[str, Any]:
-    """An event, of whose fields each is what it must be."""
+    """``record`` as an event, each field checked."""
     for name in {"event", "at", *(_FIELDS.keys() & record.keys())}:
         typed(record[name], _FIELDS[name], name)
     if min(record["at"], *(record.get(name, 0) for name in ("samples", "tokens"))) < 0 or record["at"] > _LAST:
@@ -292,7 +296,7 @@ def _event(record: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _lock(place: Path, busy: str, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
-    """Hold a lock; FolderBusy where another process holds it.  File systems without locks have none."""
+    """Hold a lock; FolderBusy if another process holds it.  On file systems without locks nothing is locked."""
     place.parent.mkdir(exist_ok=True)
     file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     try:

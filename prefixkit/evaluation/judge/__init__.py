@@ -1,4 +1,4 @@
-"""Runs candidate programs in a sandbox and says which of them solve their problems."""
+"""Runs candidate programs in a sandbox and decides which of them solve their problems."""
 
 from prefixkit.evaluation.judge.judge import Judge, available
 from prefixkit.evaluation.judge.judge_errors import BadTests, NoCompiler, NoSandbox

@@ -1,4 +1,4 @@
-"""Verdicts about programs that ended before they were done."""
+"""Verdicts on programs that ended early."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from prefixkit.evaluation.judge.verdict import Verdict
 from prefixkit.evaluation.tasks.problem import Limits
 
 DETAIL = 300  # characters
-_BUSY = 0.9  # a program that computed for this share of its time, or was free to, was not starved
+_BUSY = 0.9  # a program that computed, or could have computed, for this share of its time was not starved
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict, and what decides whether it is kept.
+    """A verdict, and whether it may be due to load on the machine.
 
     Attributes:
-        verdict: What the candidate came to.
-        delayed: Whether others than the program may be the reason that it went beyond its time, or was killed.
+        verdict: The candidate's verdict.
+        delayed: Whether the program may have exceeded its time, or been killed, because of other processes.
     """
 
     verdict: Verdict
@@ -29,7 +29,7 @@ class Judged:
 
 
 class Over(Exception):
-    """The candidate's verdict is known before its tests are done.
+    """The candidate's verdict is known before all tests have run.
 
     Attributes:
         judged: The verdict.
@@ -47,7 +47,7 @@ def line(text: str) -> str:
 
 
 def ended(process: Process, limits: Limits, case: int | None = None, beside: Sequence[Process] = ()) -> Judged:
-    """The verdict about a program that has ended, or went beyond a limit, where more was to come."""
+    """The verdict on a program that ended, or exceeded a limit, before its last answer."""
     if process.excess == "timeout":
         busy = sum(one.cpu for one in (process, *beside)) >= _BUSY * limits.seconds
         starved = max(one.starved for one in (process, *beside)) > (1 - _BUSY) * limits.seconds

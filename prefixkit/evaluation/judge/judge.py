@@ -27,14 +27,14 @@ from prefixkit.evaluation.tasks.problem import Calls, Checks, Oracle, Problem, S
 
 logger = logging.getLogger(__name__)
 Key = TypeVar("Key")
-_AHEAD = 4  # programs that wait, for each that runs
+_AHEAD = 4  # waiting programs for each running one
 
 
 def available() -> None:
-    """Try whether there can be sandboxes here.
+    """Try whether sandboxes can be made on this machine.
 
     Raises:
-        NoSandbox: there can be none; the message names the remedy.
+        NoSandbox: none can be made; the message names the remedy.
     """
     Sandbox().check()
 
@@ -42,19 +42,19 @@ def available() -> None:
 class Judge:
     """Runs candidate programs and gives verdicts that they cannot forge.
 
-    A program that goes beyond its time, and had to wait for a CPU or for the judge, runs once more, alone: load on the
-    machine makes no verdicts.  Equal programs of equal tests run once.  A judge may be used by several threads, and
-    must be made in a process that does not fork while it judges.
+    A program that exceeds its time, and had to wait for a CPU or for the judge, runs once more, alone, so that load on
+    the machine decides no verdict.  Equal programs with equal tests run once.  Several threads may use a judge; the
+    process that makes it must not fork while it judges.
 
     Args:
         jobs: Programs that run at once; by default one for each CPU.
-        plain_subprocesses: Run programs without a sandbox, where there is none to be had: a program that wants to can
-            then read and delete files, and forge its verdict.
-        sandbox: Instead of the default; for tests.
+        plain_subprocesses: Run programs without a sandbox, for machines where none can be made: a program can then
+            read and delete files, and forge its verdict.
+        sandbox: Replaces the default sandbox; for tests.
 
     Raises:
-        NoSandbox: there can be no sandbox here; the message names the remedy.
-        ValueError: no positive number of jobs.
+        NoSandbox: no sandbox can be made on this machine; the message names the remedy.
+        ValueError: ``jobs`` is not positive.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Judge:
         self._sandbox.close()
 
     def verdict(self, program: str, problem: Problem) -> Verdict:
-        """What a program comes to.
+        """The verdict on a program.
 
         Raises:
             ValueError: the problem has no tests, tests that its language cannot have, or tests that do not run.
-            NoCompiler: it is in C++, and there is no compiler here.
+            NoCompiler: the program is in C++, and this machine has no compiler.
             NoSandbox: a sandbox could not be made.
         """
         key = key_of(program, problem)
@@ -103,18 +103,18 @@ class Judge:
         items: Iterable[tuple[Key, str, Problem]],
         on_bad_tests: Callable[[Key, BadTests], None] | None = None,
     ) -> Iterator[tuple[Key, Verdict]]:
-        """Verdicts about programs, each with the key that came with it, as they are done.
+        """Verdicts on programs, each with the key of its item, in the order in which they are reached.
 
-        Items are taken as they are needed, at most ``4 * jobs`` ahead.  Where the caller stops early, programs that
-        run are still judged, and those that wait are not.
+        Items are taken as they are needed, at most ``4 * jobs`` ahead.  If the caller stops early, running programs
+        are still judged, and waiting ones are not.
 
         Args:
             items: Key, program and problem of each.
-            on_bad_tests: Called with the key of a program whose problem's tests do not run, or are none that can be
-                judged by; it gets no verdict.  None: the error is raised.
+            on_bad_tests: Called with the key of a program whose problem's tests do not run, or cannot judge programs;
+                the program gets no verdict.  None: the error is raised.
 
         Raises:
-            As :meth:`verdict`.
+            The errors of :meth:`verdict`.
         """
         pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="judge")
         source = (
@@ -131,9 +131,9 @@ class Judge:
                     key, where = pending.pop(future)
                     try:
                         verdict = future.result()
-                    except OSError:  # there is no sandbox or compiler, or the machine lacks something
+                    except OSError:  # no sandbox, no compiler, or a lack of some resource
                         raise
-                    except Exception as error:  # whatever a problem's tests are, the others are judged
+                    except Exception as error:  # however bad a problem's tests are, the others are judged
                         if on_bad_tests is None:
                             raise
                         on_bad_tests(key, error if isinstance(error, BadTests) else _bad(where, error))

@@ -1,14 +1,14 @@
-"""What keeps the judge from judging at all, as against a verdict."""
+"""Errors that prevent a verdict."""
 
 from __future__ import annotations
 
 
 class NoSandbox(OSError):
-    """There is no sandbox to be had here; the message names the remedy."""
+    """No sandbox can be made on this machine; the message names the remedy."""
 
 
 class NoCompiler(OSError):
-    """C++ programs cannot be judged here, since there is no compiler; the message names the remedy."""
+    """C++ programs cannot be judged, since this machine has no compiler; the message names the remedy."""
 
 
 class BadTests(ValueError):

@@ -1,4 +1,4 @@
-"""What a verdict depends on, as a key."""
+"""The key of a verdict: a hash of everything that decides it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import platform
 
 from prefixkit.evaluation.tasks.problem import Problem
 
-VERSION = 2  # of the judge: raised where verdicts may come to differ
+VERSION = 2  # the judge's version, raised when a change may change verdicts
 
 
 def digest_of(problem: Problem) -> bytes:
-    """What all verdicts about a problem's programs depend on beside the program, as 32 bytes.
+    """A hash, 32 bytes, of everything but the program that decides the verdicts on a problem's programs.
 
-    That is the tests, the limits, the language, the version of the judge, and for Python that of Python; not what the
-    problem is called.
+    That is the tests, the limits, the language, the version of the judge, and for Python that of Python; not the
+    problem's id.
 
     Raises:
         ValueError: the problem has no tests.
@@ -29,12 +29,12 @@ def digest_of(problem: Problem) -> bytes:
 
 
 def key_of(program: str, problem: Problem, digest: bytes | None = None) -> str:
-    """SHA-256, in hexadecimal, over all that decides the verdict about a program.
+    """SHA-256, in hexadecimal, of everything that decides the verdict on a program.
 
     Args:
         program: The candidate.
-        problem: With its tests.
-        digest: What :func:`digest_of` gives for the problem, where it is known.
+        problem: Its problem, with tests.
+        digest: The result of :func:`digest_of` for the problem, if known.
 
     Raises:
         ValueError: the problem has no tests.

@@ -1,4 +1,4 @@
-"""What a campaign found: pass@k with confidence intervals, and a page that opens offline.
+"""The report of a campaign: pass@k with confidence intervals, and a page that opens offline.
 
 The caller fills :class:`Facts`; :func:`write_report` writes the page and its numbers as JSON.
 """

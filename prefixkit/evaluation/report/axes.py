@@ -1,4 +1,4 @@
-"""Axes of a figure: from values to places, and where the marks go."""
+"""Axes of a figure: the pixel of each value, and the places of the marks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DIGIT = 7.0  # pixels that a character of a mark takes, about
+DIGIT = 7.0  # pixels of a character of a mark, about
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark of an axis, in pixels; without a label where there is no room for one."""
+    """A mark of an axis, in pixels; without a label if there is no room for one."""
 
     at: float
     label: str
@@ -42,7 +42,7 @@ def nice_step(length: float, most: int) -> float:
 
 
 def nice_range(low: float, high: float, most: int) -> tuple[float, float, float]:
-    """``(low, high, step)`` of an axis around some values, in whole steps; from 0 where that is near."""
+    """``(low, high, step)`` of an axis around some values, in whole steps; it starts at 0 if ``low`` is near 0."""
     if low > 0 and low < 0.5 * high:
         low = 0.0
     if high <= low:
@@ -57,7 +57,7 @@ def steps(low: float, high: float, step: float) -> list[float]:
 
 
 def log_ticks(values: Sequence[int], scale: Scale) -> tuple[Tick, ...]:
-    """A tick for each value; a label wherever it touches none before it, and at the last."""
+    """A tick for each value; ticks whose label would touch the label before it have none, except for the last."""
     places = [scale(value) for value in values]
     widths = [DIGIT * (len(f"{value:,}") + 1) for value in values]
     last = places[-1] - widths[-1] / 2

@@ -1,4 +1,4 @@
-"""The pass@k curves of a run, and the points that stand in its headline."""
+"""The pass@k curves of a run, and the points in its headline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixkit.evaluation.report.run_summary import Facts
 
 
 def curves_of(facts: Facts) -> tuple[Curve, ...]:
-    """A curve for each group, or one of all samples; none where nothing was judged.
+    """A curve for each group, or one of all samples; none if no sample was judged.
 
     All curves have the same k, so that they can be compared: up to the fewest judged samples that a problem has in
     any group.

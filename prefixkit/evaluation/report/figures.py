@@ -1,6 +1,6 @@
-"""Line figures as places in pixels: pass@k over k, and what was sampled over time.  The template draws them as SVG.
+"""Line figures in pixels: pass@k over k, and tokens and samples over time.  The template draws them as SVG.
 
-Each is made for a wide and for a narrow screen: scaled down, its text could not be read.
+Each figure is made for a wide and for a narrow screen: text in a figure that is scaled down could not be read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from prefixkit.evaluation.report.run_summary import Progress
 WIDE, NARROW = 840, 340  # pixels
 LINE = 14.0  # between the labels of lines
 STYLES = 8  # of lines: colours, dashes and marks
-MOST_BANDS = 4  # that can be told apart where they lie on each other
-_MOST_POINTS = 240  # of a line over time
+MOST_BANDS = 4  # more bands on top of each other could not be told apart
+_MOST_POINTS = 240  # points of a line over time
 _STEP = 10.0  # seconds: the shortest interval that the speed is averaged over, in runs longer than that
 
 
@@ -90,7 +90,7 @@ def curve_figure(curves: Sequence[Curve], width: int) -> Figure:
 
 
 def progress_figures(progress: Sequence[Sequence[Progress]], width: int) -> tuple[Figure, ...]:
-    """Tokens per second, and samples finished, over wall time; none where no time passed between moments."""
+    """Tokens per second, and samples finished, over wall time; none if no time passed between moments."""
     starts = [moments for moments in progress if moments and moments[-1].seconds > moments[0].seconds]
     if not starts:
         return ()
@@ -133,7 +133,7 @@ def _thinned(moments: Sequence[Progress]) -> Sequence[Progress]:
 def _paced(moments: Sequence[Progress]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Tokens per second between two moments, as a step of a staircase.
 
-    Tokens are counted when samples finish, often many at once: within less than ``_STEP`` they tell no speed.
+    Tokens are counted when samples finish, often many at once: over less than ``_STEP`` they do not show the speed.
     """
     ends = [moments[0]]
     for moment in moments:

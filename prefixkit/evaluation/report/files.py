@@ -12,10 +12,10 @@ from prefixkit.paths import replacing
 
 
 def write_report(facts: Facts, path: Path) -> tuple[Path, Path]:
-    """Write the page to ``path`` and the JSON beside it, each whole or not at all; returns both paths.
+    """Write the page to ``path`` and the JSON next to it, each whole or not at all; returns both paths.
 
     Args:
-        path: Of the page, as ``report.html``; its folder exists.
+        path: The page's path, as ``report.html``; its folder must exist.
 
     Raises:
         OSError: a file cannot be written.

@@ -1,7 +1,7 @@
 """A prefix tree as a picture: tokens to the right, sequences downwards.
 
-A rectangle is a node.  It is as wide as it has tokens and as high as there are sequences that share it, so its area is
-what a plain batch computes and keeps, and its width what prefixkit does.
+A rectangle is a node.  Its width is the number of its tokens, and its height the number of sequences that share it.  So
+its area is the number of tokens that a plain batch computes and stores, and its width the number that prefixkit does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Icicle:
 
 
 def icicle(picture: Picture, width: int) -> Icicle:
-    """The picture of a tree; nodes that are too thin to be seen are counted."""
+    """The picture of a tree; nodes that are too thin to be seen are only counted."""
     placed = list(_placed(picture.roots))
     end = max((start + branch.tokens for branch, start, _, _ in placed), default=0) or 1
     sequences = sum(branch.shared_by for branch in picture.roots) or 1
@@ -82,13 +82,13 @@ def icicle(picture: Picture, width: int) -> Icicle:
 
 
 def outline(branches: tuple[Branch, ...], most: int = 12) -> tuple[tuple[Row, ...], int]:
-    """The same as nested lines, the most shared first, and how many more there are at this level."""
+    """The tree as nested lines, the most shared nodes first, and the number of further nodes at this level."""
     order = sorted(branches, key=lambda branch: -branch.shared_by)
     return tuple(Row(branch, *outline(branch.children, most)) for branch in order[:most]), max(0, len(order) - most)
 
 
 def said(branch: Branch) -> str:
-    """A node's length, and who shares it."""
+    """A node's length, and the number of sequences that share it, in words."""
     shared = f", shared by {branch.shared_by:,}" if branch.shared_by > 1 else ""
     return f"{plural(branch.tokens, 'token')}{shared}"
 

@@ -3,8 +3,8 @@
 Over problems: the percentile bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13),
 with the quantiles moved outwards as Hesterberg does ("What Teachers Should Know about the Bootstrap", The American
 Statistician 69(4), 2015, the expanded percentile interval), since the plain percentiles of few problems are too close
-together.  What is resampled is a problem with its estimate, so the interval covers both which problems were chosen and
-which samples were drawn.
+together.  Problems are resampled with their estimates, so the interval covers both the choice of problems and the
+samples that were drawn.
 
 Of one problem: Wilson's score interval, which Brown, Cai and DasGupta ("Interval Estimation for a Binomial Proportion",
 Statistical Science 16(2), 2001) recommend for few samples, and which stays sensible at 0 and at all.
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-DRAWS = 4000  # resampled sets of problems; the share of draws beyond a bound is then within 0.005 of what it should be
+DRAWS = 4000  # resampled sets of problems: enough that the share of draws beyond a bound is right to within 0.005
 SEED = 20210707  # fixed, so that a report is the same each time it is made
 _AT_ONCE = 1 << 20  # resampled problems that are held in memory together
 _NORMAL_FROM = 1000  # degrees of freedom beyond which Student's t is the normal distribution
@@ -35,7 +35,7 @@ def bootstrap(values: Floats) -> tuple[Floats, Floats]:
         values: ``[problems, columns]``, at least two problems.
 
     Returns:
-        The lower and the upper bounds, ``[columns]``.  A column of equal values has bounds without a distance.
+        The lower and the upper bounds, ``[columns]``.  The bounds of a column of equal values are equal.
     """
     problems = len(values)
     random = np.random.default_rng(SEED)
@@ -64,12 +64,12 @@ def wilson(passed: float, trials: int) -> tuple[float, float]:
 
 @lru_cache
 def _expanded_tail(problems: int) -> float:
-    """The share of draws beyond each bound: that of a normal beyond Student's quantile, times sqrt(n / (n - 1))."""
+    """The share of draws beyond each bound: that of a normal variable beyond Student's quantile * sqrt(n / (n - 1))."""
     return NormalDist().cdf(-math.sqrt(problems / (problems - 1)) * student(problems - 1))
 
 
 def student(freedom: int) -> float:
-    """The bound that the absolute value of Student's t keeps with probability ``LEVEL``, by bisection.
+    """The bound within which the absolute value of Student's t lies with probability ``LEVEL``, by bisection.
 
     The distribution function is the finite series of Abramowitz and Stegun, "Handbook of Mathematical Functions",
     26.7.3 and 26.7.4, in the angle ``atan(t / sqrt(freedom))``.

@@ -1,4 +1,4 @@
-"""Numbers as the report writes them."""
+"""Numbers as text, in the form of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def percent(share: float) -> str:
-    """A share as percent: one decimal, two next to 0% and 100%, none at these."""
+    """A share in percent: one decimal, two decimals close to 0% and 100%, none at these two."""
     if share in (0, 1):
         return f"{share:.0%}"
     if share < 0.0001:
@@ -39,7 +39,7 @@ def short(number: float) -> str:
 
 
 def bytes_of(size: float) -> str:
-    """A size in the largest binary unit that it reaches."""
+    """A size in the largest binary unit of which it has at least one."""
     unit = 0
     while abs(size) >= 1024 and unit < len(_BYTES) - 1:
         size, unit = size / 1024, unit + 1
@@ -47,7 +47,7 @@ def bytes_of(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit that it reaches."""
+    """A time in the largest unit of which it has at least one."""
     for length, unit in _DURATIONS:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"

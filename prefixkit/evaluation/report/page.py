@@ -1,7 +1,7 @@
 """The page: one HTML file with its style, its figures and a small script inside, which loads nothing from elsewhere.
 
 Every text goes through :func:`~prefixkit.evaluation.report.shown.visible` and is then escaped by Jinja2, or is in a
-payload (:mod:`~prefixkit.evaluation.report.payloads`), of which the script makes text nodes; the page's own content
+payload (:mod:`~prefixkit.evaluation.report.payloads`), from which the script makes text nodes; the page's own content
 security policy admits its style and its script by their hashes, and nothing else.
 """
 
@@ -37,7 +37,7 @@ from prefixkit.evaluation.report.verdict_figures import (
 LONGEST_SETTING = 4000  # characters of a parameter or a command that are shown
 LONGEST_ID = 60  # characters of a problem's id that are shown
 _SCRIPTS = ("diff.js", "table.js", "programs.js")
-FEW_PROBLEMS = 10  # below which an interval over problems is rough
+FEW_PROBLEMS = 10  # with fewer, an interval over problems is rough
 
 
 def render_page(facts: Facts) -> str:
@@ -82,14 +82,14 @@ def render_page(facts: Facts) -> str:
 
 
 def _program_facts(facts: Facts, beginning: bool) -> Markup:
-    """What the script must know of all problems, as JSON that ends no element."""
+    """Facts about all problems for the script, as JSON that cannot end an HTML element."""
     groups = [visible(group.label, LONGEST_ID) for group in facts.groups]
     record = {"outcomes": list(OUTCOMES), "groups": groups, "beginning": beginning}
     return Markup(json.dumps(record).replace("<", "\\u003c"))
 
 
 def _headline(facts: Facts, found: tuple[Curve, ...]) -> list[tuple[str, str, str]]:
-    """``(what, number, remark)`` of the numbers that stand first."""
+    """``(what, number, remark)`` of the numbers at the top of the page."""
     items = []
     for k in sorted({1, last_k(found)} - {0}):
         if best := best_at(found, k):
@@ -112,7 +112,7 @@ def _headline(facts: Facts, found: tuple[Curve, ...]) -> list[tuple[str, str, st
 
 
 def _notes(found: tuple[Curve, ...]) -> list[str]:
-    """What must be known to read the intervals."""
+    """Notes that a reader of the intervals needs."""
     points = [point for curve in found for point in curve.points]
     if not points:
         return []
@@ -142,7 +142,7 @@ def _interval_note(problems: int) -> str:
 
 
 def _saved(facts: Facts) -> list[str]:
-    """What was saved, in words."""
+    """The savings, in words."""
     saved = facts.saved
     said = []
     if saved.tokens is not None:
@@ -180,7 +180,7 @@ def _environment() -> Environment:
         "count": numbers.count,
         "head": cut_end,
         "percent": numbers.percent,
-        "places": Markup,  # points of a line, which are numbers of ours
+        "places": Markup,  # points of a line, which are numbers
         "plural": numbers.plural,
         "said": said,
     }
@@ -188,7 +188,7 @@ def _environment() -> Environment:
 
 
 def _harmless(value: Any) -> Any:
-    """What the template writes of a value: its texts one visible line; HTML of ours as it is."""
+    """A value as the template writes it: texts become one visible line; HTML that prefixkit made stays as it is."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -198,5 +198,5 @@ def _own(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content security policy calls a style or script by."""
+    """The name of a style or script in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,7 +1,7 @@
 """pass@k: the probability that at least one of k samples of a problem passes.
 
-The estimator of Chen et al., "Evaluating Large Language Models Trained on Code", 2021, arXiv:2107.03374, which is
-unbiased where each problem has n samples of which c passed: ``1 - C(n - c, k) / C(n, k)``, as the product
+The estimator of Chen et al., "Evaluating Large Language Models Trained on Code", 2021, arXiv:2107.03374, is unbiased
+for a problem with n samples of which c passed: ``1 - C(n - c, k) / C(n, k)``, computed as the product
 ``1 - prod(1 - k / i for i in n - c + 1 .. n)``, which neither overflows nor cancels.
 """
 
@@ -20,11 +20,11 @@ class Point:
     """pass@k of a set of problems.
 
     Attributes:
-        k: Samples of which one must pass.
+        k: The number of samples of which one must pass.
         estimate: The mean over the problems with at least k samples; 0 to 1.
         low, high: Its 95% confidence interval.
-        problems: How many had at least k samples.
-        left_out: How many had fewer.
+        problems: The number of problems with at least k samples.
+        left_out: The number of problems with fewer.
     """
 
     k: int
@@ -41,19 +41,19 @@ class Curve:
 
     Attributes:
         label: The group, as "T=0.6".
-        points: By rising k; none where no problem has a judged sample.
+        points: By rising k; none if no problem has a judged sample.
     """
 
     label: str
     points: tuple[Point, ...]
 
     def at(self, k: int) -> Point | None:
-        """The point of k, where there is one."""
+        """The point of k, if there is one."""
         return next((point for point in self.points if point.k == k), None)
 
 
 def estimate(samples: Sequence[int], passed: Sequence[int], k: int) -> Floats:
-    """pass@k of each problem, NaN where it has fewer than k samples.
+    """pass@k of each problem; NaN for problems with fewer than k samples.
 
     Args:
         samples: n of each problem.
@@ -91,19 +91,19 @@ def pass_at_k_curve(
 ) -> Curve:
     """pass@k over k with 95% confidence intervals.
 
-    The intervals are over problems (:func:`~prefixkit.evaluation.report.intervals.bootstrap`), except for two cases.
-    Of a single problem there is nothing to resample: the interval is Wilson's of its rate c / n, through ``1 - (1 -
-    rate)**k``, and covers which samples were drawn.  Where all problems have equal values, as where none is solved,
+    The intervals are over problems (:func:`~prefixkit.evaluation.report.intervals.bootstrap`), except for two cases.  A
+    single problem cannot be resampled: its interval is Wilson's for its rate c / n, mapped through ``1 - (1 -
+    rate)**k``, and covers only the choice of samples.  If all problems have equal values, as when none is solved,
     resampling finds no spread: the interval is Wilson's with the problems as trials, which is wide enough for any
-    values in 0..1, as none vary more than those that are 0 or 1.  pass@k never falls with k, so such a point keeps
-    a lower bound that was found at a smaller k.
+    values in 0..1, since values of 0 and 1 vary most.  pass@k never falls with k, so such a point keeps a lower bound
+    that was found at a smaller k.
 
     Args:
         samples: n of each problem: its judged samples.
         passed: c of each problem.
-        ks: By default :func:`ks_up_to` the fewest samples of a problem that has any, so that all points of the curve
-            are over the same problems.
-        label: The curve's.
+        ks: By default :func:`ks_up_to` the smallest number of samples of a problem that has any, so that all points of
+            the curve are over the same problems.
+        label: The curve's label.
 
     Raises:
         ValueError: as for :func:`estimate`.
@@ -126,7 +126,7 @@ def pass_at_k_curve(
             low, high = wilson(float(values.sum()), len(values))
             same = [point.low for point in points if point.problems == len(chosen)]
             low = max([low, *same])
-        # Wilson's interval is of another estimate, and rounding moves means: a bound is never past the estimate.
+        # Wilson's interval belongs to another estimate, and means are rounded: keep the bounds around the estimate.
         low, high = min(low, mean), max(high, mean)
         points.append(Point(k, mean, low, high, len(chosen), len(column) - len(chosen)))
     return Curve(label, tuple(points))
@@ -135,7 +135,7 @@ def pass_at_k_curve(
 def _bounds(columns: Sequence[Floats], sets: Sequence[np.ndarray]) -> list[tuple[float, float]]:
     """Bootstrap bounds of each column; columns over the same problems share their draws, which is faster."""
     found = [(0.0, 1.0)] * len(columns)
-    for size in {len(chosen) for chosen in sets if len(chosen) > 1}:  # problems with k samples: known by their number
+    for size in {len(chosen) for chosen in sets if len(chosen) > 1}:  # sets of one size are equal: problems with k samples
         alike = [index for index, chosen in enumerate(sets) if len(chosen) == size]
         low, high = bootstrap(np.stack([columns[index][sets[index]] for index in alike], axis=1))
         for place, index in enumerate(alike):

@@ -1,7 +1,8 @@
-"""Prompts, tests and programs as the page carries them: compressed, a text for each problem, opened when asked for.
+"""Prompts, tests and programs in the page: one compressed text for each problem, which the script opens when needed.
 
-A payload is base64 of zlib's format of JSON, which a browser opens with ``DecompressionStream("deflate")``.  Texts in
-it are made visible before (:func:`~prefixkit.evaluation.report.shown.marked`); the script makes text nodes of them.
+A payload is JSON in zlib's format, in base64, which a browser opens with ``DecompressionStream("deflate")``.  Hidden
+characters of its texts are escaped first (:func:`~prefixkit.evaluation.report.shown.marked`); the script makes text
+nodes of the texts.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from prefixkit.evaluation.report.shown import marked, visible
 
 ROOM = 14_000_000  # characters of all payloads together
 _LONGEST, _SHORTEST = 20_000, 160  # characters of a prompt, tests or a program
-_LINE = 4_000  # characters of a line of base64: editors do not like longer ones
-_WORTH = 200  # characters of a beginning that is worth being told apart
+_LINE = 4_000  # characters of a line of base64: editors handle longer lines badly
+_WORTH = 200  # characters that a common beginning must have to be shown apart
 _LEVEL = 6  # of zlib: 9 makes programs 3% smaller, in four times the time
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What the page carries of a problem.
+    """The texts of a problem in the page.
 
     Attributes:
         text: Base64, in lines.
-        held: Programs in it.
+        held: The number of programs in it.
     """
 
     text: str
@@ -38,10 +39,10 @@ class Payload:
 
 
 def beginning_of(problems: Sequence[Problem]) -> str:
-    """What all prompts begin with, in whole lines, such as few-shot examples; "" where that is short."""
+    """The beginning that all prompts share, in whole lines, such as few-shot examples; "" if it is short."""
     if len(problems) < 2:
         return ""
-    # What the first and the last of sorted texts begin with, all between them do.
+    # All texts share the beginning that the first and the last of the sorted texts share.
     first, last = (find(problem.prompt for problem in problems) for find in (min, max))
     same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     shared = first[: first.rfind("\n", 0, same) + 1]
@@ -49,13 +50,13 @@ def beginning_of(problems: Sequence[Problem]) -> str:
 
 
 def payload_of_beginning(beginning: str) -> str:
-    """The payload of what all prompts begin with."""
+    """The payload of the beginning that all prompts share."""
     return _packed({"prompt": marked(beginning, _LONGEST)})
 
 
 def payloads(problems: Sequence[Problem], beginning: str, room: int = ROOM) -> list[Payload]:
-    """A payload for each problem: whole where all fit, else those that take more than their share hold fewer programs,
-    of every outcome some, and then shorter ones.
+    """A payload for each problem: whole if all fit, else payloads above their share hold fewer programs, some of every
+    outcome, and then shorter ones.
     """
     found = [_payload(problem, beginning, len(problem.candidates), _LONGEST) for problem in problems]
     if sum(len(one.text) for one in found) <= room:
@@ -66,7 +67,7 @@ def payloads(problems: Sequence[Problem], beginning: str, room: int = ROOM) -> l
 
 
 def _within(share: int, problem: Problem, beginning: str, whole: Payload) -> Payload:
-    """A payload of at most ``share`` characters, or the shortest there is."""
+    """A payload of at most ``share`` characters, or the shortest possible one."""
     fewest, longest, found = len(problem.counts), _LONGEST, whole
     while len(found.text) > share and (found.held > fewest or longest > _SHORTEST):
         if found.held > fewest:
@@ -90,7 +91,7 @@ def _payload(problem: Problem, beginning: str, most: int, longest: int) -> Paylo
 
 
 def _chosen(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The ``most`` that a page keeps, in their order: the first of each outcome, then the second, and so on."""
+    """The ``most`` candidates of a page, in their order: the first of each outcome, then the second, and so on."""
     seen: Counter[str] = Counter()
     ranks = []
     for place, one in enumerate(candidates):

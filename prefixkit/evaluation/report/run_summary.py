@@ -1,6 +1,6 @@
-"""What is known of a run: what a report is made of, filled by the caller.
+"""The facts about a run from which its report is made; the caller fills them in.
 
-Texts may hold anything: candidates come from a model, ids from a file.  The page and the terminal make them harmless.
+Texts may hold anything: candidates come from a model, ids from a file.  The page and the terminal escape them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# What a sample can come to, and what the report says of it.
+# The outcomes of a sample, and the report's words for them.
 OUTCOMES: Mapping[str, str] = {
     "passed": "passed every test",
     "failed": "gave a wrong result",
@@ -21,7 +21,7 @@ OUTCOMES: Mapping[str, str] = {
     "invalid": "does not parse or compile, or lacks the function asked for",
     "unjudged": "has no verdict yet, or its problem has no tests",
 }
-MOST_LEVELS = 64  # of a tree's picture
+MOST_LEVELS = 64  # levels of a tree's picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Draw:
     """A sample, by its place in the run.
 
     Attributes:
-        index: Which sample of the problem, from 0.
+        index: The sample's index among the problem's samples, from 0.
         tokens: Its length.
-        group: Of ``Facts.groups``, the number of the one that it belongs to; 0 where there are none.
+        group: The number of its group in ``Facts.groups``; 0 if there are no groups.
     """
 
     index: int
@@ -41,12 +41,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One program, and the samples that are it.
+    """One program, and the samples that gave it.
 
     Attributes:
         text: The program.
         outcome: One of ``OUTCOMES``.
-        detail: A line that says more of the verdict.
+        detail: A line with more about the verdict.
         draws: At least one sample.
     """
 
@@ -62,16 +62,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and what its samples came to.
+    """A problem and the results of its samples.
 
     Attributes:
         id: Names it.
         counts: Samples by outcome (``OUTCOMES``); outcomes without samples may be left out.
-        distinct: Different programs among the samples; None where they were not counted.
-        mean_tokens: Of a sample; None where unknown.
-        first_solved: The index of the first sample that passed, from 0; None where none did.
-        prompt: What the model was given, as text.
-        tests: What judges its programs, as text.
+        distinct: The number of different programs among the samples; None if they were not counted.
+        mean_tokens: The mean length of a sample; None if unknown.
+        first_solved: The index of the first sample that passed, from 0; None if none did.
+        prompt: The model's prompt, as text.
+        tests: The tests that judge its programs, as text.
         candidates: Its different programs: all of them, or as many as the caller has kept.
     """
 
@@ -96,17 +96,17 @@ class Problem:
 
     @property
     def judged(self) -> int:
-        """Samples that have a verdict: n of pass@k."""
+        """The number of samples that have a verdict: n of pass@k."""
         return self.samples - self.counts.get("unjudged", 0)
 
     @property
     def passed(self) -> int:
-        """Samples that passed: c of pass@k."""
+        """The number of samples that passed: c of pass@k."""
         return self.counts.get("passed", 0)
 
     @property
     def rate(self) -> float | None:
-        """The share of judged samples that passed; None where none was judged."""
+        """The share of judged samples that passed; None if none was judged."""
         return self.passed / self.judged if self.judged else None
 
 
@@ -115,7 +115,7 @@ class Group:
     """Samples that were drawn alike, as at one temperature; each group has a curve of its own.
 
     Attributes:
-        label: As "T=0.6".
+        label: The group's label, as "T=0.6".
         counts: ``(n, c)`` of each problem: judged samples, and those that passed.
     """
 
@@ -125,7 +125,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SavedRow:
-    """One line of what was saved, as text: ``what``, the numbers of prefixkit and of a plain batch, and their ratio."""
+    """A line of the savings, as text: the quantity, prefixkit's number, a plain batch's, and their ratio."""
 
     what: str
     ours: str
@@ -135,13 +135,13 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class Saved:
-    """What sharing saved against a plain batch, which computes and keeps every sequence for itself.
+    """What sharing saved relative to a plain batch, which computes and stores every sequence separately.
 
     Attributes:
-        rows: A table, in the units that they name.
-        tokens: Tokens that were not computed; None where unknown.
-        kv_bytes: Bytes of KV that were not held at the fullest moment; None where unknown.
-        seconds: Estimated wall time that was saved; None where nothing was measured.
+        rows: The rows of a table, each of which names its unit.
+        tokens: Tokens that were not computed; None if unknown.
+        kv_bytes: Bytes of KV by which the peak was lower; None if unknown.
+        seconds: Estimated wall time that was saved; None if nothing was measured.
     """
 
     rows: tuple[SavedRow, ...] = ()
@@ -156,8 +156,8 @@ class Progress:
 
     Attributes:
         seconds: Wall time since the run first started, stops included.
-        samples: Finished until then, since the first start.
-        tokens: Sampled until then, since the first start.
+        samples: Samples finished until then, since the first start.
+        tokens: Tokens sampled until then, since the first start.
     """
 
     seconds: float
@@ -171,9 +171,9 @@ class Branch:
 
     Attributes:
         tokens: The node's own length.
-        shared_by: Sequences that have these tokens.
+        shared_by: The number of sequences that have these tokens.
         text: The tokens' text, or its beginning.
-        children: What follows; those left out leave a gap in the picture.
+        children: The nodes below it; children that are left out leave a gap in the picture.
     """
 
     tokens: int
@@ -187,7 +187,7 @@ class Picture:
     """A prefix tree to draw.
 
     Attributes:
-        title: What it is of.
+        title: The picture's title.
         roots: Nodes without a parent; at most ``MOST_LEVELS`` levels.
     """
 
@@ -204,20 +204,20 @@ class Picture:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run.
+    """The facts about a run.
 
     Attributes:
         title: Names the run.
         model: The model's name.
-        when: When it ran, as text; "" where that should not be said.
+        when: When it ran, as text; "" if the report should not say it.
         parameters: Sampling parameters and other settings, name to text.
-        versions: Of the software and the device, name to text.
-        commands: Command lines that make the run again.
-        problems: In the data set's order.
-        groups: Where samples were drawn in several ways, each way's counts; else none, and all samples are one group.
+        versions: Versions of the software, and the device, name to text.
+        commands: Command lines that repeat the run.
+        problems: The problems, in the data set's order.
+        groups: If samples were drawn in several ways, the counts of each way; otherwise none: all are one group.
         new_tokens: Tokens sampled.
-        seconds: Wall time of sampling, stops left out; 0 where unknown.
-        saved: Against a plain batch.
+        seconds: Wall time of sampling, without the time between runs; 0 if unknown.
+        saved: What sharing saved relative to a plain batch.
         progress: One sequence of moments for each time the run was started, in order; between them it was stopped.
         pictures: Prefix trees to draw.
     """
@@ -238,7 +238,7 @@ class Facts:
 
     @property
     def samples(self) -> int:
-        """Of all problems, judged or not."""
+        """The number of samples of all problems, judged or not."""
         return sum(problem.samples for problem in self.problems)
 
     @property
@@ -248,17 +248,17 @@ class Facts:
 
     @property
     def judged_problems(self) -> int:
-        """Problems with at least one verdict."""
+        """The number of problems with at least one verdict."""
         return sum(problem.judged > 0 for problem in self.problems)
 
     @property
     def solved(self) -> int:
-        """Problems of which at least one sample passed."""
+        """The number of problems of which at least one sample passed."""
         return sum(problem.passed > 0 for problem in self.problems)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens per second of sampling; None where no time is known."""
+        """New tokens per second of sampling; None if the time is unknown."""
         return self.new_tokens / self.seconds if self.seconds > 0 else None
 
     def by_hardness(self) -> list[Problem]:
@@ -267,6 +267,6 @@ class Facts:
 
 
 def hardness(problem: Problem) -> tuple[bool, float, float]:
-    """Sorts problems: the lower rate first, then the later first solution; those without verdicts last."""
+    """A sort key for problems: lower rates first, then later first solutions; problems without verdicts last."""
     first = math.inf if problem.first_solved is None else problem.first_solved
     return problem.rate is None, problem.rate or 0.0, -first

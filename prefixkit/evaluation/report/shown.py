@@ -1,8 +1,9 @@
-r"""Texts of others, made visible: what would hide, reorder or end a text is written as JSON writes it (``\u202e``).
+r"""Untrusted texts, made visible: characters that hide, reorder or end text are escaped as in JSON (``\u202e``).
 
-These are controls, formats without a width (among them the controls of the reading direction), separators of lines and
-paragraphs, halves of surrogate pairs, private and unassigned characters of the last planes, and letters that are drawn
-as nothing.  The page's template writes every text through :func:`visible`, before the escaping of HTML.
+These are control characters, format characters without a width (among them those that set the reading direction),
+separators of lines and paragraphs, halves of surrogate pairs, private and unassigned characters of the last planes, and
+letters that are drawn blank.  The page's template writes every text through :func:`visible`, before it is escaped as
+HTML.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _HIDDEN = (
     "\U0001d173-\U0001d17a\U000e0000-\U0010ffff"
 )
 _UNSAFE = re.compile(f"[{_HIDDEN}]")
-_HIDDEN_IN_CODE = _HIDDEN.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f")  # lines and tabs stay what they are
+_HIDDEN_IN_CODE = _HIDDEN.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f")  # ends of lines and tabs are kept
 _UNSAFE_IN_CODE = re.compile(f"[{_HIDDEN_IN_CODE}]+")
 LONGEST = 300  # characters of an id, a detail or another text within a line
 
@@ -29,25 +30,25 @@ def visible(text: str, longest: int = LONGEST) -> str:
 
 
 def marked(text: str, longest: int) -> str:
-    """A program for the page's script: lines stay lines, and each run of hidden characters is its escapes between
-    U+0001 and U+0002, which no text has, for they are hidden characters themselves.
+    """A program for the page's script: lines are kept, and each run of hidden characters becomes its escapes between
+    U+0001 and U+0002, which mark nothing else, since they would be escaped themselves.
 
     Args:
-        longest: Characters that are shown; of a longer text, its beginning and end.
+        longest: The most characters to show; of a longer text, the beginning and the end are shown.
     """
     text = cut(text.replace("\r\n", "\n"), longest)
     return _UNSAFE_IN_CODE.sub(lambda found: f"\1{_escaped(found)}\2", text)
 
 
 def code(text: str, longest: int) -> Markup:
-    """The same as HTML."""
+    """:func:`marked` as HTML."""
     parts = re.split("[\1\2]", marked(text, longest))
     hidden = Markup('<b class="hidden">{}</b>')
     return Markup("").join(hidden.format(part) if odd % 2 else escape(part) for odd, part in enumerate(parts))
 
 
 def cut(text: str, longest: int) -> str:
-    """A text that is too long, less its middle, and how much that was."""
+    """A text that is too long without its middle, which is replaced by the number of its characters."""
     if len(text) <= longest:
         return text
     head = max(1, longest * 2 // 3)
@@ -56,7 +57,7 @@ def cut(text: str, longest: int) -> str:
 
 
 def cut_end(text: str, longest: int) -> str:
-    """A text that is too long, less its end."""
+    """A text that is too long without its end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 

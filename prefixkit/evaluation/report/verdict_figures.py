@@ -9,9 +9,9 @@ from prefixkit.evaluation.report.numbers import count, percent
 from prefixkit.evaluation.report.run_summary import OUTCOMES, Facts, Problem, hardness
 
 BAR = 120  # pixels of a bar in the table
-FEW, MANY = 24, 300  # problems: up to so many, a cell of the strip has room for its number; beyond, cells are small
+FEW, MANY = 24, 300  # problems: up to FEW, a cell of the strip has room for its number; beyond MANY, cells are small
 CELL = 24  # pixels of a cell's height
-SHADES = 5  # of a cell's colour
+SHADES = 5  # shades of a cell's colour
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ProblemRow:
     """A problem in the table, the strip and the list of programs.
 
     Attributes:
-        number: Its place in the data set, from 1, which names it within the page.
-        rate: The share that passed, as text; a dash where nothing was judged.
-        sort: What sorts by that: below 0 where nothing was judged.
-        filled: Pixels of the cell that are filled.
-        shade: Of the cell's colour, 0 (none passed) to ``SHADES``; -1 where nothing was judged.
+        number: Its place in the data set, from 1, which identifies it within the page.
+        rate: The share that passed, as text; a dash if no sample was judged.
+        sort: The key to sort by rate: below 0 if no sample was judged.
+        filled: The number of filled pixels of the cell.
+        shade: The shade of the cell, 0 (none passed) to ``SHADES``; -1 if no sample was judged.
         segments: Its verdicts as a bar.
     """
 
@@ -62,7 +62,7 @@ class ProblemRow:
 
 
 def segments(counts: Mapping[str, int], width: float) -> tuple[Segment, ...]:
-    """A bar of the outcomes that there are, a pixel or more for each."""
+    """A bar of the outcomes that occur, a pixel or more for each."""
     present = [(name, counts.get(name, 0)) for name in OUTCOMES if counts.get(name, 0)]
     total = sum(number for _, number in present)
     free = width - len(present)
@@ -75,7 +75,7 @@ def segments(counts: Mapping[str, int], width: float) -> tuple[Segment, ...]:
 
 
 def outcome_lines(counts: Mapping[str, int]) -> tuple[OutcomeLine, ...]:
-    """The outcomes that there are."""
+    """The outcomes that occur."""
     total = sum(counts.values())
     return tuple(
         OutcomeLine(name, count(counts[name]), percent(counts[name] / total), OUTCOMES[name])

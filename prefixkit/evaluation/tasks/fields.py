@@ -10,7 +10,7 @@ from prefixkit.evaluation.tasks.records import Record, decode_json
 
 
 def string(record: Record, name: str, default: str | None = None) -> str:
-    """A field that is a string; ``default``, where there is one, for a field that is absent or null."""
+    """A field that is a string; ``default``, if given, for a field that is absent or null."""
     value = record.fields.get(name)
     if value is None and default is not None:
         return default
@@ -56,7 +56,7 @@ def number(record: Record, name: str, default: float = 0.0) -> float:
 
 
 def decoded(record: Record, name: str, kind: type[Any]) -> Any:
-    """A field of JSON in a string, or decoded already, a ``dict`` or a ``list``; empty where the data set has none."""
+    """A field that is a ``dict`` or a ``list``, or its JSON in a string; empty if the data set has none."""
     value = record.fields.get(name)
     if isinstance(value, str):
         value = inner_json(record, name, value) if value.strip() else None
@@ -66,12 +66,12 @@ def decoded(record: Record, name: str, kind: type[Any]) -> Any:
 
 
 def inner_json(record: Record, name: str, text: str) -> Any:
-    """What a field holds that is itself JSON in a string."""
+    """The value of a field that is JSON in a string."""
     return decode_json(text, f"{record.where}: {name}", "JSON")
 
 
 def identity(record: Record, *names: str) -> str | int:
-    """The first of these fields that is there: the problem's id."""
+    """The first of these fields that is present: the problem's id."""
     name = next((name for name in names if name in record.fields), names[0])
     key = record.fields.get(name)
     if isinstance(key, bool) or not isinstance(key, str | int):
@@ -88,7 +88,7 @@ def language(record: Record, default: Language) -> Language:
 
 
 def known_keys(where: str, given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Refuse a key that nothing reads: it is misspelt, or meant for another program."""
+    """Refuse a key that no code reads: it is misspelt, or meant for another program."""
     for key in given:
         if key not in known:
             raise ValueError(f"{where}: {what} has no field {key!r}; its fields are {', '.join(known)}")

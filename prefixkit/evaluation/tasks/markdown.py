@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# A fence opens at any indentation, or behind prose on its line where it names its language.
+# A fence opens a block at any indentation, or, if it names its language, behind prose on its line.
 _FENCE = re.compile(r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<tag>[^`\n]*)$")
 _INLINE = re.compile(r"(?<!`)(?P<fence>`{3,}+)(?P<tag>[A-Za-z+]+\d?)[ \t]*$")
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
@@ -16,7 +16,7 @@ class Block:
     """A code block.
 
     Attributes:
-        tag: What its opening fence names, in small letters: ``python``, ``cpp``, "", ...
+        tag: The name in its opening fence, in small letters: ``python``, ``cpp``, "", ...
         code: Its lines.
         closed: Whether a fence ends it.
     """
@@ -27,14 +27,14 @@ class Block:
 
 
 def without_thinking(text: str) -> str:
-    """The answer without what was thought aloud before it; nothing where the thinking has no end.
+    """The answer without the thinking before it; "" if the thinking does not end.
 
-    The tag that opens it may be part of the prompt, and absent here.
+    The tag that opens the thinking may be part of the prompt, and absent here.
     """
     parts, start, thinking = list[str](), 0, False
     for tag in _THOUGHT.finditer(text):
         if tag[1]:
-            parts = parts if thinking else []  # what was said before it was thinking, too
+            parts = parts if thinking else []  # text before the tag was thinking, too
             start, thinking = tag.end(), False
         elif not thinking:
             parts.append(text[start : tag.start()])
@@ -57,13 +57,13 @@ def code_blocks(text: str) -> list[Block]:
 
 
 def open_block(text: str) -> str | None:
-    """The code of the block that a text ends inside of; None where it ends outside of any."""
+    """The code of the block inside which a text ends; None if it ends outside of blocks."""
     blocks = code_blocks(text)
     return blocks[-1].code if blocks and not blocks[-1].closed else None
 
 
 def before_fence(text: str) -> str:
-    """A text that goes on inside of a code block, up to the fence that ends it."""
+    """A text that begins inside a code block, up to the fence that ends the block."""
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if line.lstrip().startswith(("```", "~~~")):
@@ -74,7 +74,7 @@ def before_fence(text: str) -> str:
 
 
 def after_fence(text: str) -> str:
-    """What stands behind the first line that begins with a fence; "" where there is none."""
+    """The text behind the first line that begins with a fence; "" without such a line."""
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if line.lstrip().startswith(("```", "~~~")):
@@ -84,7 +84,7 @@ def after_fence(text: str) -> str:
 
 
 def _block(lines: list[str], start: int, opened: re.Match[str]) -> tuple[Block, int]:
-    """The block whose first line is ``start``, and the line behind it."""
+    """The block whose first line is ``start``, and the number of the line after it."""
     groups = opened.groupdict()
     fence, indent = groups["fence"], len((groups.get("indent") or "").expandtabs(4))
     tag = (groups["tag"].split() or [""])[0].lower().strip("{}.")

@@ -1,4 +1,4 @@
-"""A problem: what the model is asked, and how its candidate programs are judged."""
+"""A problem: the question to the model, and how its candidate programs are judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPARISONS = ("exact", "tokens", "numbers")
 
 
 class Message(TypedDict):
-    """One message of a conversation; a last one of the role ``assistant`` is an answer begun, for samples to go on."""
+    """One message of a conversation; a last message of role ``assistant`` is a begun answer, which samples continue."""
 
     role: str
     content: str
@@ -23,15 +23,15 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a candidate may use.
+    """The limits of one run of a candidate.
 
     Attributes:
-        seconds: Of wall time, and of CPU time; a day at most.
+        seconds: Limit on wall time, and on CPU time; a day at most.
         memory: MiB; 1 TiB at most.
         output: KiB on standard output and standard error together; 1 GiB at most.
 
     Raises:
-        ValueError: a limit is of another type, 0 or below, or beyond what is said above.
+        ValueError: a limit is of another type, 0 or below, or above its maximum.
     """
 
     seconds: float = 10.0
@@ -48,12 +48,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Checks:
-    """Python code that raises unless the candidate's functions do what they should, as HumanEval's and MBPP's.
+    """Python code that raises unless the candidate's functions are right, as in HumanEval and MBPP.
 
     Attributes:
         code: The assertions.
         names: The candidate's functions, and other names of its module, that ``code`` uses.
-        setup: Python code that runs before: imports and helpers.
+        setup: Python code that runs before ``code``: imports and helpers.
     """
 
     code: str
@@ -63,10 +63,10 @@ class Checks:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a function, and what they return, in values that JSON has, as EvalPlus', APPS' and LiveCodeBench's.
+    """Calls of a function, and their results, as JSON values, as in EvalPlus, APPS and LiveCodeBench.
 
     Attributes:
-        name: The function, or ``Class.method`` of a class that is made without arguments.
+        name: The function, or ``Class.method`` of a class that is instantiated without arguments.
         cases: ``(arguments, expected)`` of each call.
         tolerance: Absolute and relative, between floats; 0: they must be equal.
     """
@@ -78,15 +78,15 @@ class Calls:
 
 @dataclass(frozen=True)
 class Streams:
-    """What a program is given on standard input, and what it must write to standard output.
+    """Texts that a program gets on standard input, and texts that it must write to standard output.
 
     Attributes:
         cases: ``(input, output)`` of each run.
-        compare: ``exact``: byte by byte; ``tokens``: whatever the white space; ``numbers``: tokens, of which numbers
-            may differ by ``tolerance``, absolute or relative.
-        tolerance: See there.
-        checker: A Python program that decides instead, given the paths of input, expected output and output: it accepts
-            by exit status 0.
+        compare: ``exact``: byte by byte; ``tokens``: whatever the white space; ``numbers``: as tokens, but numbers may
+            differ by ``tolerance``, absolute or relative.
+        tolerance: See ``compare``.
+        checker: A Python program that decides instead of ``compare``, given the paths of input, expected output and
+            output: it accepts by exit status 0.
     """
 
     cases: tuple[tuple[str, str], ...]
@@ -97,21 +97,21 @@ class Streams:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Calls of a function that must return what a solution returns, as EvalPlus': expected values come from a run.
+    """Calls of a function that must return what a solution returns, as in EvalPlus: expected values come from a run.
 
     The judge runs ``solution`` as a module, calls its function ``name`` on each of ``inputs``, and keeps what it
     returns; the candidate's function is then called on inputs of its own, made anew, for a function may change them.
 
     Attributes:
         name: The function, in the solution and in the candidate.
-        solution: A Python program that solves the problem; trusted as the data set is.
-        inputs: The arguments of each call, in values that JSON has.
-        tolerance: Absolute, between floats, with a relative one of 1e-7; 0: 1e-6 where a float, or a list of floats, is
-            expected, and all else must be equal.
-        adapt: A Python expression of ``arguments``, a list, which gives the arguments to call with where JSON has no
-            such values (tuples, sets, complex numbers); "": they are as they are.
-        accept: A Python expression that decides instead of equality, of ``arguments``, ``expected``, ``found`` and
-            ``tolerance``, where the names of the solution's module are known; "": equality decides.
+        solution: A Python program that solves the problem; it is trusted as much as the data set.
+        inputs: The arguments of each call, as JSON values.
+        tolerance: Absolute, between floats, with a relative tolerance of 1e-7; 0: 1e-6 if a float, or a list of floats,
+            is expected, and all other values must be equal.
+        adapt: A Python expression of ``arguments``, a list, which gives the true arguments if JSON cannot express them
+            (tuples, sets, complex numbers); "": the call gets ``arguments`` themselves.
+        accept: A Python expression of ``arguments``, ``expected``, ``found`` and ``tolerance`` that decides instead of
+            equality; it can use the names of the solution's module; "": equality decides.
     """
 
     name: str
@@ -131,8 +131,8 @@ class Example:
     """A question and its answer, to be shown before a question.
 
     Attributes:
-        messages: For a model with a chat template; the last is the assistant's.
-        text: For one without, up to where the next text begins.
+        messages: For a model with a chat template; the last message is the assistant's.
+        text: For a model without one, up to where the next text begins.
     """
 
     messages: tuple[Message, ...]
@@ -141,23 +141,23 @@ class Example:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the model is asked, and how its candidates are judged.
+    """A question to the model, and how its candidates are judged.
 
     Attributes:
         id: Names the problem in the files of a run.
         where: Its file and line, or its task, for error messages.
         messages: For a model with a chat template.
-        text: For one without.
-        head: Of a function to complete, what comes before its body; a candidate that begins elsewhere, in a code block
-            of a chat, may lack these imports.
-        name: The function or class that a candidate must define; "" where it is a whole program.
-        language: Of the candidates.
-        tests: How they are judged; None: they are not.
-        limits: Of one run.
+        text: For a model without one.
+        head: The code before the body of a function to complete; a candidate that begins elsewhere, in a code block of
+            a chat, may lack its imports.
+        name: The function or class that a candidate must define; "" if it is a whole program.
+        language: The candidates' language.
+        tests: How candidates are judged; None: they are not judged.
+        limits: The limits of one run.
         params: The problem's own sampling parameters, checked: fields of ``SamplingParams`` (tasks/problem_params.py).
-        chat_stop, text_stop: Strings that end an answer, in a chat and without one.
-        solution: A program that solves it, where the data set has one: for few-shot examples, and to try the tests.
-        examples: Those that are to be shown before this problem alone.
+        chat_stop, text_stop: Strings that end an answer, with a chat template and without one.
+        solution: A program that solves it, if the data set has one: for few-shot examples, and to try the tests.
+        examples: Examples that are shown before this problem alone.
     """
 
     id: str | int
@@ -176,7 +176,7 @@ class Problem:
     examples: tuple[Example, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The problem as values that JSON has, or tuples for lists."""
+        """The problem as JSON values, with tuples for lists."""
         record = {**vars(self), "limits": vars(self.limits), "examples": [vars(one) for one in self.examples]}
         if self.tests is not None:
             kind = next(name for name, cls in KINDS.items() if isinstance(self.tests, cls))
@@ -185,7 +185,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Problem:
-        """The problem that :meth:`to_json` gave.
+        """The problem whose :meth:`to_json` this is.
 
         Raises:
             ValueError, TypeError, KeyError: a field is unknown, missing or of another type.

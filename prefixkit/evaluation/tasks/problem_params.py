@@ -1,4 +1,4 @@
-"""The sampling parameters of a problem: its own, over those of the run."""
+"""The sampling parameters of a problem: its own override those of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMS = (
 
 
 def check_params(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a file gives for one problem, as values that JSON has; ``stop`` becomes a list.
+    """The parameters that a file gives for one problem, as JSON values; ``stop`` becomes a list.
 
     Raises:
         ValueError: a parameter is unknown, of another type, or out of range.
@@ -32,7 +32,7 @@ def check_params(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_params(problem: Problem, common: SamplingParams, chat: bool) -> SamplingParams:
-    """How to sample a problem: ``common``, in its own values where it has some.
+    """The sampling parameters of a problem: its own values, and for all others those of ``common``.
 
     An answer ends at the stop strings of all three: ``common``, the problem's own, and those of its data set.
     """

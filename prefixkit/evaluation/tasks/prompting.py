@@ -1,4 +1,4 @@
-"""Which examples and instructions stand before problems, in one order, so that prompts share the longest beginning."""
+"""The examples and instructions before problems, in one order, so that prompts share the longest prefix."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Prompting:
     """How problems are asked.
 
     Attributes:
-        few_shot: Solved problems of the same source that are shown before each of the others: the shortest.
+        few_shot: How many solved problems of the same source are shown before each of the others: the shortest ones.
         examples: A file of examples to show before each problem instead.
-        system: Instructions before everything.
-        prefill: Whether the data set's begun answers are kept; without, a model starts its answer itself.
+        system: Instructions before all examples.
+        prefill: Whether the data set's begun answers are kept; if not, a model starts its answer itself.
     """
 
     few_shot: int = 0
@@ -35,8 +35,8 @@ class Prompting:
 
 
 def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The ``count`` solved problems that are shortest, in the data set's order: what costs least to show; ValueError
-    where fewer are solved, or none would be left to ask.
+    """The ``count`` shortest solved problems, in the data set's order, since they cost least to show; ValueError if
+    fewer are solved, or no problem would be left to ask.
     """
     if not 0 <= count < len(problems):
         raise ValueError(f"few-shot examples must be 0 to {len(problems) - 1} for this task, not {count}")
@@ -51,7 +51,7 @@ def choose_examples(problems: Sequence[Problem], count: int) -> tuple[Problem, .
 
 
 def solved(problem: Problem) -> Example:
-    """A problem and its solution, as its answers begin."""
+    """A problem and its solution as an example; the solution begins as the problem's answers do."""
     code = problem.solution if problem.solution.endswith("\n") else f"{problem.solution}\n"
     answer: Message = {"role": "assistant", "content": fenced(code, problem.language)}
     head = problem.head.rstrip()
@@ -63,12 +63,12 @@ def ask(problems: Sequence[Problem], prompting: Prompting, examples: Sequence[Ex
     """The problems with instructions and examples before them.
 
     Args:
-        prompting: Of which the instructions and ``prefill`` are used.
-        examples: Shown before each problem, in this order; then come a problem's own, those that most problems have
-            first, and else as they first appeared.
+        prompting: Its instructions and ``prefill`` are used.
+        examples: Shown before each problem, in this order; a problem's own examples follow, those that most problems
+            have first, and equally frequent ones in the order of their first appearance.
 
     Raises:
-        ValueError: a problem has instructions of its own beside those of ``prompting``.
+        ValueError: a problem has instructions of its own, and ``prompting`` has some too.
     """
     own = [repr(one) for problem in problems for one in problem.examples]
     uses, ranks = Counter(own), {key: rank for rank, key in enumerate(dict.fromkeys(own))}
@@ -91,7 +91,7 @@ def _asked(problem: Problem, prompting: Prompting, shown: Sequence[Example]) -> 
         raise ValueError(f"{problem.where}: has a system message of its own; leave out --system, or remove the message")
     given: tuple[Message, ...] = ({"role": "system", "content": prompting.system},) if prompting.system else own
     before = f"{prompting.system}\n\n" if prompting.system else ""
-    # What has no text is for models with a chat template alone.
+    # Problems and examples without text are only for models with a chat template.
     worded = problem.text and all(one.text for one in shown)
     examples = (message for one in shown for message in one.messages)
     begun = messages[-1]["role"] == "assistant"

@@ -1,4 +1,4 @@
-"""Python programs as text: what parses, what names they bind and need, and what of them a function needs."""
+"""Python programs as text: which parts parse, which names they bind and use, and which parts a function needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-# Lines that Python code begins with, where prose may stand before.
+# First lines of Python code, in texts where prose may precede the code.
 CODE_LINE = re.compile(
     r"(?:async def|def|class|from|import|@)\s*\w|\w+ *+(?:, *\w+ *+)*=[^=]|print\(|(?:for|while|if) .*:$"
 )
-_TRIES = 16  # errors that are found one by one
+_TRIES = 16  # errors that are looked for one by one; further ones by halving
 _SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -26,51 +26,51 @@ _SCOPES = (
 
 
 def lines_of(code: str) -> list[str]:
-    """The lines as Python counts them, which knows fewer ends of lines than ``str.splitlines``."""
+    """The lines as Python counts them: Python has fewer line ends than ``str.splitlines``."""
     return io.StringIO(code, newline="").readlines()
 
 
 def parse(code: str) -> ast.Module | None:
-    """The syntax tree, not to be changed; None where the code is not Python."""
+    """The syntax tree, which must not be changed; None if the code is not Python."""
     found = _parsed(code)
     return found if isinstance(found, ast.Module) else None
 
 
-@lru_cache(maxsize=8)  # an answer is looked at several times in a row
+@lru_cache(maxsize=8)  # an answer is parsed several times in a row
 def _parsed(code: str) -> ast.Module | int:
     """The syntax tree, or the line of the first syntax error, from 1."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in strings
+        warnings.simplefilter("ignore")  # about escapes in strings
         try:
             return ast.parse(code)
         except SyntaxError as error:
             return max(error.lineno or 1, 1)
         except ValueError:
             return 1
-        except (RecursionError, MemoryError):  # too deep, at a line that is not said
+        except (RecursionError, MemoryError):  # nested too deeply, at an unknown line
             return max(len(lines_of(code)), 1)
 
 
 def parsed_prefix(code: str) -> str:
-    """As many whole top-level statements from the beginning as are Python, however the code goes on."""
+    """The longest sequence of whole top-level statements from the beginning that is Python, whatever follows it."""
     lines = lines_of(code)
     end = len(lines)
     for _ in range(_TRIES):
         at = _parsed("".join(lines[:end]))
         if isinstance(at, ast.Module):
             return "".join(lines[:end])
-        # Before the statement that holds the error: the last line up to it that begins at the margin.
+        # End before the statement that holds the error: it starts at the last unindented line up to the error.
         end = min(at, end) - 1
         while end > 0 and not _begins(lines[end]):
             end -= 1
-    # Errors in many statements: those before the first are found by halving.
+    # Many statements have errors: the statements before the first error are found by halving.
     ends = [0, *(number for number in range(1, end + 1) if number == end or _begins(lines[number]))]
     count = bisect_left(ends, True, key=lambda number: parse("".join(lines[:number])) is None)
     return "".join(lines[: ends[count - 1]])
 
 
 def first_lines(code: str) -> list[int]:
-    """The first line of each statement of a module, from 0; none where it has errors."""
+    """The first line of each statement of a module, from 0; none if it has errors."""
     tree = parse(code)
     return [_first_line(node) - 1 for node in tree.body] if tree else []
 
@@ -80,21 +80,22 @@ def _begins(line: str) -> bool:
 
 
 def bound_names(code: str) -> frozenset[str]:
-    """The names that a module binds at its top level: imports, functions, classes, variables; none where it has
-    errors.  A head, which ends in a docstring or a colon, may lack its body.
+    """The names that a module binds at its top level: imports, functions, classes, variables; none if it has errors.
+
+    A head, which ends in a docstring or a colon, may lack its body.
     """
     return frozenset[str]().union(*_bindings(with_body(code)))
 
 
 @lru_cache(maxsize=8)
 def _bindings(code: str) -> tuple[set[str], ...]:
-    """The names that each statement of a module binds; none where it has errors."""
+    """The names that each statement of a module binds; none if it has errors."""
     tree = parse(code)
     return tuple(map(_bound, tree.body)) if tree else ()
 
 
 def with_body(head: str) -> str:
-    """The head, with a body where it ends in a colon."""
+    """The head, with a body if it ends in a colon."""
     if parse(head) is not None:
         return head
     return f"{head.rstrip()}\n{body_indent(head)}pass\n"
@@ -108,14 +109,14 @@ def body_indent(head: str) -> str:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether the code binds this name at the margin, even where it does not parse."""
+    """Whether the code binds this name at its top level, even if the code does not parse."""
     if parse(code) is not None:
         return any(name in own for own in _bindings(code))
     return bool(re.search(rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M))
 
 
 def is_body(code: str) -> bool:
-    """Whether the code is what stands in a function: it is indented, or it returns, yields or raises at the margin."""
+    """Whether the code is a function's body: it is indented, or has a return or yield outside of functions."""
     first = next((line for line in code.splitlines() if line.strip()), "")
     if first[:1].isspace():
         return True
@@ -125,7 +126,7 @@ def is_body(code: str) -> bool:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and those below it, however deep, but not what is inside of functions, classes and comprehensions."""
+    """The node and all nodes below it, except for those inside functions, classes and comprehensions."""
     waiting = [node]
     while waiting:
         one = waiting.pop()
@@ -135,10 +136,10 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def joined(head: str, body: str) -> str | None:
-    """A head and the body that was given without it, indented as it must be; None where they make no program."""
+    """A head and a body that was given without it, indented as the head requires; None if the two are no program."""
     indent, code = body_indent(head), textwrap.dedent(body.strip("\n"))
     first, _, rest = body.strip("\n").partition("\n")
-    # Some answers lack the white space of the first line alone.
+    # Some answers lack only the first line's white space.
     for text in (textwrap.indent(code, indent), f"{indent}{first.lstrip()}\n{rest}"):
         program = f"{head.rstrip()}\n{text.rstrip()}\n"
         if parse(program) is not None:
@@ -147,7 +148,7 @@ def joined(head: str, body: str) -> str | None:
 
 
 def with_missing(head: str, code: str) -> str:
-    """The code behind what the head has before its function and the code lacks: imports, and other functions."""
+    """The code with the parts of the head before its function that the code lacks: imports, and other functions."""
     above, program = parse(with_body(head)), parse(code)
     if above is None or program is None:
         return code
@@ -163,21 +164,20 @@ def with_missing(head: str, code: str) -> str:
         return code
     lines = lines_of(code)
     future = [node.end_lineno or 0 for node in imports if node.module == "__future__"]
-    begin = future[-1] if future else 0  # nothing may stand before these imports
+    begin = future[-1] if future else 0  # no statement may precede these imports
     return "".join(lines[:begin]) + "\n".join(parts) + "\n\n" + "".join(lines[begin:])
 
 
 def without_afterthoughts(code: str, names: Collection[str], margin: int = 0) -> str:
-    """The code up to its function, and of what follows only what the function needs: definitions, and statements that
-    fill its tables.
+    """The code up to the end of its function, and of the rest only the parts that the function needs.
 
-    What a model writes behind the function that was asked for, calls of it, prints, tests of its own, other functions,
-    can fail and is not part of the answer.
+    Those parts are definitions, and statements that fill its tables.  Other code that a model writes behind the
+    function (calls of it, prints, tests of its own, other functions) can fail and is not part of the answer.
 
     Args:
-        code: It parses.
-        names: What was asked for; the last statement that binds one of them ends the answer.
-        margin: The answer ends with the statement that holds this line instead, from 1; 0: see above.
+        code: Code that parses.
+        names: The names that were asked for; the answer ends with the last statement that binds one of them.
+        margin: If not 0, the answer ends with the statement that holds this line, from 1.
     """
     tree = parse(code)
     if tree is None:
@@ -196,12 +196,12 @@ def without_afterthoughts(code: str, names: Collection[str], margin: int = 0) ->
 
 
 class _Group(NamedTuple):
-    """Statements of a module that share lines, as ``a = 1; b = 2``; most often one.
+    """Statements of a module that share lines, as ``a = 1; b = 2``; most groups have one statement.
 
     Attributes:
         text: Their lines.
         bound: The names that they bind.
-        variables: Those of them that they bind otherwise than by definition or import.
+        variables: Those names that they bind otherwise than by definition or import.
     """
 
     text: str
@@ -225,8 +225,10 @@ def _groups(lines: Sequence[str], nodes: Sequence[ast.stmt]) -> list[_Group]:
 
 
 def _needed(tail: Sequence[_Group], answer: Sequence[_Group], asked: set[str]) -> list[str]:
-    """Those of the tail, as text, that bind what the answer or another that is kept uses and does not bind, or that use
-    its variables, and call nothing that was asked for.
+    """The groups of ``tail`` that the answer needs, as text.
+
+    These groups bind names that the answer or another needed group uses and does not bind, or they use variables of
+    either without using a name that was asked for.
     """
     if not tail:
         return []
@@ -254,8 +256,8 @@ def _needed(tail: Sequence[_Group], answer: Sequence[_Group], asked: set[str]) -
 
 
 def _globals(code: str, known: set[str]) -> tuple[set[str], set[str]]:
-    """Which names of a module code binds and uses, inside functions too, of those known; none where it cannot be
-    compiled.
+    """Those of the ``known`` names of a module that code binds, and those that it uses, inside functions too; none if
+    the code cannot be compiled.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -264,7 +266,7 @@ def _globals(code: str, known: set[str]) -> tuple[set[str], set[str]]:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return set(), set()
     binds, uses = set[str](), set[str]()
-    for scope in inner:  # which grows meanwhile
+    for scope in inner:  # the list grows meanwhile
         top = scope.get_type() == "module"
         for one in map(scope.lookup, known & scope.get_identifiers()):
             if top and (one.is_assigned() or one.is_imported()):

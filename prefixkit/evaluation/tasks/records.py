@@ -25,8 +25,8 @@ class Record:
 
     Attributes:
         where: File and line, for error messages.
-        place: The line alone, for messages that have named the file.
-        fields: What the object holds.
+        place: The line alone, for messages that already name the file.
+        fields: The object's fields.
     """
 
     where: str
@@ -35,8 +35,10 @@ class Record:
 
 
 def read_records(path: Path) -> Generator[Record]:
-    """The objects of a file, one by one, by the end of its name: ``.json`` is a list, ``.parquet`` a table, all others
-    have an object a line; ``.gz`` may follow either of the first two; ``-`` is standard input.
+    """The objects of a file, one by one.
+
+    The end of its name decides the format: ``.json`` is a list, ``.parquet`` a table, all others have an object a line;
+    ``.gz`` may follow; ``-`` is standard input.
 
     Raises:
         OSError: the file cannot be read.
@@ -51,7 +53,7 @@ def read_records(path: Path) -> Generator[Record]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """The file's bytes, unpacked; what goes wrong while they are read becomes an error that names the file."""
+    """The file's bytes, unpacked; an error while they are read becomes one that names the file."""
     try:
         if path == STANDARD_INPUT:
             yield sys.stdin.buffer
@@ -101,13 +103,13 @@ def _rows(path: Path) -> Generator[Record]:
 
 
 def decode_json(text: str, where: str, what: str = "a JSON object") -> Any:
-    """What JSON ``text`` holds; ValueError where it is not ``what``, too deep, or holds an integer of many digits."""
+    """The value of JSON ``text``; ValueError if it is not ``what``, nested too deeply, or has an integer too long."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(f"{where}: not {what}, perhaps torn ({error.msg} at {line}column {error.colno})") from error
-    except (RecursionError, ValueError) as error:  # brackets in brackets, or an integer of thousands of digits
+    except (RecursionError, ValueError) as error:  # deeply nested brackets, or an integer of thousands of digits
         raise ValueError(f"{where}: nested too deeply, or a number too long, for a prompt ({error})") from error
 
 

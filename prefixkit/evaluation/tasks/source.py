@@ -1,4 +1,4 @@
-"""Where problems come from: a task that is installed, or a file."""
+"""The source of problems: an installed task, or a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixkit.evaluation.tasks.prompting import Prompting, ask, choose_examples
 from prefixkit.evaluation.tasks.records import STANDARD_INPUT, read_records
 
 TASKS = ("humaneval",)
-# Tasks whose data no package brings: the file that has it, and its form.
+# Tasks whose data is in no package: the file that has it, and its form.
 _FILES = {
     "humaneval+": ("HumanEvalPlus.jsonl.gz from github.com/evalplus/humanevalplus_release", "evalplus"),
     "mbpp+": ("MbppPlus.jsonl.gz from github.com/evalplus/mbppplus_release", "evalplus"),
@@ -26,14 +26,14 @@ _PLAIN = Prompting()
 
 @dataclass(frozen=True)
 class Source:
-    """Which problems a user asked for.
+    """The problems that a user asked for.
 
     Attributes:
         input: A file (see ``read_records``), or
-        task: a task that an installed package brings.
+        task: a task of an installed package.
         format: The form of the file's records; ``auto``: by their fields.
-        language: Of candidates, where the file does not say.
-        limit: Only the first so many that are asked.
+        language: The candidates' language, if the file does not name it.
+        limit: How many problems are asked at most, the first ones.
     """
 
     input: Path | None = None
@@ -65,12 +65,12 @@ class Source:
 def load(source: Source, prompting: Prompting = _PLAIN) -> tuple[Problem, ...]:
     """The problems of ``source``, in order, as they are to be asked.
 
-    A problem that an example shows solved is not asked.  Without ``few_shot``, no more of a file is read than
+    A problem whose solution is among the examples is not asked.  Without ``few_shot``, no more of a file is read than
     ``limit`` needs.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file's line is not what it must be; the message names file and line.
+        ValueError: a line of a file is wrong; the message names file and line.
         MissingExtra: a package is not installed; the message names the remedy.
     """
     if source.input == prompting.examples == STANDARD_INPUT:
@@ -88,7 +88,7 @@ def load(source: Source, prompting: Prompting = _PLAIN) -> tuple[Problem, ...]:
 
 
 def read_problems(source: Source) -> Iterator[Problem]:
-    """The problems of ``source`` one by one, each checked, without examples before them; raises as :func:`load`."""
+    """The problems of ``source`` one by one, each checked, without examples before them; errors as of :func:`load`."""
     places: dict[str | int, str] = {}
     form = "humaneval" if source.input is None else source.format
     with closing(humaneval.installed() if source.input is None else read_records(source.input)) as records:
@@ -127,7 +127,7 @@ def _name(source: Source) -> str:
 
 
 def _check_text(problem: Problem) -> None:
-    """Raise ValueError where JSON spelt half a surrogate pair, which no file or tokenizer takes."""
+    """Raise ValueError if JSON spelt half a surrogate pair, which no file or tokenizer takes."""
     contents = [message["content"] for message in problem.messages]
     for one in problem.examples:
         contents += [one.text, *(message["content"] for message in one.messages)]

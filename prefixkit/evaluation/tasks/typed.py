@@ -1,4 +1,4 @@
-"""Dataclasses from values of JSON, each value of the type that its field declares."""
+"""Dataclasses from JSON values, each value of the type that its field declares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def made(kind: type[Made], record: Any) -> Made:
     """The dataclass that a JSON object describes: lists stand for tuples, and numbers are within 64 bits.
 
     Raises:
-        ValueError: it is no object, or a field is unknown or of another type, or the dataclass refuses it.
+        ValueError: ``record`` is no object, a field is unknown or of another type, or the dataclass refuses a value.
         TypeError: a field is missing.
     """
     if not isinstance(record, dict):
@@ -32,10 +32,10 @@ def made(kind: type[Made], record: Any) -> Made:
 
 
 def typed(value: Any, hint: Any, name: str) -> Any:
-    """A value of JSON as ``hint`` declares it.
+    """A JSON value as ``hint`` declares it.
 
     Raises:
-        ValueError: it is of another type; ``name`` is the field's, for the message.
+        ValueError: the value is of another type; the message has ``name``, the field's.
     """
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):

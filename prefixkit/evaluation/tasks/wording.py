@@ -1,11 +1,11 @@
-"""How a problem is worded: one form for each kind of problem, so that prompts of one task share their beginning."""
+"""The wording of problems: one form for each kind of problem, so that prompts of one task share their beginning."""
 
 from __future__ import annotations
 
 from prefixkit.evaluation.tasks.problem import Language, Message
 
 NAMES: dict[Language, str] = {"python": "Python", "cpp": "C++"}
-# Where an answer is over: the code fence of a chat, or the first line after the function (HumanEval's list).
+# Strings that end an answer: the code fence of a chat, or the first line after the function (HumanEval's list).
 FENCE_STOP = ("\n```",)
 FUNCTION_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 # After a program or functions that follow a docstring: tests, or the next docstring.
@@ -22,8 +22,8 @@ def fenced(code: str, language: Language) -> str:
 def completion(head: str, statement: str = "") -> tuple[Message, ...]:
     """A conversation about a function or class to complete, whose answer is begun with its head.
 
-    The last newline of the head is left to the model: tokenizers join it to the indentation that follows, and after a
-    prompt that ends in a newline of its own SmolLM2 solves nothing.
+    The model has to write the last newline of the head: tokenizers join it to the indentation that follows, and after a
+    prompt that ends in a separate newline SmolLM2 solves no problem.
     """
     before = f"{statement.strip()}\n\n" if statement.strip() else ""
     what = "class" if "class " in head and "\ndef " not in f"\n{head}" else "function"
@@ -45,7 +45,7 @@ def program_question(statement: str, language: Language) -> tuple[Message, ...]:
 
 
 def docstring(statement: str, language: Language = "python") -> str:
-    """A statement as the comment that a file begins with, for a model without a chat template."""
+    """A statement as the comment at the beginning of a file, for a model without a chat template."""
     if language == "cpp":
         return f"/*\n{statement.strip().replace('*/', '* /')}\n*/"
     body = statement.strip().replace("\\", "\\\\").replace('"""', "'''")

@@ -1,1 +1,1 @@
-"""Programs that run inside sandboxes; they get no further there than the standard library."""
+"""Programs that run inside sandboxes, where only the standard library is available."""

@@ -1,6 +1,6 @@
-"""Beside the candidate: loads it, and answers calls of its functions.
+"""The guest in the candidate's process: loads the candidate, and answers calls of its functions.
 
-Everything here is in the candidate's reach, and need not be trusted: whatever it makes of this code, it only chooses
+The candidate can reach everything here, and this code need not be trusted: by changing it the candidate only chooses
 its own answers.
 """
 
@@ -16,11 +16,11 @@ _BUILTIN = {
     kind: name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)
 }
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_MOST_KEPT = 100_000  # values that the tests refer to
+_MOST_KEPT = 100_000  # values to which the tests may refer
 
 
 class Answering:
-    """The candidate's module and the values that it gave out."""
+    """The candidate's module, and the values that it keeps for the tests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -29,7 +29,7 @@ class Answering:
         sys.modules["candidate"] = self.module
 
     def load(self, source: str, path: str, names: tuple[str, ...]) -> None:
-        """Run the candidate's module, and tell what its names are."""
+        """Run the candidate's module, and send what each of the names is."""
         self.module.__file__ = path
         try:
             code = compile(source, path, "exec")
@@ -44,7 +44,7 @@ class Answering:
         self._say("loaded", {name: self._kind(name) for name in names})
 
     def _kind(self, name: str) -> Any:
-        """("missing",), ("function",), or ("value", it)."""
+        """("missing",), ("function",), or ("value", value)."""
         if name.partition(".")[0] not in self.module.__dict__:
             return ("missing",)
         if "." in name:
@@ -53,7 +53,7 @@ class Answering:
         return ("function",) if callable(value) else ("value", value)
 
     def answer(self, message: bytes) -> None:
-        """One call, or one attribute."""
+        """Answer one call, or one look-up of an attribute."""
         kind, target, arguments, options = Reader(message, find=self._kept.__getitem__).value()
         if kind == "get":
             self._call(getattr, [target, arguments], {}, changes=False)
@@ -98,7 +98,7 @@ class Answering:
 
 
 def _written(value: Any) -> bytes:
-    """What tells whether a value has changed; iterators, which reading would use up, count as unchanged."""
+    """Bytes that differ if a value has changed; iterators, which reading would use up, count as unchanged."""
     if isinstance(value, (list, dict, set, bytearray, tuple)):
         with suppress(Exception):
             return write(value)
@@ -106,7 +106,7 @@ def _written(value: Any) -> bytes:
 
 
 def _described(error: BaseException) -> list[Any]:
-    """Of an exception: its nearest builtin type, its arguments where they are scalars, and a line about it."""
+    """An exception's nearest builtin type, its arguments if they are scalars, and a line about it."""
     kind = type(error)
     builtin = next((_BUILTIN[base] for base in type.mro(kind) if base in _BUILTIN), "Exception")
     text = ""
@@ -120,7 +120,7 @@ def _described(error: BaseException) -> list[Any]:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Load the program, then answer until there is no more to come."""
+    """Load the program, then answer messages until the channel ends."""
     channel = Channel()
     begin(spec)
     answering = Answering(channel)

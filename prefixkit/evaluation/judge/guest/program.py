@@ -1,4 +1,4 @@
-"""A whole program between standard input and standard output: its limits are set, then it runs."""
+"""Runs a whole program that reads standard input and writes standard output, after setting its limits."""
 
 import atexit
 import builtins
@@ -18,7 +18,7 @@ def main(spec: dict[str, Any]) -> None:
         os.execv(command[0], command)
     sys.argv += spec.get("arguments", [])
     status = _run(spec["program"], spec["path"])
-    # Then as the interpreter ends, except for taking its own modules apart, which takes longer than all the rest.
+    # End as the interpreter does, but without the teardown of its modules, which takes longer than all the rest.
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
@@ -31,7 +31,7 @@ def main(spec: dict[str, Any]) -> None:
 
 
 def _run(program: str, path: str) -> int:
-    """The exit status."""
+    """Run the program; returns its exit status."""
     module = sys.modules["__main__"] = type(sys)("__main__")
     module.__dict__.update(__file__=path, __builtins__=builtins)
     try:

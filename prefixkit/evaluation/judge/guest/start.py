@@ -1,4 +1,4 @@
-"""What every program in a sandbox begins with: its limits, and its channel to the judge."""
+"""The start of every program in a sandbox: its limits, and its channel to the judge."""
 
 import builtins
 import os
@@ -9,11 +9,11 @@ from typing import Any
 
 from prefixkit.evaluation.judge.wire import framed
 
-READY = 3  # the descriptor over which a program says that it starts, and its parent how it ended
+READY = 3  # the descriptor to which a program writes that it starts, and its parent how it ended
 
 
 def begin(spec: dict[str, Any]) -> None:
-    """Tell the judge that the program starts, from where its clock runs, then set the limits."""
+    """Tell the judge that the program starts, which starts its clock, then set the limits."""
     os.write(READY, b"!")
     os.close(READY)
     for kind, soft, hard in spec["limits"]:
@@ -27,7 +27,7 @@ def begin(spec: dict[str, Any]) -> None:
 
 
 class Channel:
-    """Messages from and to the judge, over what were standard input and output.
+    """Messages from and to the judge, over the original standard input and output.
 
     The program gets an empty standard input, and its standard output joins its standard error.
     """
@@ -43,7 +43,7 @@ class Channel:
         self._out.flush()
 
     def receive(self) -> bytes:
-        """The next message; where there is none to come, the process ends."""
+        """The next message; at the end of the channel the process ends."""
         return self._exactly(int.from_bytes(self._exactly(4), "big"))
 
     def _exactly(self, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Beside the tests, in a sandbox of their own: runs them with functions that ask the candidate, through the judge."""
+"""The guest in the tests' own sandbox: runs the tests with functions that call the candidate through the judge."""
 
 import builtins
 import os
@@ -15,8 +15,8 @@ class Candidate:
     """The candidate as the tests see it.
 
     Attributes:
-        raised: The exception that the candidate raised last, as it was raised here.
-        remote: The class of values that stayed with it.
+        raised: The last exception of the candidate, as it was raised here.
+        remote: The class of values that stay in the candidate's process.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -25,7 +25,7 @@ class Candidate:
         asked = self
 
         class Remote(Opaque):
-            """A value that stayed with the candidate: it can be passed back and called, and has attributes."""
+            """A value in the candidate's process: it can be passed back and called, and has attributes."""
 
             def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
@@ -47,10 +47,10 @@ class Candidate:
         return candidate
 
     def ask(self, question: list[Any]) -> Any:
-        """What the candidate returns; what it changed in place is changed here too.  Threads take turns.
+        """The candidate's result; arguments that it changed in place are changed here too.  Threads take turns.
 
         Raises:
-            Exception: what the candidate raised, as the nearest builtin type.
+            Exception: the candidate's exception, as the nearest builtin type.
         """
         arguments, options = question[2:]
         message = b"?" + write(question)
@@ -74,7 +74,7 @@ class Candidate:
 
 def _exception(name: str, arguments: list[Any]) -> Exception:
     kind = getattr(builtins, name, Exception)
-    if kind is StopIteration:  # would end a loop of the tests as if nothing had happened
+    if kind is StopIteration:  # would silently end a loop of the tests
         kind = RuntimeError
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind = Exception
@@ -85,7 +85,7 @@ def _exception(name: str, arguments: list[Any]) -> Exception:
 
 
 def _changed(old: Any, new: Any) -> Any:
-    """A value that is like the new one: the old one, changed in place, where it is a container of the same type."""
+    """A value equal to the new one: the old one, changed in place, if it is a container of the same type."""
     if type(old) is not type(new):
         return new
     if isinstance(old, (list, tuple)):
@@ -121,7 +121,7 @@ def _line(error: BaseException, file: str) -> str:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Run the tests' setup, wait for the candidate to be loaded, run the tests, tell how they went."""
+    """Run the tests' setup, wait until the candidate is loaded, run the tests, send their verdict."""
     channel, path = Channel(), spec["path"]
     begin(spec)
     scope: dict[str, Any] = {"__name__": "tests", "__file__": path}
@@ -134,7 +134,7 @@ def main(spec: dict[str, Any]) -> None:
     candidate = Candidate(channel)
     try:
         _, names = Reader(channel.receive(), opaque=candidate.remote).value()
-        for name in spec["names"]:  # and no others, whatever the candidate says that it has
+        for name in spec["names"]:  # and no others, whatever names the candidate reports
             scope[name] = candidate.function(name) if names[name][0] == "function" else names[name][1]
         exec(code, scope)
     except WireError as error:
@@ -144,4 +144,4 @@ def main(spec: dict[str, Any]) -> None:
     else:
         verdict = ["passed", ""]
     candidate.tell(verdict)
-    os._exit(0)  # without the interpreter's end, which takes longer than its start
+    os._exit(0)  # skips the interpreter's teardown, which takes longer than its start

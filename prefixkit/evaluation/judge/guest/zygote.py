@@ -1,6 +1,6 @@
 """A warm interpreter in a sandbox: it forks the process of each program, which gets namespaces of its own.
 
-The interpreter itself only passes descriptors on.  What belongs to a program is read by that program's processes.
+The interpreter itself only passes descriptors on.  Only a program's own processes read that program's data.
 """
 
 import ctypes
@@ -9,12 +9,12 @@ import marshal
 import os
 import signal
 import socket
-from typing import Any  # most programs import it too, which takes longer than the rest of their start
+from typing import Any  # most programs import it too, and the import takes longer than the rest of their start
 
 from prefixkit.evaluation.judge.guest.start import READY
 
-_NEW_CGROUP, _PIDFD = 0x02000000, 0x00001000  # of clone
-_DUMPABLE, _SECCOMP, _DROP_BOUND, _SUBREAPER = 4, 22, 24, 36  # of prctl
+_NEW_CGROUP, _PIDFD = 0x02000000, 0x00001000  # flags of clone
+_DUMPABLE, _SECCOMP, _DROP_BOUND, _SUBREAPER = 4, 22, 24, 36  # options of prctl
 _CAPABILITIES_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 _python = ctypes.PyDLL(None, use_errno=True)  # calls hold the interpreter's lock
@@ -25,13 +25,13 @@ class _Filter(ctypes.Structure):
 
 
 def serve(spec: dict[str, Any]) -> dict[str, Any]:
-    """Fork for each request until there are none to come; return in each program's process, with what that is told.
+    """Fork for each request until the socket ends; return in each program's process, with the spec of that program.
 
     Args:
-        spec: ``control``: the socket over which the descriptors of each program come; ``namespaces``: flags of those
-            that it gets, 0 for none; ``mounts``: what is mounted in them, as arguments of ``mount``; ``sealing``:
-            flags that make the program's folder read-only; ``nesting``: whether it may make more namespaces;
-            ``filter``: of seccomp.  All but the first two are for namespaces.
+        spec: ``control``: the socket over which the descriptors of each program come; ``namespaces``: flags of the
+            namespaces that a program gets, 0 for none; ``mounts``: the mounts in them, as arguments of ``mount``;
+            ``sealing``: flags that make the program's folder read-only; ``nesting``: whether the program may make more
+            namespaces; ``filter``: its seccomp filter.  All but the first two are for programs with namespaces.
     """
     control = socket.socket(fileno=spec["control"])
     spec["ids"] = os.getuid(), os.getgid()
@@ -57,7 +57,7 @@ def serve(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fork(clone: int, namespaces: int) -> tuple[int, int]:
-    """As ``os.fork``, into new namespaces, with a descriptor of the child, which may have ended by now."""
+    """As ``os.fork``, into new namespaces; also returns a descriptor of the child, which may have ended by then."""
     pidfd = ctypes.c_int(-1)
     _python.PyOS_BeforeFork()
     child: int = _python.syscall(clone, namespaces | signal.SIGCHLD | _PIDFD, 0, ctypes.byref(pidfd), 0, 0)
@@ -71,7 +71,7 @@ def _fork(clone: int, namespaces: int) -> tuple[int, int]:
 
 
 def _program(spec: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-    """Return in the program's process; its parent, whose memory and descriptors it cannot reach, tells how it ended."""
+    """Return in the program's process; its parent, whose memory and descriptors it cannot reach, reports its end."""
     ready, content, *entrances = descriptors[3:]
     for entrance in entrances:
         os.write(entrance, b"0")  # enters a cgroup
@@ -98,7 +98,7 @@ def _program(spec: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
 
 
 def _prepared(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a program is told, in its process, once all is there that belongs to it."""
+    """The program's spec, read in its process once its mounts and folder are ready."""
     with open(READY + 1, "rb") as file:
         told: dict[str, Any] = marshal.load(file)
     folder = told["folder"]
@@ -115,7 +115,7 @@ def _prepared(spec: dict[str, Any]) -> dict[str, Any]:
         _mount("", folder, spec["sealing"], "")
         folder = "/tmp"
     os.chdir(folder)
-    attributes = ctypes.create_string_buffer(256)  # of threads that do not ask for others
+    attributes = ctypes.create_string_buffer(256)  # defaults of new threads
     _libc.pthread_attr_init(attributes)
     _libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(told["thread_stack"]))
     _libc.pthread_setattr_default_np(attributes)

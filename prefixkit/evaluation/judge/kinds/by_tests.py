@@ -10,23 +10,23 @@ from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
 from prefixkit.evaluation.judge.verdict import Verdict
 from prefixkit.evaluation.tasks.problem import Checks, Limits
 
-MESSAGES = 200_000  # questions of one run
-QUESTION = b"?"  # begins a message of the tests' that is for the candidate; others are their verdict
+MESSAGES = 200_000  # the most questions in one run
+QUESTION = b"?"  # the first byte of a message from the tests to the candidate; other messages are their verdict
 
 
 def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) -> Judged:
-    """The verdict about a program by :class:`Checks`.
+    """The verdict on a program by :class:`Checks`.
 
     Raises:
-        Over: the candidate or the tests come to an end before there is a verdict.
-        BadTests: the tests do not parse, or what comes before them raises an exception.
+        Over: the candidate or the tests end before there is a verdict.
+        BadTests: the tests do not parse, or their setup raises an exception.
     """
     testing = {"program": tests.code, "setup": tests.setup, "names": tests.names}
     with (
         sandbox.start("answering", {"program": program, "names": tests.names}, limits) as candidate,
         sandbox.start("testing", testing, limits) as checker,
     ):
-        # Questions and answers are passed on until the tests are done; what the candidate sends is read here first.
+        # Pass questions and answers on until the tests are done; the judge reads the candidate's messages first.
         answers = Answers(candidate, limits, [checker])
         answers.load()
         checker.send(answers.last)

@@ -13,11 +13,11 @@ from prefixkit.evaluation.tasks.problem import Calls, Limits
 
 
 def judge_calls(sandbox: Sandbox, program: str, tests: Calls, limits: Limits) -> Judged:
-    """The verdict about a program by :class:`Calls`, which all run in one process, one after another.
+    """The verdict on a program by :class:`Calls`, which all run in one process, one after another.
 
     Raises:
-        Over: the candidate comes to an end before it has answered.
-        BadTests: arguments are nested too deeply, or too many.
+        Over: the candidate ends before it has answered.
+        BadTests: arguments are nested too deeply, or there are too many.
     """
     with sandbox.start("answering", {"program": program, "names": (tests.name,)}, limits) as process:
         answers = Answers(process, limits)

@@ -1,4 +1,4 @@
-"""Compiles C++ programs, in a sandbox that has the compiler and may run its parts."""
+"""Compiles C++ programs, in a sandbox that contains the compiler and may run its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixkit.evaluation.judge.verdict import Verdict
 from prefixkit.evaluation.tasks.problem import Limits
 
 COMPILING = Limits(seconds=30.0, memory=2048, output=32 * 1024)
-# A thread would get a stack as large as the program's; it gets what Python's threads get.
+# By default a thread would get a stack as large as the program's; this gives it one of the size of Python's threads.
 _STACKS = """
 #include <pthread.h>
 __attribute__((constructor)) static void stacks(void) {
@@ -24,16 +24,16 @@ __attribute__((constructor)) static void stacks(void) {
 }
 """
 _FLAGS = "-std=c++17 -O2 -w -fmax-errors=1"
-# The program comes out on standard output: nothing on the machine is written.
+# The script writes the program to standard output, and no file on the machine.
 _SCRIPT = f'PATH=/usr/bin:/bin; LC_ALL=C; export PATH LC_ALL; "$1" {_FLAGS} -o /tmp/made "$2" "$3" && cat /tmp/made'
 
 
 def compiled(sandbox: Sandbox, source: str, limits: Limits) -> bytes:
-    """The program that a source makes, which will run within limits.
+    """The compiled program of a source, to be run within ``limits``.
 
     Raises:
-        Over: it makes none.
-        NoCompiler: there is no g++ here.
+        Over: the source does not compile.
+        NoCompiler: this machine has no g++.
     """
     compiler = shutil.which("g++")
     if compiler is None:

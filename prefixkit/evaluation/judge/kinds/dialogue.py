@@ -17,8 +17,8 @@ class Answers:
 
     Args:
         process: The sandbox.
-        limits: For messages.
-        beside: Other sandboxes that run meanwhile.
+        limits: The run's limits, for messages about them.
+        beside: Other sandboxes that run at the same time.
 
     Attributes:
         last: The last message, which has been read and is well-formed.
@@ -32,7 +32,7 @@ class Answers:
         """Wait until the candidate's module has run.
 
         Raises:
-            Over: it does not run, or lacks a name.
+            Over: the module does not run, or lacks a name.
         """
         found = self._next([self._process], None)
         if not (isinstance(found, list) and len(found) == 2 and found[0] == "loaded"):
@@ -46,7 +46,7 @@ class Answers:
         """The answer to a message, as :func:`prefixkit.evaluation.judge.wire.read` gives it without hash tables.
 
         Raises:
-            Over: the candidate ends, goes beyond a limit, or answers what cannot be read.
+            Over: the candidate ends, exceeds a limit, or sends an answer that cannot be read.
         """
         self._process.send(content)
         return self._next(self._together, case)
@@ -65,7 +65,7 @@ def heard(speaking: Process, together: Sequence[Process], limits: Limits, case: 
     """The next message of one of several programs that wait for each other.
 
     Raises:
-        Over: one of them has ended, or went beyond a limit.
+        Over: one of them has ended, or exceeded a limit.
     """
     wait(together, speaking)
     over = next((process for process in together if process.excess), None)
@@ -81,7 +81,7 @@ def heard(speaking: Process, together: Sequence[Process], limits: Limits, case: 
 
 
 def refused(answer: Any, case: int | None) -> Verdict:
-    """The verdict about an answer that is no result."""
+    """The verdict on an answer that is no result."""
     kind, rest = (answer[0], answer[1:]) if isinstance(answer, list) and answer else (None, [])
     if kind == "invalid" and rest:
         return Verdict("invalid", case, line(_text(rest[0])))
@@ -93,5 +93,5 @@ def refused(answer: Any, case: int | None) -> Verdict:
 
 
 def _text(value: Any) -> str:
-    """What should be a text, from a sender that may send anything."""
+    """A value that should be a text, from a sender that may send anything."""
     return value if isinstance(value, str) else "?"

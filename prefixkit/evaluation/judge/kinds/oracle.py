@@ -1,4 +1,4 @@
-"""Calls whose results are compared with a solution's, as assertions that run beside the solution."""
+"""Calls whose results are compared with a solution's, as assertions that run together with the solution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 from prefixkit.evaluation.tasks.problem import Checks, Oracle
 
-# Equality as EvalPlus has it: floats within a tolerance, and where no other is given 1e-6, alone or in a list.
+# Equality as in EvalPlus: floats, alone or in a list, are compared within a tolerance, by default 1e-6.
 _COMPARE = """
 def _close(expected, found, tolerance):
     if tolerance == 0:
@@ -32,7 +32,7 @@ for _case in _json.loads(_inputs):
 
 
 def as_checks(oracle: Oracle) -> Checks:
-    """The same tests as assertions: for each case the solution's function is called, then the candidate's."""
+    """The tests of ``oracle`` as assertions: for each case the solution's function is called, then the candidate's."""
     accept = f"({oracle.accept})" if oracle.accept else "_close(expected, found, tolerance)"
     setup = "\n".join(
         (

@@ -17,11 +17,11 @@ _CPP_STACK = 256  # MiB
 
 
 def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Streams, limits: Limits) -> Judged:
-    """The verdict about a program by :class:`Streams`.
+    """The verdict on a program by :class:`Streams`.
 
     Raises:
         Over: the program does not compile.
-        NoCompiler: the program is in C++, and there is no compiler here.
+        NoCompiler: the program is in C++, and this machine has no compiler.
     """
     files: dict[str, bytes] = {}
     spec: Mapping[str, Any] = {"program": program}
@@ -45,7 +45,7 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
 
 
 def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limits: Limits) -> str:
-    """Ask a checker, in a sandbox where the three texts are files; why it refuses, or ""."""
+    """Run a checker, in a sandbox where the three texts are files; returns its reason to refuse, or ""."""
     given, expected, output = texts
     files = {
         "input": given.encode("utf-8", "surrogatepass"),

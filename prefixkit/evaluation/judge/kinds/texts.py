@@ -1,4 +1,4 @@
-"""Whether what a program wrote is what it should write."""
+"""Compares a program's output with the expected output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def accepts(found: bytes, expected: str, compare: Compare, tolerance: float = 0.
     """Whether an output is the expected one.
 
     Args:
-        found: As the program wrote it.
-        expected: As UTF-8.
+        found: The program's output.
+        expected: The expected output, to be compared as UTF-8.
         compare: ``exact``: byte by byte; ``tokens``: the same words, whatever the white space and the ends of lines;
-            ``numbers``: tokens, of which those that are numbers on both sides may differ.
-        tolerance: Absolute, and relative to the larger of two numbers; whole numbers written without a point must be
-            equal where it is 0, nan equals nan.
+            ``numbers``: as tokens, but words that are numbers on both sides may differ within ``tolerance``.
+        tolerance: Absolute, and relative to the larger of two numbers.  If it is 0, whole numbers written without a
+            point must be equal.  nan equals nan.
     """
     wanted = expected.encode("utf-8", "surrogatepass")
     if compare == "exact":
@@ -46,6 +46,6 @@ def _whole(word: bytes) -> bool:
 
 
 def _integer(word: bytes) -> tuple[bool, bytes]:
-    """Sign and digits of a whole number, the same for equal ones: int() takes no more than 4,300 digits."""
+    """Sign and digits of a whole number, equal for equal numbers; int() would take no more than 4,300 digits."""
     digits = word.lstrip(b"+-0")
     return bool(digits) and word.startswith(b"-"), digits

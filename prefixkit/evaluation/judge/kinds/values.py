@@ -1,4 +1,4 @@
-"""Whether what a function returned is what it should return."""
+"""Compares a function's result with the expected result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MOST_HASHED = 1000
 def equal(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Whether two values are equal.
 
-    As Python's ``==``, with these differences: a tuple equals a list with the same items, since JSON has but one of
-    them; nan equals nan; and numbers, of which one is a float, may differ.
+    As Python's ``==``, with these differences: a tuple equals a list with the same items, since JSON has only lists;
+    nan equals nan; and two numbers may differ within ``tolerance`` if one is a float.
 
     Args:
         found: As read by :func:`prefixkit.evaluation.judge.wire.read` without hash tables.
-        expected: The trusted value, of types that JSON has, or sets.
+        expected: The trusted value, of JSON types, or sets.
         tolerance: Absolute, and relative to the larger of two floats.
     """
     if isinstance(expected, (list, tuple)):
@@ -44,13 +44,13 @@ def _equal_numbers(found: float, expected: float, tolerance: float) -> bool:
         return False
     try:
         a, b = float(found), float(expected)
-    except OverflowError:  # an int beyond all floats
+    except OverflowError:  # an int larger than all floats
         return False
     return (a != a and b != b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _equal_dicts(items: list[tuple[Any, Any]], expected: dict[Any, Any], tolerance: float) -> bool:
-    """Looks up what was found in what was expected: hash tables hold nothing that a candidate chose."""
+    """Look up the found keys among the expected ones, so that hash tables hold no key that a candidate chose."""
     if len(items) != len(expected):
         return False
     missing = dict(expected)
@@ -65,7 +65,7 @@ def _equal_dicts(items: list[tuple[Any, Any]], expected: dict[Any, Any], toleran
 
 
 def _hashed(value: Any) -> Any:
-    """A key or element with its frozensets made; large ones, whose hashes may collide, are as if unhashable."""
+    """A key or element with its frozensets made; large ones, whose hashes may collide, count as unhashable."""
     if isinstance(value, tuple):
         return tuple(map(_hashed, value))
     if isinstance(value, Unhashed):
@@ -76,7 +76,7 @@ def _hashed(value: Any) -> Any:
 
 
 def shown(value: Any, most: int = 100) -> str:
-    """A value in at most so many characters, or a few more."""
+    """A value as text of about ``most`` characters at most."""
     if isinstance(value, int) and value.bit_length() > 4 * most:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, bytearray)):

@@ -33,9 +33,9 @@ def _arguments(given: Any) -> tuple[Any, ...]:
 
 
 def _unwrapped(outputs: list[Any]) -> list[Any]:
-    """What each call returns.
+    """The result of each call.
 
-    The data set puts most results in a list of one; where all outputs are such lists, they are taken for that.
+    The data set puts most results in a list of one; if all outputs are lists of one, each result is the one item.
     """
     wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
     return [one[0] for one in outputs] if wrapped else outputs

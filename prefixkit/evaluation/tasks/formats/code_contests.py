@@ -40,7 +40,7 @@ def _cases(record: Record, name: str) -> list[tuple[str, str]]:
 
 
 def _limits(record: Record) -> Limits:
-    """The contest's limits; prefixkit's where the data set has none (null or 0)."""
+    """The contest's limits; prefixkit's if the data set has none (null or 0)."""
     time = Record(f"{record.where}: time_limit", record.place, mapping(record, "time_limit"))
     seconds = number(time, "seconds") + number(time, "nanos") / 1e9
     found = {"seconds": seconds, "memory": math.ceil(number(record, "memory_limit_bytes") / _MIB)}

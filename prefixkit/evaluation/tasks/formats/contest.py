@@ -14,7 +14,7 @@ from prefixkit.evaluation.tasks.wording import (
     program_question,
 )
 
-# What such sites import before a solution, which therefore lacks these lines.
+# Lines that such sites put before a solution, which therefore lacks these imports.
 _IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, math, operator, re, string
 from collections import *
@@ -58,7 +58,7 @@ def call_problem(
     name: str,
     solution: str = "",
 ) -> Problem:
-    """A function, or a method of a class, to write; ``starter``: how its code begins, "" where that is left open."""
+    """A function, or a method of a class, to write; ``starter``: the beginning of its code, "" if that is left open."""
     head = f"{_IMPORTS}\n{starter.strip()}\n" if starter.strip() else ""
     asked = f"Write the Python function {name} that solves this problem.\n\n{statement.strip()}"
     comment = docstring(statement if head else asked)

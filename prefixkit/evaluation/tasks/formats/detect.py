@@ -1,4 +1,4 @@
-"""Which form a record has: the one that was asked for, else the one whose fields it has."""
+"""The form of a record: the form that was asked for, else the form whose fields the record has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Format:
     """A form of problems in files.
 
     Attributes:
-        fields: A record of this form has all fields of one of these.
-        read: Makes a problem of a record; candidates are written in the language given, where the record has none.
+        fields: Sets of fields; a record of this form has all fields of one set.
+        read: Makes a problem of a record; candidates are in the given language if the record names none.
         python_only: Whether its tests call Python.
     """
 
@@ -39,7 +39,7 @@ AUTO = "auto"
 
 
 def check_format(name: str, language: Language) -> None:
-    """Refuse a form that is none, or that has no tests for programs in this language."""
+    """Refuse an unknown form, or one that has no tests for programs in this language."""
     if name != AUTO and name not in FORMATS:
         raise ValueError(f"--format must be one of {', '.join((AUTO, *FORMATS))}, got {name}")
     if name in FORMATS and FORMATS[name].python_only and language != "python":
@@ -50,8 +50,8 @@ def read_problem(record: Record, name: str = AUTO, language: Language = "python"
     """The problem of a record.
 
     Raises:
-        ValueError: the record has the fields of no form, or not those of the one that was asked for, or a field is not
-            what it must be.
+        ValueError: the record has the fields of no form, or not those of the form that was asked for, or a field has a
+            wrong value.
     """
     found = name if name != AUTO else _detected(record)
     form = FORMATS[found]

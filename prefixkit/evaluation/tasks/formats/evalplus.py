@@ -12,7 +12,7 @@ from prefixkit.evaluation.tasks.wording import DOCSTRING_STOP, FENCE_STOP, FUNCT
 
 FIELDS = ("task_id", "prompt", "entry_point", "base_input", "plus_input")
 
-# MBPP+ by number: what the arguments are where JSON has only lists, as an expression of ``arguments``.
+# MBPP+ by number: the true arguments where JSON has only lists, as an expression of ``arguments``.
 _ROWS = "[[tuple(row) for row in one] for one in arguments]"
 _DEEP = "(lambda deep: [deep(deep, one) for one in arguments])"
 _ADAPT: Mapping[str, Sequence[int]] = {
@@ -31,7 +31,7 @@ _ADAPT: Mapping[str, Sequence[int]] = {
     "[complex(arguments[0])]": (252,),
     f"{_DEEP}(lambda deep, one: tuple(deep(deep, x) for x in one) if isinstance(one, list) else one)": (580, 615, 791),
 }
-# Functions whose results may differ: how they are accepted, as an expression of arguments, expected and found.
+# Functions with several right results: when a result is accepted, as an expression of arguments, expected and found.
 _SETS = "set(found) == set(expected)"
 _PRESENT = "(found if isinstance(found, bool) else found is not None) == (expected is not None)"
 _DISTANCE = (
@@ -60,7 +60,7 @@ _ACCEPT: Mapping[str, str] = {
 
 
 def read(record: Record, language: Language = "python") -> Problem:
-    """A problem of ``HumanEvalPlus.jsonl`` or ``MbppPlus.jsonl``, by what its prompt is: a head, or a docstring."""
+    """A problem of ``HumanEvalPlus.jsonl``, if its prompt is a head, or ``MbppPlus.jsonl``, if it is a docstring."""
     prompt, name, key = string(record, "prompt"), string(record, "entry_point"), identity(record, "task_id")
     canonical = string(record, "canonical_solution")
     head = prompt if name in bound_names(prompt) else ""

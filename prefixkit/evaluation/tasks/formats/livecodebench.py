@@ -17,7 +17,7 @@ from prefixkit.evaluation.tasks.records import Record
 FIELDS = ("question_content", "public_test_cases")
 
 LARGEST = 2**30  # bytes that packed tests may unpack to
-# A pickle that is one string needs no others; none of these looks up a name or calls anything.
+# A pickle of one string needs no other opcodes; none of these looks up a name or calls anything.
 _TEXT = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
 
@@ -56,7 +56,7 @@ def _cases(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
 def _unpacked(record: Record, name: str, packed: str) -> str:
     """JSON from base64 over zlib over a pickle of one string, or over the JSON itself.
 
-    A pickle can run any program, so it is never loaded: its opcodes are read, and one string is all they may hold.
+    A pickle can run any program, so it is never loaded: its opcodes are read, and they may hold only one string.
     """
     where = f"{record.where}: {name}"
     try:
@@ -76,7 +76,7 @@ def _unpacked(record: Record, name: str, packed: str) -> str:
 def _pickled_string(content: bytes, where: str) -> str:
     try:
         codes = [(code.name, value) for code, value, _ in pickletools.genops(content)]
-    except Exception as error:  # whatever a damaged or hostile pickle makes of the reader
+    except Exception as error:  # a damaged or hostile pickle can raise anything in the reader
         raise ValueError(f"{where} holds a damaged pickle ({error}); download the file again") from error
     texts = [value for name, value in codes if name in _TEXT]
     others = sorted({name for name, _ in codes} - _TEXT - _AROUND)

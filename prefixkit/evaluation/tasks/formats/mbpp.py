@@ -16,7 +16,7 @@ FIELDS = ("task_id", "code", "test_list")
 
 def read(record: Record, language: Language = "python") -> Problem:
     """A problem of ``mbpp.jsonl`` (``text``, ``test_setup_code``), of the sanitised file (``prompt``,
-    ``test_imports``), or of MBPP+ as a table, whose ``test`` is a program that tests more.
+    ``test_imports``), or of MBPP+ as a table, whose ``test`` is a program with more tests.
     """
     statement = string(record, "text" if "text" in record.fields else "prompt")
     tests, solution = strings(record, "test_list"), string(record, "code").replace("\r\n", "\n")
@@ -26,7 +26,7 @@ def read(record: Record, language: Language = "python") -> Problem:
     code = "\n".join((*tests, *strings(record, "challenge_test_list")))
     names = _tested(record, code, solution)
     code = string(record, "test", "") or code
-    if made := _uses(setup, bound_names(solution)):  # objects of the candidate's classes: this runs behind it
+    if made := _uses(setup, bound_names(solution)):  # objects of the candidate's classes: made after it has run
         code, setup, names = f"{setup}\n{code}", "", tuple(dict.fromkeys(names + made))
     shown = "\n".join(tests)
     return Problem(
@@ -42,7 +42,7 @@ def read(record: Record, language: Language = "python") -> Problem:
 
 
 def _uses(code: str, names: Collection[str]) -> tuple[str, ...]:
-    """Those of the names that the code uses, in the order of their first use; none where it is not Python."""
+    """Those of ``names`` that the code uses, in the order of their first use; none if the code is not Python."""
     found = [node for node in ast.walk(parse(code) or ast.Module([], [])) if isinstance(node, ast.Name)]
     found.sort(key=lambda node: (node.lineno, node.col_offset))
     return tuple(dict.fromkeys(node.id for node in found if node.id in names))

@@ -1,4 +1,4 @@
-"""prefixkit's own form: a prompt or a conversation, and, where answers are to be judged, tests and limits."""
+"""prefixkit's own form: a prompt or a conversation, and, if answers are to be judged, tests and limits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(record: Record, default: Language = "python") -> Problem:
-    """``prompt`` is what a model continues, and a user's message where there is a chat template; ``messages`` are a
-    conversation, whose last message may be an answer begun.  With both, each has its use.
+    """A problem of a record: ``prompt`` is the text that a model continues, or a user's message if there is a chat
+    template; ``messages`` are a conversation, whose last message may be a begun answer.  If a record has both, models
+    with a chat template get ``messages``, and others ``prompt``.
     """
     key, text = identity(record, "id"), _prompt(record)
     messages = read_messages(record) if "messages" in record.fields else (Message(role="user", content=text),)
@@ -45,7 +46,7 @@ def read(record: Record, default: Language = "python") -> Problem:
 def read_example(record: Record) -> Example | None:
     """A question and its answer: ``prompt`` and ``answer``, or ``messages`` that end with the answer.
 
-    None where the record has neither: it is a problem, which its solution answers.
+    None if the record has neither: then it is a problem, whose solution is the answer.
     """
     if "answer" in record.fields:
         text, answer = _prompt(record), string(record, "answer")
@@ -103,7 +104,7 @@ def _message(record: Record, number: int, given: Any) -> Message:
 
 
 def _prompt(record: Record) -> str:
-    """The text of a record; "" where it has a conversation alone."""
+    """The text of a record; "" if it has only a conversation."""
     if "prompt" not in record.fields and "messages" in record.fields:
         return ""
     text = string(record, "prompt")
@@ -123,7 +124,7 @@ def _language(record: Record, default: Language, tests: Tests | None) -> Languag
 
 
 def _tested(tests: Tests | None) -> str:
-    """What the tests call."""
+    """The function that the tests call."""
     if isinstance(tests, Checks):
         return tests.names[0]
     return tests.name if isinstance(tests, Calls | Oracle) else ""

@@ -1,4 +1,4 @@
-"""Tests and limits as a problem's line says them: the fields of the classes in tasks/problem.py."""
+"""Tests and limits in a problem's line: the fields of the classes in tasks/problem.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS = {kind: ("kind", *cls.__dataclass_fields__) for kind, cls in KINDS.items(
 
 
 def read_tests(record: Record) -> Tests | None:
-    """The field ``tests``, an object whose ``kind`` says which; None where there is none."""
+    """The field ``tests``, an object whose ``kind`` names the class; None if it is absent."""
     given = mapping(record, "tests")
     if not given:
         return None
@@ -26,14 +26,14 @@ def read_tests(record: Record) -> Tests | None:
 
 
 def read_limits(record: Record) -> Limits:
-    """The field ``limits``: seconds, memory in MiB, output in KiB; the usual ones for those that it leaves out."""
+    """The field ``limits``: seconds, memory in MiB, output in KiB; defaults for those that it leaves out."""
     given = mapping(record, "limits")
     known_keys(f"{record.where}: limits", given, tuple(Limits.__dataclass_fields__), "limits")
     return limits(record, **given)
 
 
 def limits(record: Record, **given: Any) -> Limits:
-    """The usual limits, except for those that a record gives."""
+    """The default limits, except for those that a record gives."""
     try:
         return Limits(**given)
     except ValueError as error:
