@@ -1,4 +1,4 @@
-"""Runs that may go side by side, and runs that must be alone."""
+"""Concurrent runs, and runs that must be alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Lets many runs go side by side, or one alone; one that waits to be alone goes before those that come later."""
+    """Admits many runs at once, or one alone; a run that waits to be alone goes before runs that come later."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

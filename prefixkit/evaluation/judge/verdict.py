@@ -1,4 +1,4 @@
-"""What a candidate program came to."""
+"""The verdict on a candidate program."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a candidate program came to.
+    """The verdict on a candidate program.
 
     Attributes:
         outcome: ``passed``: every test; ``failed``: a wrong result; ``error``: it raised an exception or exited with
-            another status than 0; ``timeout``, ``memory``, ``output``: it went beyond a limit; ``crashed``: a signal
+            another status than 0; ``timeout``, ``memory``, ``output``: it exceeded a limit; ``crashed``: a signal
             ended it; ``invalid``: it does not parse or compile, or lacks the function that was asked for.
-        case: The first test that it did not pass, from 0; None where it passed, or the tests are not numbered.
-        detail: A line that says more, at most 300 characters, with nothing in it but what may be shown.
-        seconds: Of wall time that it took.
+        case: The first test that it did not pass, from 0; None if it passed, or the tests are not numbered.
+        detail: A line with details, at most 300 printable characters.
+        seconds: Wall time of the run.
     """
 
     outcome: Outcome

@@ -1,7 +1,7 @@
-"""Python values as bytes, between the judge and the programs in its sandboxes.
+"""Python values as bytes, for messages between the judge and the programs in its sandboxes.
 
-Reading makes values of the types below and no others, runs no code of the sender's, and is bounded: in depth, in the
-number of values, and by the length of the message.  This file also runs inside the sandbox, so it imports little.
+A reader makes values of the types below and no others, runs none of the sender's code, and is bounded: in depth, in
+the number of values, and by the length of the message.  This file also runs inside the sandbox, so it imports little.
 """
 
 import struct
@@ -10,9 +10,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-DEPTH = 200  # of nested containers
-VALUES = 1_000_000  # in one message
-ITEMS = 10_000  # of an iterator
+DEPTH = 200  # levels of nested containers
+VALUES = 1_000_000  # values in one message
+ITEMS = 10_000  # items of an iterator
 
 _LENGTH = struct.Struct(">I")
 _DOUBLE = struct.Struct("<d")
@@ -22,15 +22,15 @@ _SEQUENCES = ((list, b"l"), (tuple, b"t"), (set, b"S"), (frozenset, b"Z"))
 
 
 class WireError(ValueError):
-    """A message is malformed, or goes beyond a bound."""
+    """A message is malformed, or exceeds a bound."""
 
 
 class Opaque:
-    """A value that stays where it was made; here it equals nothing, itself included.
+    """A value that stays in the process that made it; here it equals nothing, not even itself.
 
     Attributes:
-        handle: By which the other side knows it again.
-        type: The name of its type there.
+        handle: The number by which the other side finds the value.
+        type: The name of the value's type there.
     """
 
     __hash__ = object.__hash__
@@ -50,7 +50,7 @@ class Unhashed:
 
     Attributes:
         kind: ``set``, ``frozenset`` or ``dict``.
-        items: Elements, or pairs of key and value; perhaps some twice.
+        items: Elements, or pairs of key and value; there may be duplicates.
     """
 
     def __init__(self, kind: type, items: list[Any]) -> None:
@@ -73,7 +73,7 @@ class Writer:
         """The message.
 
         Raises:
-            WireError: too many values, or too deeply nested, as a list within itself is.
+            WireError: there are too many values, or they are nested too deeply, as a list within itself.
         """
         self._write(value, 0)
         return b"".join(self._parts)
@@ -149,7 +149,7 @@ class Writer:
 
 
 def _packed(tag: bytes, values: tuple[Any, ...]) -> bytes:
-    """A long list or tuple of floats, or of ints of 64 bits, in one piece; b"" where it is something else."""
+    """A long list or tuple of floats, or of 64-bit ints, as one array; b"" for all others."""
     kinds = set(map(type, values)) if len(values) > 8 and tag in (b"l", b"t") else set()
     code = "q" if kinds == {int} else "d" if kinds == {float} else ""
     if code:
@@ -164,9 +164,9 @@ class Reader:
 
     Args:
         content: The message.
-        hashed: Whether sets and dicts are made; else they come as :class:`Unhashed`.
-        find: Gives the value for a number that was kept, where this side keeps values.
-        opaque: The class of values that stayed at the other side.
+        hashed: Whether to make sets and dicts; if not, they are read as :class:`Unhashed`.
+        find: Gives the value for a handle, if this side keeps values.
+        opaque: The class of values that stay on the other side.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Reader:
         """The value.
 
         Raises:
-            WireError: the message is malformed, or goes beyond a bound.
+            WireError: the message is malformed, or exceeds a bound.
         """
         try:
             found = self._read(0)
@@ -298,5 +298,5 @@ def read(content: bytes, hashed: bool = True) -> Any:
 
 
 def framed(content: bytes) -> bytes:
-    """A message with its length before it, as it goes over a pipe."""
+    """A message with its length before it, as it is sent over a pipe."""
     return _LENGTH.pack(len(content)) + content

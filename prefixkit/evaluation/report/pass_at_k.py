@@ -135,7 +135,7 @@ def pass_at_k_curve(
 def _bounds(columns: Sequence[Floats], sets: Sequence[np.ndarray]) -> list[tuple[float, float]]:
     """Bootstrap bounds of each column; columns over the same problems share their draws, which is faster."""
     found = [(0.0, 1.0)] * len(columns)
-    for size in {len(chosen) for chosen in sets if len(chosen) > 1}:  # sets of one size are equal: problems with k samples
+    for size in {len(chosen) for chosen in sets if len(chosen) > 1}:  # sets of equal size are equal, as k only grows
         alike = [index for index, chosen in enumerate(sets) if len(chosen) == size]
         low, high = bootstrap(np.stack([columns[index][sets[index]] for index in alike], axis=1))
         for place, index in enumerate(alike):

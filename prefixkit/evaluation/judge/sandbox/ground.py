@@ -1,4 +1,4 @@
-"""Where a sandbox is started from: never as root, and where that user can read the interpreter."""
+"""The user and the mounts under which sandboxes start: never as root, and with a readable interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from prefixkit.evaluation.judge.judge_errors import NoSandbox
 
 _NOBODY = 65534
-_PLACES = ("/mnt", "/media", "/srv", "/opt")  # one of which is covered in a mount namespace of our own
+_PLACES = ("/mnt", "/media", "/srv", "/opt")  # one of them is covered, in a mount namespace of our own
 _REMEDY = "run as an ordinary user, or with a Python that every user can read"
 _SHOW = f"""
 mount -t tmpfs -o mode=755,size=64k none "$2" && mkdir "$2/prefix" && mount --rbind "$1" "$2/prefix" || {{
@@ -28,12 +28,12 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Ground:
-    """Where a sandbox is started from.
+    """The user and the mounts under which a sandbox starts.
 
     Attributes:
-        user: Who starts it; -1: whoever the judge runs as.
-        prefix: Put before bubblewrap's command.
-        places: Folders, and where bubblewrap finds them.
+        user: The user who starts it; -1: the judge's user.
+        prefix: The command to put before bubblewrap's.
+        places: Folders, and the paths at which bubblewrap finds them.
     """
 
     user: int = -1
@@ -42,21 +42,21 @@ class Ground:
 
 
 def interpreter() -> tuple[str, str]:
-    """This interpreter's file and the folder that it needs; links of virtual environments are followed."""
+    """The interpreter's file and the folder that it needs; links of virtual environments are followed."""
     base = getattr(sys, "_base_executable", "") or sys.executable
     return os.path.realpath(base), os.path.realpath(sys.base_prefix)
 
 
 @cache
 def ground() -> Ground:
-    """The ground of this process' sandboxes.
+    """The user and the mounts under which this process' sandboxes start.
 
     Root in a user namespace of root's own is still root to some parts of the kernel (settings in /proc, limits on
-    processes), whatever its capabilities.  So root becomes ``nobody`` before it starts bubblewrap; where ``nobody``
-    cannot reach the interpreter, as in /root, a mount namespace shows it in another place.
+    processes), whatever its capabilities.  So root becomes ``nobody`` before it starts bubblewrap; if ``nobody`` cannot
+    reach the interpreter, as in /root, a mount namespace shows it in another place.
 
     Raises:
-        NoSandbox: root cannot become ``nobody`` here, or cannot show it the interpreter.
+        NoSandbox: root cannot become ``nobody`` here, or cannot make the interpreter readable for ``nobody``.
     """
     if os.geteuid() != 0:
         return Ground()

@@ -1,9 +1,9 @@
 """Finds the hierarchy of control groups (cgroups, version 2 or 1) in which this process may make its own.
 
-Nothing is changed while looking, and nothing that was there before is ever changed: no controller is enabled, and the
-judge itself is not moved.  In version 1 new cgroups lie below the judge's own.  In version 2 a cgroup with processes
-gives no controllers to cgroups below it, so new ones lie beside the judge's own, in its parent.  Limits of the judge's
-own cgroup do not hold there, so a judge that has any makes no cgroups.
+The search changes nothing, and existing cgroups are never changed: no controller is enabled, and the judge itself is
+not moved.  In version 1 new cgroups are children of the judge's own.  In version 2 a cgroup with processes gives no
+controllers to its children, so new ones are siblings of the judge's own, in its parent.  Limits of the judge's own
+cgroup do not hold there, so a judge with such limits makes no cgroups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 CONTROLLERS = ("memory", "pids")
-# Not pids.max: systemd sets one for every unit, and that of a new cgroup is far lower.
+# Without pids.max: systemd sets it for every unit, and the limit of a new cgroup is far lower.
 _LIMITS = ("memory.max", "memory.high", "memory.swap.max", "cpu.max", "cpuset.cpus", "cpuset.mems")
 _REMEDY = "where systemd runs, try `systemd-run --user --scope` before the command"
 
@@ -26,12 +26,12 @@ class NoHierarchy(OSError):
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where cgroups can be made.
+    """The folders in which cgroups can be made.
 
     Attributes:
-        version: Of the kernel's interface.
-        memory: The folder in which new cgroups that limit memory are made.
-        pids: The same for the number of processes and threads; in version 2 the same folder.
+        version: The version of the kernel's interface.
+        memory: The folder for new cgroups that limit memory.
+        pids: The folder for new cgroups that limit the number of processes and threads; in version 2 the same folder.
     """
 
     version: Literal[1, 2]
@@ -56,10 +56,10 @@ def find_hierarchy(process: Path = Path("/proc/self")) -> Hierarchy:
     """The hierarchy in which this process may make cgroups with limits on memory and processes.
 
     Args:
-        process: The process' folder in /proc, of which ``mountinfo`` and ``cgroup`` are read.
+        process: The process' folder in /proc; its ``mountinfo`` and ``cgroup`` are read.
 
     Raises:
-        NoHierarchy: there is none.
+        NoHierarchy: there is no such hierarchy.
     """
     try:
         mounts = [_mount(line) for line in (process / "mountinfo").read_text().splitlines()]
@@ -95,7 +95,7 @@ def _version_1(controller: str, path: str, mounts: list[_Mount]) -> Path:
 
 
 def _version_2(path: str, mounts: list[_Mount]) -> Path:
-    """The root, where the judge is in it, or the parent of the judge's own cgroup."""
+    """The root if the judge is in it, else the parent of the judge's own cgroup."""
     mount = next((mount for mount in mounts if mount.kind == "cgroup2"), None)
     if mount is None:
         raise NoHierarchy("cgroups are not mounted")
@@ -113,7 +113,7 @@ def _version_2(path: str, mounts: list[_Mount]) -> Path:
 
 
 def _own(mount: _Mount, path: str) -> Path:
-    """A cgroup's folder, where a mount shows only what is below its root."""
+    """A cgroup's folder under a mount, which shows only cgroups below its root."""
     inside = os.path.relpath(path, mount.root)
     folder = mount.place / inside
     if inside.split("/")[0] == ".." or not folder.is_dir():
@@ -126,7 +126,7 @@ def _gives(folder: Path) -> bool:
 
 
 def _writable(folder: Path) -> Path:
-    """A folder where cgroups can be made, and below which the judge may move its own programs."""
+    """``folder``, if the judge may make cgroups in it and move its own programs into them."""
     for path in (folder, folder / "cgroup.procs"):
         if not os.access(path, os.W_OK):
             raise NoHierarchy(f"{path} cannot be written; {_REMEDY}")

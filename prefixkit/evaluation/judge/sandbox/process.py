@@ -1,4 +1,4 @@
-"""A process in a sandbox, and how the judge talks with it without ever waiting for longer than it may."""
+"""A process in a sandbox, and messages between it and the judge, which never waits beyond a deadline."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from prefixkit.evaluation.judge.sandbox.cgroup import Cgroup
 Excess = Literal["", "timeout", "memory", "output"]
 MESSAGE = 16 << 20  # bytes of one message
 _CHUNK = 1 << 16
-_TAIL = 4096  # bytes of standard error that are kept
-START = 60.0  # seconds until a sandbox must have started
+_TAIL = 4096  # last bytes of standard error that are kept
+START = 60.0  # seconds within which a sandbox must start
 
 
 class NotStarted(OSError):
@@ -27,24 +27,24 @@ class NotStarted(OSError):
 
 
 class Process:
-    """One sandbox and what is in it; closed, all of it is dead.
+    """One sandbox and the processes in it, which are all dead once it is closed.
 
     Args:
-        pidfd: Of the process that watches the program; where it ends, all in the sandbox end.
-        pipes: Our ends of its standard input, output and error, and of the pipe that says how it goes.
-        seconds: Of wall time, from when the program begins.
-        cap: Most bytes of output.
-        framed: Whether its standard output is messages, of which one is read at a time and the cap counts none.
-        grouped: Whether that process leads a group of processes, which have no namespace to end with.
-        cgroup: In which it is.
+        pidfd: Descriptor of the process that watches the program; when it ends, all processes in the sandbox end.
+        pipes: The judge's ends of its standard input, output and error, and of the pipe that reports start and end.
+        seconds: Limit on wall time, from when the program begins.
+        cap: The most bytes of output.
+        framed: Whether its standard output is messages, which are read one at a time and do not count against ``cap``.
+        grouped: Whether that process leads a group of processes that no namespace ends with it.
+        cgroup: The cgroup in which it is.
 
     Attributes:
-        excess: The limit that it went beyond; then it is dead.
-        status: Its exit status once it has ended, negative where a signal ended it; None before.
-        heard: What it wrote to standard output and was not taken yet, at most one message.
+        excess: The limit that it exceeded, after which it is dead.
+        status: Its exit status once it has ended, negative if a signal ended it; None before.
+        heard: Its standard output that was not taken yet, at most one message.
         cpu: Seconds of CPU time that it and its descendants had used when it was measured.
         starved: Seconds that they may have waited for a CPU or for the judge by then: in the run queue, and until the
-            judge last read or wrote something; infinite where the kernel does not say.
+            judge last read or wrote something; infinite if the kernel does not say.
     """
 
     def __init__(
@@ -84,29 +84,29 @@ class Process:
 
     @property
     def complete(self) -> bool:
-        """Whether all of a message has been heard."""
+        """Whether a whole message has been read."""
         return self._framed and not self._missing()
 
     def send(self, content: bytes) -> None:
-        """Send a message; what does not fit into the pipe now is written while the judge waits for something."""
+        """Send a message; bytes that do not fit into the pipe now are written while the judge waits for something."""
         self._unsent = memoryview(bytes(self._unsent) + wire.framed(content))
         self._moved = time.monotonic()
         self._write()
 
     def run(self, given: bytes = b"") -> None:
-        """Send all of standard input, and wait until it has ended or gone beyond a limit."""
+        """Send all of standard input, and wait until the program has ended or exceeded a limit."""
         self._unsent, self._close_in = memoryview(given), True
         self._write()
         wait([self], self)
 
     def message(self) -> bytes:
-        """Take the message, all of which has been heard."""
+        """Take the message, which has been read whole."""
         content = bytes(self.heard[4:])
         self.heard.clear()
         return content
 
     def interests(self, listen: bool) -> list[tuple[int, int]]:
-        """What to poll for, as descriptors and events; of standard output only if ``listen``."""
+        """Descriptors and events to poll for; those of standard output only if ``listen``."""
         found = [(one, select.POLLIN) for one in (self._pidfd, *self._open) if listen or one != self._out]
         return [*found, (self._in, select.POLLOUT)] if self._unsent else found
 
@@ -115,7 +115,7 @@ class Process:
         return self._deadline - time.monotonic()
 
     def turn(self, happened: dict[int, int]) -> None:
-        """Act on what :func:`select.poll` found, and on the deadline."""
+        """Act on the events that :func:`select.poll` found, and on the deadline."""
         if self._ready in happened:
             self._hear_ready()
         if happened.keys() & {self._in, self._out, self._err}:
@@ -138,13 +138,13 @@ class Process:
             self._exceed("timeout")
 
     def measure(self) -> None:
-        """Find out what it has used so far, unless it has ended."""
+        """Measure ``cpu`` and ``starved``, unless it has ended."""
         if self._pidfd >= 0 and (pid := _pid(self._pidfd)) > 0:
             self.cpu, waited = times(pid)
             self.starved = waited + max(0.0, self._moved - self._deadline + self._seconds - self.cpu)
 
     def close(self) -> None:
-        """Kill everything in the sandbox, and take back what it holds here."""
+        """Kill all processes in the sandbox, and release its resources in the judge."""
         if self._pidfd < 0:
             return
         with suppress(ProcessLookupError, PermissionError):
@@ -160,7 +160,7 @@ class Process:
 
     def _hear_ready(self) -> None:
         self._open.discard(self._ready)
-        if os.read(self._ready, 1) == b"!":  # else it is the status of what could not begin
+        if os.read(self._ready, 1) == b"!":  # else it is the exit status of a program that could not begin
             self._begun = True
             self._moved = time.monotonic()
             self._deadline = self._moved + self._seconds
@@ -171,7 +171,7 @@ class Process:
                 self._unsent = self._unsent[os.write(self._in, self._unsent[:_CHUNK]) :]
         except BlockingIOError:
             return
-        except OSError:  # it has closed its end
+        except OSError:  # the program has closed its end
             self._unsent = memoryview(b"")
         if self._close_in:
             self._stdin.close()
@@ -196,7 +196,7 @@ class Process:
         return bool(more)
 
     def _some(self, descriptor: int, size: int, counted: bool) -> bytes:
-        """What can be read now, and whether it counts as output."""
+        """The bytes that can be read now; ``counted``: they count as output."""
         with suppress(BlockingIOError):
             more = os.read(descriptor, size)
             if not more:
@@ -214,7 +214,7 @@ class Process:
         self.status = -signal.SIGKILL
 
     def _end(self) -> None:
-        """It has ended: read what is left, which other processes of its may hold open only without a sandbox."""
+        """Read the rest after its end; only without a sandbox may other processes of the program hold pipes open."""
         for read in (self._read_errors, self._read_output):
             while not self.excess and read():
                 pass
@@ -224,7 +224,7 @@ class Process:
             self._hear_ready()
         told = self._some(self._ready, 2, counted=False) if self._begun else b""
         self.status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL
-        self.starved = 0.0 if told else math.inf  # what watches it was killed, which no program can do
+        self.starved = 0.0 if told else math.inf  # its watching process was killed, which no program can do
         self.close()
         if not self._begun:
             raise NotStarted(self.errors or "the sandbox ended before the program began")
@@ -233,11 +233,11 @@ class Process:
 
 
 def wait(processes: Sequence[Process], speaking: Process) -> None:
-    """Let processes run until a message is complete, or one of them has ended or gone beyond a limit.
+    """Let processes run until a message is complete, or one of them has ended or exceeded a limit.
 
     Args:
-        processes: All that run; what they write to standard error is read all along.
-        speaking: Whose standard output is read.
+        processes: All running processes; their standard error is read all the time.
+        speaking: The process whose standard output is read.
 
     Raises:
         NotStarted: a sandbox could not be made.
@@ -255,9 +255,9 @@ def wait(processes: Sequence[Process], speaking: Process) -> None:
 
 
 def times(pid: int) -> tuple[float, float]:
-    """Seconds that a process and its living descendants have computed, and that their threads have waited for a CPU.
+    """Seconds of CPU time of a process and its living descendants, and seconds that their threads waited for a CPU.
 
-    The second is infinite where the kernel does not say.
+    The second is infinite if the kernel does not say.
     """
     ticks, waited, pending = 0, 0.0, [pid]
     while pending:
@@ -284,6 +284,6 @@ def _waited(thread: str) -> float:
 
 
 def _pid(pidfd: int) -> int:
-    """The number of a process; -1 where it has ended."""
+    """The number of a process; -1 if it has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         return next(int(line[4:]) for line in file if line.startswith("Pid:"))

@@ -1,4 +1,4 @@
-"""The protections of a sandbox by name, so that a test can take one away and see what it was good for."""
+"""The protections of a sandbox by name, so that a test can switch one off and see what it prevented."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Protections:
-    """What a sandbox keeps a candidate from; each name may stand for several mechanisms against the same thing.
+    """What a sandbox prevents; each name may stand for several mechanisms against the same threat.
 
     Only tests set any of them to False.  Nothing on the command line or in a data set reaches them.
 
@@ -19,14 +19,14 @@ class Protections:
         pids: A process namespace of its own, with a /proc of its own; no signals to other processes.
         memory: Address space is limited, and memory of the cgroup.
         time: Wall time and CPU time are limited.  Without: ``FAR`` times as much.
-        output: What is written to standard output and standard error is limited.  Without: ``FAR`` times as much.
+        output: Output to standard output and standard error is limited.  Without: ``FAR`` times as much.
         ptrace: No debugging, and no access to another process' memory or files.
         namespaces: No new namespaces, mounts or roots.
         ipc: An IPC namespace of its own; no shared memory, queues or semaphores; no anonymous files.
         kernel: None of the rarely used parts of the kernel: keys, io_uring, BPF, modules, clocks, user ids.
         environment: No environment variables of the judge.
-        cgroups: Where this machine lets the judge make cgroups, memory and processes are limited as a whole, and all
-            that is left of a program is killed by its cgroup too.
+        cgroups: If this machine lets the judge make cgroups, the memory and processes of a program are limited in
+            total, and its remaining processes are killed through its cgroup too.
     """
 
     network: bool = True

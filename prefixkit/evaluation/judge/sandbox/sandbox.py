@@ -34,8 +34,8 @@ _REMEDY = (
     "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--security-opt seccomp=unconfined "
     "--security-opt systempaths=unconfined`), have bubblewrap 0.6 or later, or judge on another machine"
 )
-_BESIDE = 32  # MiB that a cgroup has beside a program's limit: for what watches it, and for what the kernel keeps
-_TABLES = 256  # one part of as many of a limit is for page tables, which take 8 bytes for 4 KiB
+_BESIDE = 32  # MiB of a cgroup above a program's limit: for the process that watches it, and for the kernel's data
+_TABLES = 256  # 1/_TABLES of a limit is added for page tables, which take 8 bytes for 4 KiB
 _BESIDE_PROCESSES = 8
 _looking = threading.Lock()
 
@@ -54,7 +54,7 @@ def _looked() -> Cgroups | None:
 
 
 def cgroups() -> Cgroups | None:
-    """What makes this process' cgroups; None where it may make none.  Looked for once, and said in the log."""
+    """The maker of this process' cgroups; None if it may make none.  It is looked for once, and the log names it."""
     with _looking:
         return _looked()
 
@@ -63,8 +63,8 @@ class Sandbox:
     """Makes sandboxes.
 
     Args:
-        protections: What they protect from.
-        plain: Plain subprocesses with limits instead, which protect from nothing that a program does on purpose.
+        protections: The protections that are on.
+        plain: Use plain subprocesses with limits instead, which do not protect from malicious programs.
     """
 
     def __init__(self, protections: Protections = EVERY, plain: bool = False) -> None:
@@ -76,10 +76,10 @@ class Sandbox:
         """Run an empty program.
 
         Raises:
-            NoSandbox: there can be no sandbox here; the message names the remedy.
+            NoSandbox: no sandbox can be made on this machine; the message names the remedy.
         """
         if not self.plain:
-            bubblewrap.executable()  # what is missing most often is said first
+            bubblewrap.executable()  # the most frequent cause is reported first
         try:
             with self.start("program", {"program": ""}, Limits()) as process:
                 process.run()
@@ -89,7 +89,7 @@ class Sandbox:
             raise NoSandbox(f"no sandbox: {str(error)[-300:]}; {_REMEDY}") from None
 
     def close(self) -> None:
-        """Wait until nothing is left of programs that have ended; none may run."""
+        """Wait until all processes of ended programs are gone; no program may be running."""
         with self._lock:
             while self._zygotes:
                 self._zygotes.popitem()[1].close()
@@ -106,16 +106,16 @@ class Sandbox:
         tools: bool = False,
         stack: int = 64,
     ) -> Iterator[Process]:
-        """A program in a sandbox of its own, dead afterwards.
+        """A program in a sandbox of its own, which is killed afterwards.
 
         Args:
-            name: Of a guest: ``answering``, ``testing`` or ``program``.
-            spec: What it is told, of values that ``marshal`` takes.  In the lists ``command`` and ``arguments``, names
-                of ``files`` become their paths; a ``program`` is there as a file too.
-            limits: Of time, memory and output.
+            name: The guest's name: ``answering``, ``testing`` or ``program``.
+            spec: The guest's arguments, of types that ``marshal`` takes.  In the lists ``command`` and ``arguments``,
+                names of ``files`` become their paths; a ``program`` is also written to a file.
+            limits: Limits of time, memory and output.
             files: Contents of files that it can read, by name.
             tools: Whether it can run the compiler, and other processes.
-            stack: MiB.
+            stack: MiB of the main thread's stack.
         """
         protections = replace(self.protections, processes=False) if tools else self.protections
         with ExitStack() as held:
@@ -153,8 +153,8 @@ class Sandbox:
         """A cgroup for one sandbox, removed with ``held``.
 
         Args:
-            memory: Bytes of the program's, and of files that are copied into the sandbox.
-            held: What ends with the sandbox.
+            memory: Bytes of the program's memory, and of files that are copied into the sandbox.
+            held: The exit stack that ends with the sandbox.
         """
         made = self._cgroups()
         if made is None:
@@ -176,10 +176,10 @@ class Sandbox:
         except NotStarted:
             if warm.alive:
                 raise
-            return self._zygote(protections, tools).fork(given)  # the first was killed
+            return self._zygote(protections, tools).fork(given)  # the first zygote was killed
 
     def _zygote(self, protections: Protections, tools: bool) -> Zygote:
-        """Made when first asked for, and again where it has ended."""
+        """The zygote for these protections, made at its first use, and again after its end."""
         with self._lock:
             found = self._zygotes.get((protections, tools))
             if found is None or not found.alive:

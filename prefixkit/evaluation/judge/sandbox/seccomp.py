@@ -15,7 +15,7 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; arguments are 8 bytes each, little-endian
 
-_X32 = 0x40000000  # x86_64 has every call a second time, from here on
+_X32 = 0x40000000  # from this number on, x86_64 has every call a second time
 _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID, -NET, -TIME
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type into a terminal
@@ -24,17 +24,17 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
-    """The filter as an array of ``struct sock_filter``, as the kernel takes it.
+    """The filter as an array of ``struct sock_filter``, the kernel's format.
 
-    A refused call returns EPERM, ``clone3`` ENOSYS, so that libc falls back to ``clone``, whose flags can be seen; a
-    call of a foreign architecture kills the process.
+    A refused call returns EPERM; ``clone3`` returns ENOSYS, so that libc falls back to ``clone``, whose flags the
+    filter can see.  A call of a foreign architecture kills the process.
 
     Args:
-        protections: Which groups of calls are refused.
-        machine: As in ``os.uname().machine``; by default this one.
+        protections: The protections that are on; they decide which groups of calls are refused.
+        machine: The architecture as in ``os.uname().machine``; by default this machine's.
 
     Raises:
-        NoSandbox: no numbers are known for this architecture.
+        NoSandbox: the numbers of the calls are not known for this architecture.
     """
     column, arch, own = _architecture(machine or platform.machine())
     program: list[Instruction] = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL)]
@@ -50,7 +50,7 @@ def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
     flags: list[Instruction] = []
     if protections.namespaces:
         flags += [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    if protections.processes:  # threads alone
+    if protections.processes:  # only threads
         flags += [(_JUMP_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
     program += _by_argument(own["clone"], 0, flags)
     requests = [step for request in _TERMINAL_INPUT for step in _refuse(request, errno.EPERM)]
@@ -60,7 +60,7 @@ def seccomp_filter(protections: Protections, machine: str = "") -> bytes:
 
 
 def clone_number() -> int:
-    """Of the call that makes a process in new namespaces.
+    """The number of the call that makes a process in new namespaces.
 
     Raises:
         NoSandbox: as :func:`seccomp_filter`.
@@ -79,6 +79,6 @@ def _refuse(number: int | None, error: int) -> list[Instruction]:
 
 
 def _by_argument(number: int, place: int, steps: list[Instruction]) -> list[Instruction]:
-    """Of a call that is refused by one of its arguments: steps that look at it; what they do not refuse is allowed."""
+    """The filter of a call that one of its arguments decides: ``steps`` refuse by it; else the call is allowed."""
     body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), *steps, (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_EQUAL, 0, len(body), number), *body]

@@ -1,4 +1,4 @@
-"""System calls that a candidate is refused: by protection, their numbers on x86_64 and aarch64 (``-``: none there)."""
+"""The system calls that candidates may not make: by protection, their numbers on x86_64 and aarch64 (``-``: none)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _parse(table: str) -> dict[str, dict[str, tuple[int | None, ...]]]:
 
 REFUSED: Mapping[str, Mapping[str, tuple[int | None, ...]]] = _parse(_TABLE)
 
-# Column of the numbers above, AUDIT_ARCH of linux/audit.h, and numbers of the calls that are treated in their own way.
+# Column of the numbers above, AUDIT_ARCH of linux/audit.h, and the numbers of calls with special rules.
 ARCHITECTURES = {
     "x86_64": (0, 0xC000003E, {"clone": 56, "clone3": 435, "ioctl": 16}),
     "aarch64": (1, 0xC00000B7, {"clone": 220, "clone3": 435, "ioctl": 29}),

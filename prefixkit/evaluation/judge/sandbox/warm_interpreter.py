@@ -1,6 +1,6 @@
 """The judge's side of a warm interpreter, which forks the process of each program.
 
-The programs that run inside are compiled here, so that nothing of prefixkit needs to be readable there.
+The judge compiles the guest modules, so that the sandbox needs no readable file of prefixkit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from prefixkit.evaluation.judge.sandbox.process import START, NotStarted
 
 _JUDGE = Path(__file__).parents[1]
 _PARTS = ("wire", "guest.start", "guest.answering", "guest.testing", "guest.program", "guest.zygote")
-FILES = {"answering": "candidate.py", "testing": "tests.py", "program": "program.py"}  # of each guest's program
+FILES = {"answering": "candidate.py", "testing": "tests.py", "program": "program.py"}  # file of each guest's program
 
-# Runs as `python -c BOOT descriptor`: makes the modules in a file, then becomes the process of each program.
+# Runs as `python -c BOOT descriptor`: makes modules from a file, then forks, and continues as each program's process.
 BOOT = """
 import marshal, sys
 with open(int(sys.argv[1]), "rb") as file:
@@ -39,12 +39,12 @@ sys.modules["prefixkit.evaluation.judge.guest." + spec["guest"]].main(spec)
 
 
 class Zygote:
-    """A process that forks those of programs; all of them end with it, and it ends where its socket is closed.
+    """A process that forks the programs' processes, which all end with it; it ends when its socket is closed.
 
     Args:
-        before: What comes before the interpreter in its command.
-        told: What :func:`prefixkit.evaluation.judge.guest.zygote.serve` is told, except for the socket.
-        environment: All of it.
+        before: The part of its command before the interpreter.
+        told: The spec of :func:`prefixkit.evaluation.judge.guest.zygote.serve`, except for the socket.
+        environment: All environment variables.
     """
 
     def __init__(self, before: Sequence[str], told: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -68,14 +68,14 @@ class Zygote:
         return self._popen.poll() is None
 
     def fork(self, descriptors: Sequence[int]) -> int:
-        """A process for a program, as a descriptor of it.
+        """Fork a process for a program; returns its pidfd.
 
         Args:
-            descriptors: Its standard input, output and error, the pipe that says how it goes, a file with what it is
-                told, and the files by which it enters cgroups.
+            descriptors: Its standard input, output and error, the pipe that reports its start and end, a file with its
+                spec, and the files by which it enters cgroups.
 
         Raises:
-            NotStarted: there is none.
+            NotStarted: no process was forked.
         """
         message, found = b"", list[int]()
         with self._lock, suppress(OSError):
@@ -89,7 +89,7 @@ class Zygote:
         raise NotStarted(message.decode("utf-8", "replace").strip())
 
     def close(self) -> bytes:
-        """End it, and with it all that it has forked; what it wrote to standard error."""
+        """End it, and with it all processes that it forked; returns its standard error."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired, ValueError):
             return self._popen.communicate(timeout=START)[1]
@@ -97,7 +97,7 @@ class Zygote:
 
 
 def in_memory(content: bytes) -> FileIO:
-    """A file in memory, to be read from its beginning."""
+    """A file in memory, at its beginning."""
     file = FileIO(os.memfd_create("judge"), "r+")
     file.write(content)
     file.seek(0)
