@@ -1,1 +1,1 @@
-"""What prefixkit costs, against floors and rivals; see README.md."""
+"""Benchmarks of prefixkit against floors and rivals; see README.md."""

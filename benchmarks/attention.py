@@ -2,11 +2,12 @@
 
 python -m benchmarks.attention [--only TEXT] [--rivals NAMES] [--before EARLIER.json] [--out FILE]    the 87 workloads
 python -m benchmarks.attention --scales | --deep | --groups         larger trees; deep ones; other groups and head sizes
-python -m benchmarks.attention --e4m3                               own tokens in e4m3 beside bfloat16
+python -m benchmarks.attention --e4m3                               own tokens in e4m3, compared with bfloat16
 python -m benchmarks.attention --prefill                            prompts, not single tokens
 python -m benchmarks.attention --plot RESULTS.json PICTURE.svg                no GPU needed
 
-``--only``: part of a name, heads first; ``--rivals``: some with commas, all or none; ``--shuffled``: strewn pages.
+``--only``: part of a name, which starts with the heads; ``--rivals``: names with commas, all or none; ``--shuffled``:
+pages in random order.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Geometric means, and where ours is behind."""
+    """Geometric means, and the workloads on which ours is slower."""
     result: dict[str, Any] = {"workloads": len(rows)}
     anchors = [(row["anchor"]["us"] / row["us"], name_of(row)) for row in rows if "anchor" in row]
     rivals = [(best[1] / row["us"], name_of(row)) for row in rows if (best := best_rival(row))]
@@ -70,7 +71,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def skipped(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Why rivals did not run, and on how many workloads."""
+    """The reasons for which rivals did not run, and the number of workloads of each."""
     reasons: dict[str, dict[str, int]] = defaultdict(Counter)
     for name, why in (item for row in rows for item in row["rivals"].items() if isinstance(item[1], str)):
         reasons[name][why if len(why) < 90 else why[:87] + "..."] += 1
@@ -86,12 +87,12 @@ def compare(before: list[Row], after: list[Row]) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """Of a workload or of prompts, heads first."""
+    """The name of a workload or of prompts, which starts with the heads."""
     return f"{row['heads'][0]}/{row['heads'][1]} {row.get('workload') or row['prompts']}"
 
 
 def plot(results: Path, picture: Path) -> None:
-    """Draw time over floor, ours and the best of the others, into ``picture``, whose ending says how (svg, png)."""
+    """Draw time over floor, ours and the best of the others, into ``picture``; its ending is the format (svg, png)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +126,7 @@ def plot(results: Path, picture: Path) -> None:
 
 
 def decode(run: Run, options: argparse.Namespace, pool: Pool, heads: int, kv_heads: int, name: str) -> Row:
-    """Ours, every rival that fits and the recorded anchor, on the same numbers."""
+    """Times of ours, of every rival that fits and the recorded anchor, on the same numbers."""
     inputs = make(workload(name, heads, kv_heads), pool, options.shuffled)
     us = replay_us(partial(ours, inputs), inputs.sets)
     row: Row = {"floor_us": round(inputs.workload.floor_us, 2), "us": round(us, 2)}

@@ -1,13 +1,13 @@
-"""Whole calls of a session on one GPU, random bf16 weights: what they cost beside their steps, and beams' steps.
+"""Whole calls of a session on one GPU, random bf16 weights: their time beyond their steps, and steps of beams.
 
     python -m benchmarks.calls [--shapes Llama-3.2-1B,Qwen2.5-7B] [--parts calls,shrinking,beams] [--turns 5]
 
-*calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, the steps with prompts and the
-first tokens (t(1)) apart.  *shrinking*: whole calls of 128 tokens whose samples end at different steps, eager, then
-compiled, everything after the first call counted, of other families too.  *beams*: a step of 8 beams (prompt
-2,048) and of 16 x 8 (prompts of 512) beside one of as many samples.  *first*: a process's first
-compiled call beside eager ones, importing Inductor apart; *processes*: the same in fresh processes, the first of which
-finds nothing in torch's cache on disk.
+*calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, and separately the step over the
+prompts, which gives the first tokens (t(1)).  *shrinking*: whole calls of 128 tokens whose samples end at different
+steps, eager, then compiled, also of other families; everything after the first call counts.  *beams*: a step of 8 beams
+(prompt 2,048) and of 16 x 8 (prompts of 512), compared with a step of as many samples.  *first*: a process's first
+compiled call, compared with eager ones, with the import of Inductor timed separately; *processes*: the same in fresh
+processes, the first of which finds torch's cache on disk empty.
 """
 
 import importlib
@@ -69,7 +69,8 @@ def cost_of_a_call(model: Any, compiled: bool, turns: int) -> Row:
 def shrinking(model: Any, vocab: int, turns: int) -> Row:
     """Samples end at random, one in 64 tokens: batches pass through many buckets.
 
-    The eager session ends before the compiled one, which moves weights, begins: it would capture its graphs again.
+    The eager session ends before the compiled one begins: that one moves weights, after which the eager session would
+    capture its graphs again.
     """
     took: dict[bool, list[float]] = {False: [], True: []}
     for compiled, seconds in took.items():
@@ -83,7 +84,7 @@ def shrinking(model: Any, vocab: int, turns: int) -> Row:
 
 
 def beams(model: Any, count: int, length: int, turns: int) -> Row:
-    """Both have their graphs before either is timed: a process that has captured one graph alone replays it faster."""
+    """Capture the graphs of both before either is timed: a process that has captured only one replays it faster."""
     asked, fixed = prompts(count, length), {"stop_token_ids": ()}
     with Session(model, kv_budget="16GiB") as session:  # so that all run at once: searches reserve for the worst case
 
@@ -113,7 +114,7 @@ def first_call(model: Any) -> Row:
 
 
 def processes(shape: str, turns: int) -> Row:
-    """The same in processes that share a cache on disk, which is empty for the first of them."""
+    """Seconds of first compiled calls of processes that share a cache on disk, empty for the first process."""
     rows = []
     with TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "benchmarks.calls", "--shapes", shape, "--parts", "first"]

@@ -1,12 +1,12 @@
-"""What a campaign reaches of what the engine can: SmolLM2-135M-Instruct on HumanEval behind solved examples.
+"""Tokens per second of a campaign against those of the engine: SmolLM2-135M-Instruct on HumanEval, few-shot.
 
     python -m benchmarks.campaign [--device cuda --dtype bfloat16 --compiled] [--problems 160] [--samples 50] [--out F]
     python -m benchmarks.campaign --only "stop strings,engine"
 
-Tokens per second of second calls of one session: *engine*, token ids and samples that all run to one length; *stop
-ids*, which end at a token that is an empty line; *text*, the same with text; *stop strings*, which end at one
-of five strings; *command*, ``prefixkit sample --run`` with these without its start: the model is loaded, and capturing
-graphs is left out.
+Tokens per second of second calls of one session: *engine*, only token ids, all samples of one length; *stop ids*,
+samples end at a token that is an empty line; *text*, the same with text; *stop strings*, samples end at one of five
+strings; *command*, ``prefixkit sample --run`` with these strings, without its start: the model is loaded already, and
+the time to capture graphs is left out.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def calls(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.N
         mean = float(options.longest)
         ends = {"stop_token_ids": [i for i, text in enumerate(decoded(tokenizer)) if text[1:] and not text.strip("\n")]}
         cases: dict[str, Row] = {"stop strings": {"stop": STOPS}, "text": ends, "stop ids": ends}
-        cases["engine"] = {"stop_token_ids": ()}  # the last one: as long as the samples of the others are on average
+        cases["engine"] = {"stop_token_ids": ()}  # the last case: as long as the others' samples on average
         for name, fields in cases.items():
             if name not in options.only:
                 continue
@@ -68,7 +68,7 @@ def calls(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.N
 
 
 def command(model: Any, tokenizer: Any, asked: list[Prompted], options: argparse.Namespace, run: Run) -> None:
-    """What ``prefixkit sample`` does once the model is there."""
+    """The work of ``prefixkit sample`` after the model is loaded."""
     params = params_of(options, stop=STOPS)
     for turn in range(options.turns + 1):
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:

@@ -1,11 +1,11 @@
-"""Two checkouts of prefixkit in one run: a case is timed in both in turns, and printed as new over old.
+"""Two checkouts of prefixkit in one run: each case is timed in both, in turns, and the ratio of new to old is printed.
 
     git archive bacee24 --prefix=build/old/ | tar x        # once; build/ is ignored by git
     python -m benchmarks.compare --old build/old [--new .] [--cases attention,engine,calls,tree] [--out FILE]
 
-Each checkout has a process (``compare_server.py``).  CPU times depend on where a process's memory happens to lie, so
-both start anew every ``--fresh`` turns; on a GPU, where preparing takes long, each has one process for all cases.
-Below 1.00 the new one is faster.  ``--only``: part of a name.
+Each checkout has a process (``compare_server.py``).  CPU times depend on the addresses of a process's memory, so both
+processes are started anew every ``--fresh`` turns; on a GPU, where preparing takes long, each has one process for all
+cases.  Below 1.00 the new checkout is faster.  ``--only``: part of a name.
 """
 
 import json
@@ -29,11 +29,11 @@ ON_GPU = ("attention", "engine", "whole", "calls")  # where there is one
 
 
 class Failed(RuntimeError):
-    """A checkout could not run a case; says which and why."""
+    """A checkout could not run a case; the message says which and why."""
 
 
 class Checkout:
-    """A process in which one checkout's prefixkit is imported; SystemExit where the folder is none."""
+    """A process in which one checkout's prefixkit is imported; SystemExit if the folder is no checkout."""
 
     def __init__(self, name: str, folder: Path) -> None:
         if not (folder / "prefixkit" / "__init__.py").exists():
@@ -42,7 +42,7 @@ class Checkout:
         self.start()
 
     def start(self) -> None:
-        """In a new process; :meth:`close` ends it."""
+        """Start a new process; :meth:`close` ends it."""
         self._pipe, theirs = Pipe()
         command = [sys.executable, str(ROOT / "benchmarks" / "compare_server.py"), str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": str(self._folder)}
@@ -55,7 +55,7 @@ class Checkout:
         self._pipe.close()
 
     def ask(self, what: str, case: Row | None = None) -> Any:
-        """``prepare`` a case in place of the last one; its ``time`` in its unit; ``where`` the checkout is."""
+        """``prepare`` a case in place of the last one, give its ``time`` in its unit, or ``where`` the checkout is."""
         try:
             self._pipe.send((what, case))
             value, error = self._pipe.recv()
@@ -68,7 +68,7 @@ class Checkout:
 
 
 def cases(kind: str, small: bool) -> list[Row]:
-    """Those of a kind, as the server takes them; ``small``: fast, to try the comparison itself."""
+    """The cases of a kind, in the server's form; ``small``: fast ones, to try the comparison itself."""
     if kind == "attention":
         every = [{"heads": heads, "workload": name} for heads in HEADS for name in DECODE]
         return [{"name": f"{c['heads'][0]}/{c['heads'][1]} {c['workload']}", "unit": "us", **c} for c in every]
@@ -101,7 +101,7 @@ def cases(kind: str, small: bool) -> list[Row]:
 
 
 def times_of(case: Row, checkouts: list[Checkout], turns: int, fresh: int) -> dict[str, list[float]]:
-    """Each checkout's time in each turn; both start anew for each ``fresh`` turns but the first of them."""
+    """Each checkout's time in each turn; both processes are started anew after every ``fresh`` turns."""
     times: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
     for first in range(0, turns, fresh):
         for checkout in checkouts:

@@ -1,7 +1,7 @@
 """One side of ``compare.py``: prepares and times cases with the checkout that PYTHONPATH names.
 
-All that it knows of a checkout is ``prefixkit.patch`` and what the functions below import from ``benchmarks``; clocks
-and shapes are those of this folder.  It takes ``(what, case)`` from a pipe, and answers ``(value, error)``.
+Of a checkout it uses only ``prefixkit.patch`` and the names that the functions below import from ``benchmarks``; clocks
+and shapes are those of this folder.  It receives ``(what, case)`` from a pipe, and answers ``(value, error)``.
 """
 
 import inspect
@@ -23,7 +23,7 @@ import shapes
 import torch
 
 CHECKOUT = Path(os.environ["PYTHONPATH"])
-sys.path.pop(0)  # this folder, which has no more to give
+sys.path.pop(0)  # this folder, which is not needed any more
 # Another checkout may be on the path, and a package there would hide a namespace of the same name here.
 sys.modules["benchmarks"] = types.ModuleType("benchmarks")
 sys.modules["benchmarks"].__path__ = [str(CHECKOUT / "benchmarks")]
@@ -32,7 +32,7 @@ Time = Callable[[], float]
 
 
 def cpu_seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """Least CPU time of this process, which a busy machine disturbs less than wall time."""
+    """The least CPU time of this process, since a busy machine disturbs CPU time less than wall time."""
     return min(runner.wall_seconds(run, repeats, clock=time.process_time))
 
 
@@ -63,7 +63,7 @@ def model(name: str) -> Any:
 
 
 def prompt_of(length: int) -> list[int]:
-    """Another one at each call."""
+    """A prompt that differs at each call."""
     return np.random.default_rng().integers(5, 300, length).tolist()
 
 
@@ -105,7 +105,7 @@ def tree(case: runner.Row) -> Time:
 
 
 def admission(case: runner.Row) -> Time:
-    """Milliseconds to make an engine for so many prompts, to queue, admit and retire them all; no model runs."""
+    """Milliseconds to make an engine for the prompts, and to queue, admit and retire them all; no model runs."""
     from benchmarks.engine import make_engine, requests
     from benchmarks.tree import with_tails
 
@@ -144,7 +144,7 @@ def generate(case: runner.Row) -> Time:
 
 
 def session(case: runner.Row) -> Time:
-    """Milliseconds of a whole call of a session for ``new`` tokens after ``known`` ones whose KV it has."""
+    """Milliseconds of a whole call of a session for ``new`` tokens after ``known`` ones whose KV it holds."""
     import prefixkit
 
     made, known = prefixkit.Session(model(case["shape"]), kv_budget="64MiB"), prompt_of(case["known"])
@@ -216,7 +216,7 @@ def main() -> None:
                 pipe.send((str(Path(prefixkit.__file__).parents[1]), None))
                 continue
             if what == "prepare":
-                ready = None  # before the next one, or both must fit
+                ready = None  # freed before the next one is made, or both would have to fit
                 if case["kind"] != "attention":
                     pool.cache_clear()
                 runner.free_memory()

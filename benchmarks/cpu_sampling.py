@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling [--case three-level] --out benchmarks/results/cpu_sampling.json
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_sampling --systems prefixkit --llama VENV/bin/python --repeats 3
 
-Tokens per second of wall time and of CPU time, and how far memory grew, each system in a process of its own.  Of
-prefixkit also the CPU time of a decode step, beside that of the model's linear layers alone on as many rows.
+Tokens per second of wall time and of CPU time, and the growth of memory, each system in a process of its own.  For
+prefixkit also the CPU time of a decode step, compared with that of the model's linear layers alone on as many rows.
 ``--llama`` names an interpreter that has ``llama-cpp-python``: llama.cpp then samples the same prompt in each of its
-formats (``llama_sampling``), each time with the buffers and the attention that were fastest in short runs before.
+formats (``llama_sampling``), each with the buffers and the attention that were fastest in short runs before.
 """
 
 import json
@@ -58,7 +58,7 @@ def run_stock(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new:
 
 
 def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:
-    """Prefill each prompt once, repeat its KV cache n times, then decode n rows: what a careful user writes by hand."""
+    """Prefill each prompt once, repeat its KV cache n times, then decode n rows, as a careful user would by hand."""
     from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
     warm, nucleus = TemperatureLogitsWarper(SAMPLING["temperature"]), TopPLogitsWarper(SAMPLING["top_p"])
@@ -72,7 +72,7 @@ def run_prefill_once(model: Any, tokenizer: Any, prompts: list[list[int]], n: in
 
 
 def prefill_once(model: Any, ids: Tensor, n: int, sample: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """The next tokens ``[n, 1]`` of so many samples of the prompt ``ids [1, tokens]``, step after step."""
+    """The next tokens ``[n, 1]`` of ``n`` samples of the prompt ``ids [1, tokens]``, step after step."""
     from transformers import DynamicCache
 
     cache: Any = DynamicCache(config=model.config)
@@ -111,7 +111,7 @@ def measure(system: str, dtype: str, case: str, new: int) -> Row:
     RUN[system](model, tokenizer, [prompts[0][:20]], 2, 2)
     starts: list[float] = []
     hook = model.register_forward_pre_hook(lambda *_: starts.append(time.process_time()))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of loading, in float32, is not that of sampling
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading, which is in float32
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # resident (Linux)
     began, cpu_began = time.perf_counter(), time.process_time()
     tokens = RUN[system](model, tokenizer, prompts, n, new)
@@ -121,7 +121,7 @@ def measure(system: str, dtype: str, case: str, new: int) -> Row:
     row: Row = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens}
     row |= {"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu_seconds}
     if system == "prefixkit":
-        # All samples are alive in the last steps, and from one call of the model to the next all of a step is done.
+        # All samples run in the last steps, and the time between two calls of the model is that of a whole step.
         steps = [(end - begin) * 1e3 for begin, end in pairwise(starts[1 - new :])]
         linear = linear_ms(model, len(prompts) * n)
         row |= {"step_cpu_ms": statistics.fmean(steps), "linear_cpu_ms": statistics.median(linear)}
@@ -131,7 +131,7 @@ def measure(system: str, dtype: str, case: str, new: int) -> Row:
 
 
 def linear_ms(model: nn.Module, rows: int, repeats: int = 15) -> list[float]:
-    """CPU time of all linear layers of a model on so many rows, one after the other and nothing else."""
+    """CPU time of all linear layers of a model on ``rows`` rows, one after the other and nothing else."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = {(of.in_features, of.weight.dtype): torch.randn(rows, of.in_features) for of in layers}
     inputs = {key: values.to(key[1]) for key, values in inputs.items()}
@@ -150,7 +150,7 @@ LLAMA_WAYS = [{"kv": kv, "flash": flash} for kv, flash in product(("unified", "e
 
 
 def llama_job(folder: Path) -> Row:
-    """What llama.cpp is to do: the prompt and parameters of the case, from a copy of the demo's file in a folder."""
+    """The job for llama.cpp: the prompt and parameters of the case, and a copy of the demo's file in a folder."""
     from transformers import AutoTokenizer
 
     from prefixkit.evaluation.demo.model import GGUF, demo_folder
@@ -162,13 +162,13 @@ def llama_job(folder: Path) -> Row:
 
 
 class Llama:
-    """llama.cpp under another interpreter; it makes other formats of the job's file beside it."""
+    """Run llama.cpp under another interpreter; it writes other formats of the job's file into the same folder."""
 
     def __init__(self, python: str, job: Row, new: int) -> None:
         self.python, self.job, self.new, self.ways = python, job, new, dict[str, Row]()
 
     def run(self, name: str, new: int, way: Row) -> Row:
-        """One process, which loads the model, warms up and samples once."""
+        """Run one process, which loads the model, warms up and samples once."""
         script, job = Path(__file__).with_name("llama_sampling.py"), {**self.job, "format": name, "new": new, **way}
         done = subprocess.run(
             [self.python, script], input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
@@ -178,7 +178,7 @@ class Llama:
         return row
 
     def measure(self, name: str) -> Row:
-        """A format in its best way."""
+        """Run a format with its fastest configuration."""
         if name not in self.ways:
             short = [self.run(name, 8, way) | way for way in LLAMA_WAYS]
             best = min(short, key=lambda row: row["step_cpu_ms"])
@@ -190,19 +190,19 @@ RATES = {"tokens_per_second": "seconds", "tokens_per_cpu_second": "cpu_seconds"}
 
 
 def in_own_process(system: str, dtype: str, case: str, new: int) -> Row:
-    """The same in a fresh process."""
+    """Measure a system in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(measure, system, dtype, case, new).result()
 
 
 def medians(rows: list[Row]) -> Row:
-    """Of the numbers of some runs."""
+    """The medians of the numbers of several runs."""
     numbers = [key for key, value in rows[0].items() if isinstance(value, int | float)]
     return {key: statistics.median(row[key] for row in rows) for key in numbers}
 
 
 def report(results: dict[str, Row]) -> str:
-    """A table of all systems, with how many times as fast prefixkit is in each dtype, by wall and by CPU time."""
+    """A table of all systems, and the speed-ups of prefixkit in each dtype, by wall time and by CPU time."""
     ours = [of for of in results if of.startswith("prefixkit ")]
     keys = {"seconds": 1, "cpu_seconds": 1, "tokens_per_second": 1, "step_cpu_ms": 0, "step_over_linear": 2}
     keys["memory_growth_mib"] = 0

@@ -1,10 +1,10 @@
-"""Variants of attention on one CPU thread: times over those of causal attention, of the same plan in the same process.
+"""Variants of attention on one CPU thread: times relative to causal attention with the same plan, in one process.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_variants --out benchmarks/results/cpu_variants.json
 
-CPU time of one layer in float32, its plan made, masks and biases that are held across layers made.  Variants take
-turns in a random order, each after a pass of causal attention, which leaves the same caches to all.  The median of
-each variant's time over that of the causal pass behind it counts.
+CPU time of one layer in float32, with its plan, and the masks and biases that layers share, made before.  Variants run
+in turns in a random order, each after a pass of causal attention, so that all find the same caches.  The result is the
+median of each variant's time over that of the causal pass after it.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def case_of(tree: str) -> Case:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """CPU time, which a busy machine disturbs less than wall time."""
+    """CPU time of a call, since a busy machine disturbs CPU time less than wall time."""
     began = time.process_time()
     run()
     return 1e3 * (time.process_time() - began)

@@ -1,10 +1,10 @@
-"""Random deep trees on one GPU: attention by our plan, beside our own plan that shares no node, in turns.
+"""Random deep trees on one GPU: attention by our plan and by our own plan that shares no node, in turns.
 
     python -m benchmarks.deep_trees [--count 200] [--only TEXT] [--seconds 240] [--seed 0] --out FILE
 
-Combs of 64 to 4,096 leaves with 1 to 64 tokens a node, and what beams leave that searched for 2,000 steps (``tree_of``
-in prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs.  ``--only``:
-part of a name.
+Combs of 64 to 4,096 leaves with 1 to 64 tokens a node, and trees of beam searches of 2,000 steps (``tree_of`` in
+prefixkit/testing/named_trees.py).  ``ratio``: time over that without sharing; above 1, sharing costs time.
+``--only``: part of a name.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from prefixkit.attention.step import build_step
 from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.testing.named_trees import tree_of
 
-MOST_TOKENS = 12_000_000  # that all queries see together: what is read without sharing, some 12 ms
+MOST_TOKENS = 12_000_000  # tokens that all queries see together: reading them without sharing takes some 12 ms
 TURNS = 3
 
 

@@ -35,7 +35,7 @@ from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 
-PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3  # of --step: shared and own tokens, replays after those that warm up
+PREFIX, SUFFIX, REPLAYS, WARM = 2048, 64, 15, 3  # of --step: shared and own tokens, replays, and replays to warm up
 
 
 def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Request]:
@@ -44,7 +44,7 @@ def requests(count: int, prompt: int, seed: int = 0, **params: Any) -> list[Requ
 
 
 def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
-    """When the host began to wait for the tokens of each step of a run, and when they were there, in seconds."""
+    """For each step of a run, when the host began to wait for its tokens, and when they arrived, in seconds."""
     read, waits = engine.runner.read, []
 
     def timed() -> Any:
@@ -58,7 +58,7 @@ def waits_of(engine: Engine, asked: list[Request]) -> list[tuple[float, float]]:
 
 
 def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any], compiled: bool) -> Row:
-    """A decode step's wall time, its graph's alone, what the host does besides waiting, how long the GPU is idle."""
+    """A decode step's wall time, its graph's alone, the host's work apart from waiting, and the GPU's idle time."""
     asked = requests(1, prompt, n=rows, max_new_tokens=new, **sampling)
     engine = make_engine(model, asked, compiled=compiled)
     engine.run(asked)  # captures
@@ -68,7 +68,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
     steps, seconds, total = (getattr(report, name) - before[name] for name in names)
     between = [began - there for (_, there), (began, _) in itertools.pairwise(waits)]
     working = seconds - sum(there - began for began, there in waits)
-    # The last graph by itself; its rows have ended, so trees do not grow.
+    # Replay the last graph alone; its rows have ended, so trees do not grow.
     runner: Any = engine.runner
     replays = replayed_ms(runner._graphs[runner._bucket, runner._output, runner._variant].graph, 20)
     row: Row = {"rows": rows, "prompt": prompt, "new": new, "sampling": sampling, "compiled": compiled}
@@ -82,7 +82,7 @@ def decode(model: Any, rows: int, prompt: int, new: int, sampling: dict[str, Any
 
 
 def idle(engine: Engine, asked: list[Request]) -> float:
-    """The part of a decode in which no kernel and no copy ran, by the profiler, over 40 steps in its middle."""
+    """The share of time without kernels and copies, by the profiler, over 40 steps in the middle of a decode."""
     taken, step = itertools.count(1), engine.runner.repeat
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
@@ -106,7 +106,7 @@ def idle(engine: Engine, asked: list[Request]) -> float:
 
 
 def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
-    """Sequences of random length end and others arrive, for so many steps: what grows, and what is captured again."""
+    """Sequences of random length end and others arrive, step after step: memory growth, and graphs captured again."""
     stops = tuple(range(0, LLAMA_8B.vocab, 150))
     sampling = {"temperature": 1.0, "stop_token_ids": stops, "max_new_tokens": 600, "n": rows // 4}
     need = rows * (600 // 16 + 1) * 16 + 8 * prompt
@@ -124,7 +124,7 @@ def long_run(model: Any, steps: int, rows: int, prompt: int) -> Row:
 
 
 def full_run(model: Any, prompt: int, new: int) -> Row:
-    """More samples than memory holds, with prefixkit's own pool: how full the GPU gets, and that none is lost."""
+    """More samples than memory holds, with prefixkit's own pool: the GPU's memory use; checks that none is lost."""
     asked = requests(2, prompt, n=2560, max_new_tokens=new, temperature=1.0)
     engine = make_engine(model, asked)
     left: list[int] = []
@@ -145,7 +145,7 @@ def memory_mib() -> dict[str, int]:
 
 
 def without_attention(device: torch.device) -> Backend:
-    """A backend whose tree_attention returns at once; appending stays: the least that faster attention could leave."""
+    """A backend whose tree_attention returns at once, but which appends KV: a lower bound for faster attention."""
 
     def returns_at_once(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -175,7 +175,7 @@ def random_pool(spec: KVSpec, pages: int) -> KVPool:
 
 
 def decode_step(work: Workload, planner: Planner, vocab: int, device: str = "cuda") -> Step:
-    """A step that gives each leaf of a workload's tree its last token."""
+    """A step that computes the last token of each leaf of a workload's tree."""
     count = work.queries.num_rows
     tokens = np.random.default_rng(count).integers(0, vocab, count)
     computed = work.snapshot.computed.copy()
@@ -185,7 +185,7 @@ def decode_step(work: Workload, planner: Planner, vocab: int, device: str = "cud
 
 
 def measure_step(run: Run, model: Any, batches: list[int]) -> None:
-    """A decode step of sequences that share a prefix, its layers as they are and through torch.compile."""
+    """A decode step of sequences that share a prefix, with its layers eager and through torch.compile."""
     spec = kv_spec(model)
     pool = random_pool(spec, PREFIX // PAGE + max(batches) * -(-SUFFIX // PAGE))
     planner = planner_for(LLAMA_8B.heads, LLAMA_8B.kv_heads, LLAMA_8B.head_dim, spec.device, spec.dtype)

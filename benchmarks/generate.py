@@ -3,10 +3,10 @@
     python -m benchmarks.generate --shape SmolLM2-135M --device cpu --prompts 600 --new 32 --samples 1,16 --beams 4
     python -m benchmarks.generate --prompts 2048 --new 128 --samples 64 --beams 4,8,16
 
-*stock*: transformers with the attention that it chooses; *expand*: the prompt computed once, its cache repeated by
-hand; *batch*: ``generate_batch``, on a GPU; *session*: ``prefixkit.Session``; *tree*: the very call of *stock*,
-patched.  Random weights, one prompt, which differs from call to call; as many tokens in each.  ``s`` is the median of
-``--turns`` calls after the first, ``peak_gib`` beside the weights.
+*stock*: transformers with its default attention; *expand*: the prompt computed once, its cache repeated by hand;
+*batch*: ``generate_batch``, on a GPU; *session*: ``prefixkit.Session``; *tree*: the same call as *stock*, patched.
+Random weights; one prompt, which differs from call to call, and as many new tokens in each call.  ``s`` is the median
+of ``--turns`` calls after the first, ``peak_gib`` the peak without the weights.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def timed(name: str, model: Any, kind: str, count: int, options: Any, length: int) -> Row | None:
-    """Seconds of a rival's calls, and GiB at their peak beside the weights; None where it has no such call."""
+    """Seconds of a rival's calls, and GiB at their peak without the weights; None if it has no such call."""
     (prefixkit.patch if name in ("session", "tree") else prefixkit.unpatch)(model)
     try:
         if (call := contender(name, model, kind, count, options.new)) is None:
@@ -98,7 +98,7 @@ def wait(model: Any) -> None:
 
 
 def held(model: Any, most: bool = False) -> int:
-    """Bytes that are held now, from which on the most are counted; or the most since then."""
+    """Bytes held now, at which the peak is reset; or the peak since the last reset."""
     if model.device.type == "cuda":
         if most:
             return torch.cuda.max_memory_allocated()

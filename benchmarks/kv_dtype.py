@@ -1,16 +1,17 @@
-"""What K and V in e4m3 change: log-probabilities of known texts, and how many of a model's programs pass.
+"""The effect of K and V in e4m3 on log-probabilities of known texts, and on how many of a model's programs pass.
 
     OMP_NUM_THREADS=1 python -m benchmarks.kv_dtype --out benchmarks/results/cpu_kv_dtype.json
     python -m benchmarks.kv_dtype --device cuda --dtype bfloat16
-    python -m benchmarks.kv_dtype --steps           # decode steps beside those over bfloat16; 110 GiB of GPU memory
+    python -m benchmarks.kv_dtype --steps           # decode steps against those over bfloat16; 110 GiB of GPU memory
 
-SmolLM2-135M-Instruct over HumanEval.  *nll*: nats per token of the reference solutions behind their heads; *rms*,
-*most*: of the difference of a token's log-probability from that under K and V in the model's dtype.  *passed*: of
-``--samples`` programs for each of the ``--problems`` with the shortest solutions, at temperature 0.6; *interval*: how
-far that number of two runs of one model is apart at most, 95 times in 100.
+SmolLM2-135M-Instruct over HumanEval.  *nll*: nats per token of the reference solutions after their heads; *rms*,
+*most*: root mean square and maximum of the difference between a token's log-probability and that under K and V in the
+model's dtype.  *passed*: how many of ``--samples`` programs for each of the ``--problems`` with the shortest solutions
+pass, at temperature 0.6; *interval*: the largest difference of that number between two runs of one model, 95 times in
+100.
 
-``--steps``: decode steps of random bf16 weights whose time is mostly that of reading own tokens, each as a CUDA graph
-over pages of random numbers, layers as transformers has them: milliseconds, and bytes of KV of a token.
+``--steps``: decode steps with random bf16 weights that mostly read own tokens, each as a CUDA graph over pages of
+random numbers, with transformers' eager layers: milliseconds, and bytes of KV of a token.
 """
 
 import math

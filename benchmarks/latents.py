@@ -1,13 +1,13 @@
-"""Attention over latents (MLA, DeepSeek-V3's heads) on one GPU: absorbed, expanded and kept, expanded at every step.
+"""Attention over latents (MLA, DeepSeek-V3's heads) on one GPU: absorbed, expanded once, expanded at every step.
 
     python -m benchmarks.latents [--rows 1,4,16,64,256,1024] [--shared 4096] [--own 128] [--calls] [--out FILE]
 
-Microseconds of one layer's attention of a decode step: the products that absorb queries and make outputs of means of
-latents, the kernels, the merge.  *absorbed*: shared nodes read as latents by all rows; *kept*: their K and V made once;
-*made*: made at every step; *chosen*: what the cost model takes.  Medians of captured graphs over three layers in turns,
-so that what is read comes from memory.  ``floor``: absorbed flops at 790 TFLOP/s.
+Microseconds of one layer's attention in a decode step: the products that absorb queries and compute outputs from means
+of latents, the kernels, the merge.  *absorbed*: all rows read shared nodes as latents; *kept*: the shared nodes' K and
+V are computed once and kept; *made*: they are computed at every step; *chosen*: the cost model's choice.  Medians of
+captured graphs over three layers in turns, so that reads come from memory.  ``floor``: absorbed flops at 790 TFLOP/s.
 
-``--calls``: seconds of whole calls of a model with four such layers, beside ``model.generate()``.
+``--calls``: seconds of whole calls of a model with four such layers, against ``model.generate()``.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from prefixkit.testing.forests import make_snapshot
 
 HEADS, LATENT, ROTARY, OWN_DIM, V_DIM, PAGE, LAYERS = 128, 512, 64, 128, 128, 64, 3
 WHOLE = HeadShape(HEADS, HEADS, OWN_DIM + ROTARY, 2, V_DIM)
-# By these costs shared nodes are never worth expanding, or always but for single rows.
+# With these costs shared nodes are never worth expanding, or always, except for single rows.
 NEVER, ALWAYS = LatentCost(part=1e12), LatentCost(absorbed=100 * H200_LATENTS.absorbed)
-# Costs, and how many layers there are said to be: of very many, K and V are not kept.
+# Costs, and the assumed number of layers: with very many layers K and V are not kept.
 WAYS = {"absorbed": (NEVER, 1), "kept": (ALWAYS, 1), "made": (ALWAYS, 10**6), "chosen": (H200_LATENTS, LAYERS)}
 
 
 def tree_of(rows: int, shared: int, own: int) -> tuple[StepTree, int]:
-    """A node of ``shared`` tokens, below it a leaf of ``own`` tokens for each row; how many pages that takes."""
+    """A node of ``shared`` tokens, below it a leaf of ``own`` tokens for each row; and the number of their pages."""
     lengths = [shared, *[own] * rows]
     snapshot, pages = make_snapshot(np.random.default_rng(0), [-1, *[0] * rows], lengths, PAGE, orderly=True)
     leaf = np.arange(1, rows + 1, dtype=np.int32)

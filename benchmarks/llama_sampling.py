@@ -1,11 +1,11 @@
-"""Parallel sampling by llama.cpp, one configuration in a process of its own: what ``cpu_sampling --llama`` runs.
+"""Parallel sampling by llama.cpp, one configuration in a process of its own, which ``cpu_sampling --llama`` runs.
 
     PYTHON-WITH-LLAMA-CPP benchmarks/llama_sampling.py < job.json
 
 Runs under an interpreter that has ``llama-cpp-python`` and needs neither torch nor prefixkit.  The job names a GGUF,
 the prompt's token ids, samples, new tokens, sampling parameters, threads, and how llama.cpp keeps and reads KV.  The
-prompt is prefilled once, as sequence 0, and ``llama_memory_seq_cp`` gives it to every other sequence; each step decodes
-one token of each.
+prompt is prefilled once, as sequence 0, and ``llama_memory_seq_cp`` copies it to every other sequence; each step
+decodes one token of each sequence.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def quiet(level: int, text: bytes, data: Any) -> None:
 
 
 def requantise(source: Path, name: str) -> Path:
-    """The same model in another format, by llama.cpp's own means, beside the source; made once."""
+    """The same model in another format, which llama.cpp writes into the source's folder; made once."""
     if name not in FORMATS:
         return source
     target = source.with_name(f"{source.name.removesuffix('.gguf')}-as-{name}.gguf")
@@ -68,7 +68,7 @@ def sampler(job: dict[str, Any], seed: int) -> Any:
 
 
 def context_of(model: Any, job: dict[str, Any]) -> Any:
-    """A context for so many sequences; ``kv`` unified: one buffer that all read, else one for each sequence."""
+    """A context for so many sequences; ``kv`` unified: one buffer that all sequences read, else one for each."""
     params, rows = llama.llama_context_default_params(), job["n"]
     length = len(job["prompt"]) + job["new"] + 8
     unified = job["kv"] == "unified"
@@ -84,7 +84,7 @@ def context_of(model: Any, job: dict[str, Any]) -> Any:
 
 
 def sample(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """One call: a context, the prompt, all tokens; times of each part in wall and CPU seconds."""
+    """Run one call: a context, the prompt, all tokens; returns the wall and CPU seconds of each part."""
     clock = (time.perf_counter, time.process_time)
     marks = [[read() for read in clock]]
     context, prompt, rows = context_of(model, job), job["prompt"], job["n"]

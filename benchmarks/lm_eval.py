@@ -6,10 +6,10 @@
 *common*: options of several tokens behind the same few-shot examples (``first_n``); *sampled*: other examples for
 each question, lm-eval's default; *letters*: options of one token behind the same examples, which ``hf`` scores in one
 pass a question; *texts*: short generated texts behind the same examples.  ``--shape demo`` is SmolLM2-135M with its
-weights and tokenizer; the others have random weights, and a token is a byte.  Seconds are those of the model's answers,
-with their tokenization, after a warm-up with other text, on a CPU those of its time; ``hf`` runs with each of the batch
-sizes, and the fastest counts; ``hf_worst_difference`` is between its answers at these.  In 16 bits ``hf`` rounds each
-log-probability and their sum, unless ``--softmax float32`` is given.
+weights and tokenizer; the others have random weights, and a token is a byte.  Seconds are those of the model's answers
+and their tokenization, after a warm-up with other text; on a CPU they are CPU time.  ``hf`` runs with each of the batch
+sizes, and the fastest counts; ``hf_worst_difference`` is the difference between its answers at these sizes.  In 16 bits
+``hf`` rounds each log-probability and their sum, unless ``--softmax float32`` is given.
 """
 
 import json
@@ -157,7 +157,7 @@ def answers(kind: str, batch_size: int, model: Any, tokenizer: Any, task: str, f
 
 
 def warm_up(lm: Any) -> None:
-    """The first call of each kind, with text that no task has: on a GPU as long as a task's, for the same kernels."""
+    """Make the first call of each kind, with text of no task; on a GPU as long as a task's, for the same kernels."""
     length, texts = (1500, 64) if lm.device.type == "cuda" else (30, 3)
     ids = [40 + place * place % 150 for place in range(length + texts + 40)]
     asked = [(None, ids[: length + cut], ids[length + cut : length + cut + 20]) for cut in range(texts)]

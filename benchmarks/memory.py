@@ -1,4 +1,4 @@
-"""What a session's memory is good for: known prefixes, preemption, admission by what is needed now, pages, beams.
+"""The use of a session's memory: known prefixes, preemption, admission by present need, pages, beams.
 
     python -m benchmarks.memory --parts prefix,copies,swap,pressure,beams,pages --samples 16
         --page-sizes 1,8,16,32,128 --turns 2 --seconds 130 --out FILE    # one line, on a GPU: about 140 s
@@ -6,20 +6,20 @@
 
 Random weights (``shapes.toml``), bf16 on a GPU, float32 on a CPU; ``--shape`` takes one shape for every part.
 
-*prefix*: seconds to the first token of a prompt of ``--few-shot`` tokens and ``--own`` more, cold, and with the first
-ones known; then ``--calls`` calls in a pool that holds ``--few-shot`` + 2,048 tokens: memory after each quarter.
-*copies*: KV of so many tokens to host memory and back, microseconds a token, by page size, beside computing it again.
-*swap*: 8 prompts, 8 samples each, in a pool of all prompts and half of what the samples come to hold, preempting by
-swap, by recomputing, by what costs less; a session's first call, which captures graphs and allocates pinned memory, and
-``--turns`` more, of other prompts; counts are those of the last.
+*prefix*: seconds to the first token of a prompt of ``--few-shot`` tokens and ``--own`` more, cold, and with the
+few-shot known; then ``--calls`` calls in a pool that holds ``--few-shot`` + 2,048 tokens: memory after each quarter.
+*copies*: KV of so many tokens to host memory and back, microseconds a token, by page size; and computing it again.
+*swap*: 8 prompts, 8 samples each, in a pool for all prompts and half of the samples' final KV, preempting by swap, by
+recomputing, or by the cheaper of both; a session's first call, which captures graphs and allocates pinned memory, and
+``--turns`` more, with other prompts; counts are those of the last call.
 *pressure*: samples of 100 to 300 tokens with ``max_new_tokens`` of 1,024, in a pool in which ``--reserved`` samples
-could reserve all of them: as admission is now, and with so many running at most.  ``function`` ends samples by a stop
-function, at lengths spread evenly, step by step; ``ids`` by one in 200 of all tokens, in pipelined steps.
+could reserve 1,024 tokens each: with prefixkit's admission, and with at most ``--reserved`` samples running.
+``function`` ends samples by a stop function, at evenly spread lengths; ``ids`` by 1 in 200 of all tokens, pipelined.
 *pages*: a decode step of 4 x 16 samples of prompts of 1,000 tokens, by page size.
-*beams*: a beam search and transformers' own: seconds, GiB beside the weights, bytes of KV copied.
+*beams*: a beam search and transformers' own: seconds, GiB without the weights, bytes of KV copied.
 *fill*, *policies*: the tree alone, see ``benchmarks.memory_tree``.
 
-What was predicted, and what of it before a run, is in ``benchmarks/README.md``.
+Predictions, and which of them were made before a run, are in ``benchmarks/README.md``.
 """
 
 import gc
@@ -53,12 +53,12 @@ PAGE, HEADROOM = 16, 64
 
 
 class Measured:
-    """A model, and what is measured with it.
+    """A model, and helpers for the measurements with it.
 
     Attributes:
-        model: Patched.
+        model: The patched model.
         shape: Its sizes.
-        bytes_per_token: KV of a token.
+        bytes_per_token: Bytes of a token's KV.
     """
 
     def __init__(self, shape: Shape, options: Any) -> None:
@@ -69,12 +69,12 @@ class Measured:
         self._rng = np.random.default_rng(0)
 
     def tokens(self, count: int) -> list[int]:
-        """Tokens that were in no prompt before."""
+        """Random tokens of a new prompt."""
         return self._rng.integers(0, min(30000, self.shape.vocab), count).tolist()
 
     @contextmanager
     def session(self, tokens: int, **given: Any) -> Iterator[Session]:
-        """A session whose pool holds so many tokens."""
+        """A session whose pool holds ``tokens`` tokens."""
         with Session(self.model, kv_budget=tokens * self.bytes_per_token, **given) as session:
             yield session
         free_memory()
@@ -91,7 +91,7 @@ class Measured:
         return time.perf_counter() - began
 
     def memory(self) -> Row:
-        """MiB now: of the process (its peak, where it is not Linux), and of tensors on a GPU."""
+        """MiB now: of the process (its peak, if not on Linux), and of tensors on a GPU."""
         gc.collect()
         try:
             with open("/proc/self/statm") as statm:
@@ -155,7 +155,7 @@ def prefix(on: Measured, few_shot: int, own: int, calls: int, turns: int) -> Ite
 
 
 def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
-    """The pool's own copies, of pages in no order, as after some hundred requests; the first turn does not count."""
+    """The pool's own copies, of pages in random order, as after many requests; the first turn does not count."""
     spec, most = kv_spec(on.model), max(lengths)
     with on.session(most + 1024) as session:
 
@@ -188,7 +188,7 @@ def copies(on: Measured, lengths: list[int], turns: int) -> Iterator[Row]:
 
 
 def swap(on: Measured, lengths: list[int], new: int, calls: int, prompts: int = 8, samples: int = 8) -> Iterator[Row]:
-    """Calls in the same pool by each choice, and with a pool that holds all of them."""
+    """Calls in the same pool by each way to preempt, and with a pool that holds all samples."""
     for length in lengths:
         asked = [[on.tokens(length) for _ in range(prompts)] for _ in range(calls)]
         all_prompts, all_samples = prompts * (length + PAGE), prompts * samples * (new + PAGE)
@@ -218,14 +218,14 @@ def swap(on: Measured, lengths: list[int], new: int, calls: int, prompts: int = 
 
 
 def pressure(on: Measured, ends: str, reserved: int, prompts: int, samples: int, new: int) -> Row:
-    """All samples now, and with no more at once than could reserve ``new`` tokens each in the same pool."""
+    """All samples with prefixkit's admission, and with only as many at once as could reserve ``new`` tokens each."""
     length = 64
     pool = prompts * (length + PAGE) + reserved * pages_for(new, PAGE) * PAGE
     asked = [on.tokens(length) for _ in range(prompts)]
     low, high = round(new * 100 / 1024), round(new * 300 / 1024)
     how: Row = {"stop_token_ids": tuple(range(0, on.shape.vocab, (low + high) // 2))}
     if ends == "function":
-        # Its first token says when a sample ends: such tokens are as good as random numbers.
+        # A sample's first token decides its length: such tokens are as good as random numbers.
         how = {"stop_token_ids": (), "stop": lambda tokens, text: len(tokens) >= low + tokens[0] % (high - low + 1)}
     row: Row = {"ends": ends, "pool_tokens": pool, "samples": f"{prompts} x {samples}", "max_new_tokens": new}
     params = SamplingParams(n=samples, max_new_tokens=new, **how)
@@ -235,7 +235,7 @@ def pressure(on: Measured, ends: str, reserved: int, prompts: int, samples: int,
             session.generate([on.tokens(length)] * 2, n=samples, max_new_tokens=4, stop_token_ids=())
             took = on.seconds(lambda s=session, r=running: s.generate(asked, params, on_step=r.append))
             report = session.report
-        full = running[: max(1, len(running) * 2 // 3)]  # towards the end there is nothing left to admit
+        full = running[: max(1, len(running) * 2 // 3)]  # towards the end no sample is left to admit
         row[name] = {
             "s": round(took, 3),
             "tokens_per_s": round(report.new_tokens / took, 1),
@@ -271,7 +271,7 @@ def page_speed(on: Measured, page_size: int, few: int, many: int, turns: int) ->
 
 
 def beams(on: Measured, count: int, options: Any) -> Row:
-    """As ``benchmarks.generate`` calls them; transformers reorders all its KV after each step, by a copy of it."""
+    """Beam searches as in ``benchmarks.generate``; transformers reorders its KV after each step, by copying it all."""
     row: Row = {"beams": count, "prompt": options.beam_prompt, "new": options.beam_new}
     for name in ("stock", "tree"):
         row[name] = timed(name, on.model, "beams", count, options, options.beam_prompt)
@@ -324,7 +324,7 @@ def rows_of(part: str, on: Measured, options: Any) -> Iterator[Row]:
 
 
 def measure(run: Run, part: str, on: Measured, options: Any) -> None:
-    """Add a part's rows until the time is over; what fails is a result, and the next part begins."""
+    """Add a part's rows until the time is over; a failure is a row too, and the next part begins."""
     rows = rows_of(part, on, options)
     began = time.monotonic()
     try:

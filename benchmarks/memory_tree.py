@@ -1,4 +1,4 @@
-"""What pages and the prefix cache hold, on the tree alone: the parts *fill* and *policies* of ``benchmarks.memory``."""
+"""The fill of pages and hits of the prefix cache, on the tree alone: *fill* and *policies* of ``benchmarks.memory``."""
 
 import time
 from itertools import pairwise
@@ -18,12 +18,12 @@ Tokens = NDArray[np.int32]
 
 
 class Trace:
-    """Prompts whose samples grow by a token a step and leave when they end; so many prompts are there at once.
+    """A constant number of prompts whose samples grow by a token a step and leave when they end.
 
     Attributes:
-        held: Tokens that the tree holds, each shared one once.
+        held: Tokens that the tree holds, shared tokens counted once.
         pages: Pages that hold them.
-        prompt_slack: Slots behind prompts that no token is in, with their samples on other pages.
+        prompt_slack: Empty slots behind prompts whose samples are on other pages.
     """
 
     def __init__(self, rng: np.random.Generator, page_size: int, prompts: int, samples: int, length: int) -> None:
@@ -33,12 +33,12 @@ class Trace:
         self.waiting = [rng.integers(0, VOCABULARY, length, dtype=np.int32) for _ in range(prompts)]
         self.ends = rng.integers(100, 1001, (prompts, samples)).tolist()
         self.rng, self.length = rng, length
-        self.prompts: dict[int, tuple[Sequence, int]] = {}  # and how many of its samples run
+        self.prompts: dict[int, tuple[Sequence, int]] = {}  # and the number of its running samples
         self.samples: list[tuple[Sequence, int, int]] = []  # the prompt of each, and the step at which it ends
         self.steps = 0
 
     def step(self, at_once: int) -> None:
-        """A token for each sample; then those that have ended leave, and prompts that wait come in."""
+        """Add a token to each sample; then ended samples leave, and waiting prompts are inserted."""
         while self.waiting and len(self.prompts) < at_once:
             index = len(self.waiting) - 1
             prompt, ends = self.tree.insert(self.waiting.pop()), self.ends[index]
@@ -59,7 +59,7 @@ class Trace:
         self.samples = [one for one in self.samples if one[2] > self.steps]
 
     def counts(self) -> tuple[int, int, int]:
-        """Tokens held, slots of the pages that hold them, and slots that no token is in behind the samples' last."""
+        """Tokens held, slots of the pages that hold them, and empty slots behind the samples' last tokens."""
         held = len(self.prompts) * self.length + sum(one.length - self.length for one, _, _ in self.samples)
         size = self.tree.page_size
         behind = sum(-one.node.end_slot % size for one, _, _ in self.samples)
@@ -67,7 +67,7 @@ class Trace:
 
 
 def fill(page_size: int, at_once: int, prompts: int, samples: int, length: int, every: int = 1) -> Row:
-    """Mean fill over the steps, and where the rest is; every so many steps the tree's own count is checked."""
+    """Mean fill over the steps, and where empty slots are; the tree's own count is checked every so many steps."""
     trace, began = Trace(np.random.default_rng(0), page_size, prompts, samples, length), time.perf_counter()
     found: list[tuple[int, int, int]] = []
     while trace.waiting or trace.samples or not trace.steps:
@@ -109,7 +109,7 @@ def few_shots(rng: np.random.Generator, count: int) -> list[Tokens]:
 
 
 def zipf(rng: np.random.Generator, count: int, requests: int, exponent: float, shifts: int) -> NDArray[np.int64]:
-    """Which prompt each request is of; after each of so many parts of the trace others are popular."""
+    """The prompt of each request; the popular prompts change after each of several parts of the trace."""
     weights = np.arange(1, count + 1) ** -exponent
     parts = np.linspace(0, requests, shifts + 2).astype(int)
     own = [rng.permutation(count)[rng.choice(count, b - a, p=weights / weights.sum())] for a, b in pairwise(parts)]
@@ -117,7 +117,7 @@ def zipf(rng: np.random.Generator, count: int, requests: int, exponent: float, s
 
 
 def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.int64], own: int) -> Row:
-    """What a cache of so many pages finds: each request is a prompt and ``own`` tokens, one after the other."""
+    """The hits of a cache of so many pages: each request is a prompt and ``own`` tokens, one after the other."""
     rng = np.random.default_rng(1)
     tree = PrefixTree(pages)
     cache, began = PrefixCache(tree, POLICIES[policy]), time.perf_counter()
@@ -144,7 +144,7 @@ def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.i
 
 
 def measure_policies(run: Run, prompts: int, requests: int, own: int = 64) -> None:
-    """Cache sizes are shares of the tokens of all few-shot prompts; at best, each computes its own tokens alone."""
+    """Hit rates by policy, for cache sizes as shares of all few-shot prompts' tokens; and the rate without eviction."""
     for exponent, shifts in ((0.8, 0), (1.1, 0), (1.1, 3)):
         rng = np.random.default_rng(0)
         known = few_shots(rng, prompts)

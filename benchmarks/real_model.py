@@ -1,7 +1,7 @@
 """Which of HumanEval's easy problems SmolLM2-135M-Instruct solves, on any device.
 
     python -m benchmarks.real_model [--device cuda --dtype bfloat16] [--problems 12] [--samples 16] [--out FILE]
-    python -m benchmarks.real_model --compare CPU.json GPU.json    solved on each; could both be of one distribution?
+    python -m benchmarks.real_model --compare CPU.json GPU.json    solved on each, and a test for equal distributions
 
 Each program that a sample makes runs against the problem's tests in a process of its own, for five seconds at most.
 """
@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace) -> Row:
     model, tokenizer = load_demo()
     dtype = getattr(torch, options.dtype)
     model = prefixkit.patch(model.to(options.device, dtype))  # type: ignore[arg-type]
-    # Those with the shortest solutions: a model of this size solves few of the others.
+    # The problems with the shortest solutions: a model of this size solves few of the others.
     loaded = load(Source(task="humaneval"))
     problems = sorted(loaded, key=lambda one: (len(one.solution) - len(one.head), one.id))[: options.problems]
     prompts = [encode(tokenizer, problem, chat=True) for problem in problems]
@@ -69,7 +69,7 @@ def fisher(a: int, b: int, n: int) -> float:
 
 
 def compare(first: Row, second: Row) -> Row:
-    """Solved of each problem, and the least of the probabilities, times their number."""
+    """Solved samples of each problem, and the least of the probabilities, times their number (Bonferroni)."""
     n = first["samples"]
     rows = {name: (wins, second["solved"][name]) for name, wins in first["solved"].items()}
     least, solved = min(fisher(*pair, n) for pair in rows.values()), [(a > 0) + (b > 0) for a, b in rows.values()]

@@ -1,9 +1,10 @@
-"""What the report's page of a large run costs: its size, and how soon Chromium shows it, opens a problem and searches.
+"""The report's page of a large run: its size, and how fast Chromium shows it, opens a problem and searches.
 
 >>> python -m benchmarks.report_page --out page.json
 
-The run is made up: HumanEval's canonical solutions with random edits, as different from one another as a model's
-samples, with made-up verdicts.  It goes through a run folder, as ``prefixkit report`` reads one.
+The run is synthetic: HumanEval's canonical solutions with random edits, as different from one another as a model's
+samples, with made-up verdicts.  It is written to a run folder, from which the report is made as by
+``prefixkit report``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CANONICAL, OTHER_LINE, DROPPED, RENAMED = 0.05, 0.35, 0.1, 0.5
 
 
 def edited(solution: str, corpus: Sequence[str], chance: random.Random) -> str:
-    """A solution's body with lines that are other lines of the corpus, are left out, or have other words."""
+    """A solution's body in which lines are replaced by other lines of the corpus, left out, or have other words."""
     if chance.random() < CANONICAL:
         return solution
     lines = []
@@ -61,7 +62,7 @@ def edited(solution: str, corpus: Sequence[str], chance: random.Random) -> str:
 def made_up_samples(
     problems: Sequence[Problem], samples: int, chance: random.Random
 ) -> Iterator[tuple[int, int, str, Verdict]]:
-    """``(problem, index, text, verdict)`` of each sample; what is the canonical solution passes."""
+    """``(problem, index, text, verdict)`` of each sample; canonical solutions pass."""
     bodies = [problem.solution.removeprefix(problem.head) for problem in problems]
     corpus = [line for body in bodies for line in body.splitlines() if line.strip()]
     failures = [name for name in OUTCOMES if name not in ("passed", "unjudged")]
@@ -76,7 +77,7 @@ def made_up_samples(
 
 
 def made_up_facts(samples: int, chance: random.Random) -> Facts:
-    """The facts of such a run, without a run folder."""
+    """The facts of a synthetic run, without a run folder."""
     problems = [read(record) for record in installed()]
     found: list[dict[tuple[str, Verdict], list[Draw]]] = [{} for _ in problems]
     for place, index, text, verdict in made_up_samples(problems, samples, chance):
@@ -135,7 +136,7 @@ def opening(browser: Browser, page: Path, width: int = 1400) -> float:
 
 
 def in_browser(browser: Browser, page: Path) -> dict[str, float]:
-    """Seconds until the page is loaded and painted, until a problem's programs are open, and of a search in all."""
+    """Seconds until the page is loaded and painted, until a problem's programs are open, and for a search in all."""
     opened = opening(browser, page)
     timed = """(async () => {
       const start = performance.now();

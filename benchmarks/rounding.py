@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.rounding --out benchmarks/results/cpu_rounding.json
 
-SmolLM2-135M-Instruct goes on with heads of HumanEval problems. A sample differs where one of its tokens does.
+SmolLM2-135M-Instruct continues heads of HumanEval problems. A sample differs if one of its tokens differs.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What all benchmarks share: command line, record of a run, times of captured graphs, contenders in turns, tables."""
+"""Code of all benchmarks: command line, record of a run, times of captured graphs, contenders in turns, tables."""
 
 import argparse
 import gc
@@ -60,7 +60,7 @@ def _listed(default: list[Any], text: str) -> list[Any]:
 
 
 class Run:
-    """A run with these :func:`arguments`: the record that its JSON holds, and what is left of ``--seconds``."""
+    """A run with these :func:`arguments`: the record in its JSON, and the time left of ``--seconds``."""
 
     def __init__(self, options: argparse.Namespace, device: str | None = None) -> None:
         self._began, self._before, self._options = time.monotonic(), 0.0, options
@@ -75,7 +75,7 @@ class Run:
         return (getattr(self._options, "seconds", None) or math.inf) - (time.monotonic() - self._began)
 
     def taken_up(self, key: str, names: tuple[str, ...], beside: tuple[str, ...] = ()) -> set[str]:
-        """Keep the rows under ``key`` of ``--resume`` that had time, and all ``beside``; returns their identities."""
+        """Keep the finished rows under ``key`` of ``--resume``, and all under ``beside``; returns their identities."""
         if self._options.resume is None:
             return set()
         known, here = json.loads(self._options.resume.read_text()), self.result["machine"]
@@ -100,7 +100,7 @@ class Run:
             out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def finish(self, *shown: str) -> None:
-        """Write the JSON for the last time, and print the parts of it that are named."""
+        """Write the JSON for the last time, and print the named parts of it."""
         self.result["clocks"].append(clocks())
         self.write()
         if shown := tuple(name for name in shown if name in self.result):
@@ -108,12 +108,12 @@ class Run:
 
 
 def identity(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """What tells a row from the others of its kind."""
+    """The fields that distinguish a row from the others of its kind."""
     return json.dumps([row[name] for name in names])
 
 
 def machine(device: str | None = None) -> Row:
-    """Names and versions of what ran."""
+    """Names and versions of the software and the device."""
     names = ("torch", "numpy", "transformers", "triton", "flashinfer-python", "cuda-core")
     packages = {name: next((of.version for of in distributions(name=name)), "not installed") for name in names}
     if device == "cpu" or not torch.cuda.is_available():
@@ -138,7 +138,7 @@ def clocks() -> Row:
 
 
 def _printed(*command: str) -> str:
-    """What a command prints; nothing where there is none, or it fails."""
+    """A command's output; "" if there is no such command, or it fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -146,12 +146,12 @@ def _printed(*command: str) -> str:
 
 
 def input_sets(kv_bytes: int) -> int:
-    """Sets of inputs, more than twice the L2 of an H200, so that none is still there when its turn comes."""
+    """The number of input sets: more than twice the L2 of an H200, so that no set is in the L2 when its turn comes."""
     return max(1, min(8, int(1.5e8 // max(kv_bytes, 1)) + 1))
 
 
 class Replay:
-    """A captured graph of about a millisecond of calls through all input sets, so that starting it does not count."""
+    """A captured graph of about a millisecond of calls through all input sets, so that its launch is negligible."""
 
     def __init__(self, run: Callable[[int], object], sets: int) -> None:
         for index in range(sets):
@@ -164,7 +164,7 @@ class Replay:
                 run(call % sets)
 
     def us(self, repeats: int = 7) -> float:
-        """Microseconds of one call, the median over replays, after milliseconds of them, so that the clocks are up."""
+        """Microseconds of one call, the median over replays, after some milliseconds of replays to raise the clocks."""
         about = _elapsed_us(self._graph.replay)
         for _ in range(min(20, int(WARM_US / about))):
             self._graph.replay()
@@ -173,7 +173,7 @@ class Replay:
 
 
 def replay_us(run: Callable[[int], object], sets: int = 1, repeats: int = 7) -> float:
-    """Of ``run(index)`` over so many input sets; see :class:`Replay`."""
+    """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
     return Replay(run, sets).us(repeats)
 
 
@@ -188,7 +188,7 @@ def _elapsed_us(run: Callable[[], object]) -> float:
 
 
 def captured(step: Callable[[], object], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
-    """A step as a graph, after two steps that set up what is made once; ``stream``: where all three run."""
+    """A step as a graph, after two steps that make what is made once; ``stream``: the stream of all three."""
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
@@ -200,7 +200,7 @@ def captured(step: Callable[[], object], stream: torch.cuda.Stream | None = None
 
 
 def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Milliseconds of each of so many replays.  One more goes ahead of them; after it none waits for the host."""
+    """Milliseconds of each of so many replays, after one more, so that none of them waits for the host."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     graph.replay()
     for event in events[:-1]:
@@ -214,7 +214,7 @@ def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 def wall_seconds(
     run: Action, repeats: int = 1, warm: int = 0, wait: Action = lambda: None, clock: Any = time.perf_counter
 ) -> list[float]:
-    """Of each call on the host's clock, after ``warm`` that do not count; ``wait`` lets a device finish."""
+    """Seconds of each call on the host's clock, after ``warm`` that do not count; ``wait`` lets a device finish."""
     times = []
     for _ in range(warm + repeats):
         wait()
@@ -226,7 +226,7 @@ def wall_seconds(
 
 
 def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Each contender once a turn, in the opposite order every other turn, so that clocks that drift favour none."""
+    """Run each contender once a turn, in the opposite order every other turn, so that drifting clocks favour none."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
         for name in list(contenders)[:: -1 if turn % 2 else 1]:
@@ -245,7 +245,7 @@ def ceilings() -> dict[str, float]:
 
 
 def failure(error: Exception) -> str:
-    """A contender's error in a line: it is a result, and ours not to mend."""
+    """A contender's error in a line: it is a result, and not corrected here."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "out of memory"
@@ -253,7 +253,7 @@ def failure(error: Exception) -> str:
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to, the GPU's too."""
+    """Free memory that nothing refers to, the GPU's too."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Models by their sizes, with random weights: what a step takes does not depend on the weights' values."""
+"""Models by their sizes, with random weights: the time of a step does not depend on the weights' values."""
 
 import tomllib
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Shape:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token in all layers, bf16."""
+        """Bytes of K and V of one token in all layers, bf16."""
         return 4 * self.layers * self.kv_heads * self.head_dim
 
     def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0, layers: int | None = None) -> Any:
-        """The model, made where it will run; with ``layers`` of its layers."""
+        """The model, made on its device, with ``layers`` of its layers."""
         from transformers import LlamaConfig
 
         config = LlamaConfig(
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """A model of another class: the name of its configuration's, and the fields; see ``shapes.toml``."""
+    """A model of another class: the name of its configuration class, and the fields; see ``shapes.toml``."""
 
     config: str
     fields: dict[str, Any]
@@ -57,7 +57,7 @@ class Family:
         return int(self.fields["vocab_size"])
 
     def build(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
-        """The model, made where it will run."""
+        """The model, made on its device."""
         import transformers
 
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -76,7 +76,7 @@ class Calls:
 
     @property
     def sampled(self) -> int:
-        """Tokens of a call."""
+        """The number of tokens of a call."""
         return self.prompts * self.samples * self.new
 
     def random_prompts(self, seed: int, vocab: int) -> list[list[int]]:

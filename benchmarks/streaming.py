@@ -1,25 +1,25 @@
-"""StreamingLLM on one GPU: attention at positions in the cache, beside caches whose keys are rotated at each token.
+"""StreamingLLM on one GPU: attention at positions in the cache, against caches whose keys are rotated at each token.
 
     python -m benchmarks.streaming --parts attention,memory [--batches 1,32] [--tokens 100000] [--out FILE]
     python -m benchmarks.streaming --parts model --device cpu --out FILE    the demo's model, from the package index
     python -m benchmarks.streaming --parts attention,memory --tiny --device cpu    in seconds; times mean nothing
 
 A layer of a 13B Llama: bfloat16, 40 heads of 128, 4 sinks and a window of 2,048 tokens.  ``attention``: a decode step
-of each batch size, as a captured graph over layers that rotate past the L2, contenders in turns, medians.  A step
-rotates its query and key, writes K and V, and attends.  Rotations are compiled, one kernel each, but in ``repository``.
+of each batch size, as a captured graph over more layers than the L2 holds, contenders in turns, medians.  A step
+rotates its query and key, writes K and V, and attends.  Except in ``repository``, each rotation is a compiled kernel.
 
-``ours``         keys as they are in pages, rotated once; two queries, two calls of the op, merged
+``ours``         keys in pages, rotated once; two queries, two calls of the op, merged
 ``unfused``      a ring buffer of unrotated keys: all are rotated into another buffer, then torch's attention
-``repository``   as the authors' code has it: the cache is cut and appended by ``cat``, all keys are rotated in eager
+``repository``   as in the authors' code: the cache is cut and appended by ``cat``, all keys are rotated in eager
                  torch, scores, softmax and sum are three calls
 ``us``, ``layers_us``   of a layer, and of the model's 40
-``TBps``         bytes of K and V in the cache over the time: the whole step's; ``kernel``: that of the op's call on the
-                 window alone, with the time of the call
-``difference``   from ``unfused`` by the norm, on the same numbers
+``TBps``         bytes of K and V in the cache over the time of the whole step; ``kernel``: those of the window over the
+                 time of the op's call on it
+``difference``   from ``unfused``, relative to the norm, on the same numbers
 
-``memory``: sequences that grow to ``--tokens`` tokens, one layer, pages given back every 256 tokens, which are replays
-of a captured step on a GPU: tokens so far, pages in use and tokens that these hold (``held``), and microseconds of a
-step with all that the host does, medians over the first and the last tenth of the tokens.
+``memory``: sequences that grow to ``--tokens`` tokens, one layer, pages freed every 256 tokens; on a GPU each token is
+a replay of a captured step: tokens so far, pages in use and the tokens in them (``held``), and microseconds of a step
+with all work of the host, medians over the first and the last tenth of the tokens.
 
 ``model``: nats a token of SmolLM2-135M-Instruct, made for 8,192 positions, on a text of 12,288 tokens (sources
 of the standard library), means over each 1,024: with ``variants.streaming_llm(4, 1020)``, with the same tokens seen
@@ -49,12 +49,12 @@ from prefixkit.evaluation.demo.model import load_demo
 from prefixkit.functional.attend import TreeStep
 
 PARTS = ["attention", "memory", "model"]
-EVERY = 256  # tokens after which pages are given back
+EVERY = 256  # tokens after which pages are freed
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured, and where."""
+    """The sizes to measure, and the device."""
 
     device: str
     heads: int = 40
@@ -69,7 +69,7 @@ class Shape:
         return self.sinks + self.window
 
     def bytes(self, batch: int) -> int:
-        """K and V of a layer's cache."""
+        """Bytes of K and V of a layer's cache."""
         return 2 * batch * self.cached * self.heads * self.dim * self.dtype.itemsize
 
     def random(self, *size: int) -> Tensor:
@@ -157,12 +157,12 @@ class Unfused:
 
 
 class Repository:
-    """As https://github.com/mit-han-lab/streaming-llm computes a token."""
+    """A token as https://github.com/mit-han-lab/streaming-llm computes it."""
 
     def __init__(self, shape: Shape, keys: Tensor, values: Tensor, layers: int) -> None:
         """One cache, of 42 MB and more and copied at each step, in the place of all ``layers``."""
         self.rotate, self.sinks = rotation(shape, False), shape.sinks
-        # With a token more behind the sinks, which is evicted first, and without the one that comes.
+        # One more token behind the sinks, which is evicted first, and without the token of this step.
         place = [*range(shape.sinks + 1), *range(shape.sinks, shape.cached - 1)]
         self.kv = [of[:, place] for of in (keys, values)]
         self.at = torch.arange(shape.cached, device=shape.device)
@@ -218,7 +218,7 @@ def _host_us(run: Callable[[int], object]) -> float:
 
 
 def memory_row(shape: Shape, batch: int, tokens: int) -> Row:
-    """Sequences that grow, with what they hold after every so many tokens."""
+    """Sequences that grow, and the pages and tokens that they hold after every so many tokens."""
     size = 16
     if shape.device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -302,7 +302,7 @@ def _graphs(shape: Shape, attention: prefixkit.TreeAttention, tree: prefixkit.Pr
 
 
 def model_rows(device: str, tokens: int = 12_288, window: int = 1020) -> Iterator[Row]:
-    """Of each variant, how well a text is told far behind the positions that a model was made for."""
+    """For each variant, nats a token of a text far longer than the positions that the model was made for."""
     model, tokenizer = load_demo()
     model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
     source = "".join(Path(str(module.__file__)).read_text() for module in (argparse, inspect))

@@ -1,15 +1,15 @@
-"""A model split over processes by transformers' tensor parallelism, beside the same model in one process.
+"""A model split over processes by transformers' tensor parallelism, against the same model in one process.
 
     python -m benchmarks.tensor_parallel --out one.json
     torchrun --nproc-per-node 2 -m -- benchmarks.tensor_parallel --beside one.json --out two.json
     ... --shape Llama-3.1-70B --layers 24         as many layers as fit one GPU, for both
-    ... --compiled                                layers through torch.compile, where they can be
+    ... --compiled                                layers through torch.compile, if they can be compiled
     ... --shape tiny --rows 4,8 --prompt 64 --new 16 --steps 40      two processes on a CPU, through gloo
 
-Weights are random, and the same however many processes hold them.  Each process checks that all have the same tokens.
-``steps`` are decode steps of one batch, with its prompt shared; ``calls`` whole calls of a session; ``beside`` compares
-both with the JSON of one process, of the same options: ratios of times, at which token greedy samples part first, and
-how far log-probabilities differ, beside how far those of one process differ between batches of other shapes.
+Weights are random, and equal for any number of processes.  Each process checks that all have the same tokens.
+``steps`` are decode steps of one batch, with its prompt shared; ``calls`` whole calls of a session.  ``beside``
+compares both with the JSON of one process with the same options: ratios of times, the first token at which greedy
+samples differ, and differences of log-probabilities, with those of one process between batches of other shapes.
 """
 
 import gc
@@ -40,7 +40,7 @@ def load(shape: Shape, layers: int | None, dtype: torch.dtype) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # of weights that no file holds
+    logging.set_verbosity_error()  # about weights that no file holds
     config = LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -62,10 +62,10 @@ def load(shape: Shape, layers: int | None, dtype: torch.dtype) -> Any:
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Write weights that depend on their names' order alone; each process writes its part of them."""
+    """Write weights that depend only on the order of their names; each process writes its part of them."""
     with torch.no_grad():
         for seed, (_, weight) in enumerate(sorted(model.named_parameters())):
-            if weight.ndim == 1:  # of a norm
+            if weight.ndim == 1:  # a norm's weight
                 continue
             generator = torch.Generator(weight.device).manual_seed(seed)
             whole = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
@@ -74,12 +74,12 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def local(weight: Any) -> Tensor:
-    """The memory of a weight, or of this process's part of it."""
+    """The tensor of a weight, or of this process's part of it."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def part_of(whole: Tensor, weight: Any) -> Tensor:
-    """Of a whole weight, what this process holds."""
+    """This process's part of a whole weight."""
     if not hasattr(weight, "to_local"):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -126,7 +126,7 @@ def _logprobs(scores: Any) -> list[float]:
 
 
 def preempted(model: Any, agreement: Agreement, prompt: int, new: int, shape: Shape) -> Row:
-    """Samples that outgrow the KV of their session, in which some leave the tree and come back."""
+    """Samples that outgrow the KV of their session, so that some are preempted and resumed."""
     tokens, spec = np.random.default_rng(2).integers(5, shape.vocab, prompt).tolist(), prefixkit.models.kv_spec(model)
     budget = (prompt + 48 * new // 3) * spec.bytes_per_token
     with prefixkit.Session(model, kv_budget=budget, memory=prefixkit.MemoryPolicy(headroom=8)) as session:
@@ -160,7 +160,7 @@ def call(session: Any, agreement: Agreement, name: str, vocab: int) -> Row:
 
 
 def beside(row: Row, key: str, names: tuple[str, ...], one: Row) -> Row:
-    """What a row is to that of one process: the ratio of its times, or where its tokens part."""
+    """A row compared with that of one process: the ratio of its times, or the first token that differs."""
     same = [other for other in one.get(key, []) if all(other[name] == row[name] for name in names)]
     if not same or not names:
         return {}

@@ -1,8 +1,8 @@
-"""What the prefix tree costs on one CPU thread: building it, admitting prompts to it, and its share of a decode step.
+"""The time of the prefix tree on one CPU thread: building it, admitting prompts, and its share of a decode step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tree --out benchmarks/results/tree.json
 
-``with_tails`` and ``insert_all`` are what ``benchmarks/compare.py`` calls in every checkout.
+``benchmarks/compare.py`` calls ``with_tails`` and ``insert_all`` in every checkout.
 """
 
 import itertools
@@ -112,7 +112,7 @@ def binary_tree(rng: np.random.Generator, page_size: int, prefix: int) -> tuple[
 
 
 def measure_decode(run: Run, rng: np.random.Generator, page_size: int, prefix: int, steps: int) -> None:
-    """A step of decoding: below 2 ms at the median, steps that take new pages included."""
+    """A decode step; the aim is a median below 2 ms, with steps that take new pages."""
     tree, handles = binary_tree(rng, page_size, prefix)
     parts: dict[str, list[float]] = {"extend_each": [], "mark_computed": [], "snapshot": []}
     for _ in range(steps):
@@ -151,7 +151,7 @@ def measure_beams(run: Run, rng: np.random.Generator, page_size: int, beams: int
 
 
 def add_step(run: Run, tree: PrefixTree, case: Row, parts: dict[str, list[float]]) -> None:
-    """A row of what the parts of each step took, in seconds."""
+    """A row with the seconds of the parts of each step."""
     check_tree(tree)
     spreads = {f"{name}_ms": spread([1e3 * seconds for seconds in times]) for name, times in parts.items()}
     case |= {"nodes": tree.snapshot().num_nodes, **spreads}

@@ -1,14 +1,14 @@
-"""A step of TRL's GRPO: rollouts from a session on the model that trains, beside TRL's own ways; on one GPU.
+"""A step of TRL's GRPO on one GPU: rollouts from a session on the trained model, against TRL's own ways.
 
     python -m benchmarks.trl_rollouts --out benchmarks/results/h200_trl.json
     python -m benchmarks.trl_rollouts --shape SmolLM2-135M --device cpu --prompts 2 --samples 4 --length 64 --new 8
 
-*generate*: TRL as it is; *batching*: with ``use_transformers_continuous_batching``; *patched*: TRL as it is, on a
+*generate*: TRL unchanged; *batching*: with ``use_transformers_continuous_batching``; *patched*: TRL unchanged, on a
 patched model; *session*: ``SessionGRPOTrainer``; *held*: the same, with pool and graphs kept over the update;
-*compiled*: that, with compiled layers.  Each trains a model of the same random weights in bfloat16 on prompts of
-``--length`` random letters (a token each), ``--samples`` completions of up to ``--new`` tokens for each, at temperature
-1, or as ``--temperature`` and ``--top-p`` say.  Seconds are medians of the steps after the first: of the rollout, and
-of the whole step, with rewards, gradient checkpointing and AdamW.  ``peak_gib`` is of all that torch held on the GPU.
+*compiled*: as *held*, with compiled layers.  Each trains a model of the same random weights in bfloat16 on prompts of
+``--length`` random letters (a token each), with ``--samples`` completions of up to ``--new`` tokens for each prompt, at
+``--temperature`` (default 1) and ``--top-p``.  Seconds are medians of the steps after the first: of the rollout, and
+of the whole step, with rewards, gradient checkpointing and AdamW.  ``peak_gib`` is the peak of torch's GPU memory.
 """
 
 import random
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def measured(name: str, options: Any) -> Row:
-    """Seconds of a system's rollouts and steps, the first apart, and the peak of memory."""
+    """Seconds of a system's rollouts and steps, with the first step separately, and the peak of memory."""
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -61,7 +61,7 @@ def measured(name: str, options: Any) -> Row:
 
 
 class Clock:
-    """Seconds of each of a number of turns, with all that a device has to do for them."""
+    """Seconds of each of several turns, with all of the device's work for them."""
 
     def __init__(self, device: str) -> None:
         self.times, self._began, self._wait = list[float](), 0.0, device == "cuda"
@@ -135,7 +135,7 @@ def trainer_of(name: str, options: Any, folder: str) -> Any:
         model=model,
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         args=config,
-        # With a name of its own: the hash of a table's types, which names it otherwise, fails on some versions.
+        # With a given fingerprint: the default, a hash of the table's types, fails on some versions.
         train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": letters}), fingerprint="letters"),
         processing_class=byte_tokenizer(),
         **own,

@@ -1,29 +1,29 @@
-"""Variants of attention on one GPU, beside causal attention, compiled FlexAttention and a float64 reference.
+"""Variants of attention on one GPU, against causal attention, compiled FlexAttention and a float64 reference.
 
     python -m benchmarks.variants [--parts plain,trees,errors] [--variants NAMES] [--seconds 220] [--out FILE]
-    python -m benchmarks.variants --tiny --device cpu       all of it in seconds, for its own sake; times mean nothing
+    python -m benchmarks.variants --tiny --device cpu       all of it in seconds, as a test; times mean nothing
 
 bfloat16, 32 query heads over 8 KV heads of size 128, pages of 16 tokens.  Microseconds of captured graphs over input
-sets that rotate past the L2, contenders in turns, medians.  Plans, block classes and FlexAttention's block masks are
-made before the clock starts.  A fresh folder takes the place of all caches of compiled kernels, so first uses compile.
+sets larger than the L2, contenders in turns, medians.  Plans, block classes and FlexAttention's block masks are made
+before the timing.  A fresh folder replaces all caches of compiled kernels, so first uses compile.
 
 ``plain``: a prompt of 16,384 tokens, all of them queries, and a decode step of 16 sequences of 1,024.  ``trees``: a
 decode step over 64 leaves of 128 tokens below 2,048 shared ones, over a binary tree (``beam d6``) and over a comb of
 512 leaves, and all tokens of 16 prompts of 1,024 below 4,096 shared ones.  Columns of a row:
 
 ``us``              ours; ``base``, ours without the variant (causal; without a mask for natten); flex: FlexAttention's
-                    Triton backend; flex_flash: its FLASH backend; flashinfer; a text says why one did not run, and
-                    ``absent`` of the whole run what is not installed
+                    Triton backend; flex_flash: its FLASH backend; flashinfer; a text says why a contender did not run;
+                    ``absent`` of the whole run names contenders that are not installed
 ``over_base``       ours over base
-``over_flex``       ours over the faster one of FlexAttention's: below 1, ours is faster
-``difference``      of ours from FlexAttention, by the norm
-``blocks``          of prompts: shares of blocks of which a mask shows anything, as our tiles are (128 rows by 64
-                    keys) and as FlexAttention's are (128 by 128)
+``over_flex``       ours over FlexAttention's faster backend: below 1, ours is faster
+``difference``      between ours and FlexAttention, relative to the norm
+``blocks``          of prompts: shares of blocks with visible scores, for the size of our tiles (128 rows by 64 keys)
+                    and of FlexAttention's (128 by 128)
 ``over_blocks``     over_base divided by ours and base's share: 1, time is proportional to visible blocks
-``kv_tokens``       tokens whose K and V are read as planned, ours over base, where a window is known
+``kv_tokens``       tokens whose K and V the plan reads, ours over base, for variants with a known window
 ``over_kv``         over_base divided by that: 1, time is proportional to the tokens read
-``classify_us``     classifying the blocks of a plan under a mask, once for all layers and apart from ``us``; null where
-                    there is nothing to classify
+``classify_us``     classifying the blocks of a plan under a mask, once for all layers and not part of ``us``; null if
+                    there are no blocks to classify
 ``plan_ms``, ``mask_ms``   our plan; FlexAttention's block mask
 ``first_use_s``     the first call: ours compiles a variant in its first workload only, FlexAttention in each
 ``compilations``    kernels or graphs made: ``ours`` and ``flex`` at first use; ``ours, new numbers``: other sizes,
@@ -79,14 +79,14 @@ from prefixkit.testing.named_trees import leaf_queries, prompts, tree_of
 
 PARTS = ["plain", "trees", "errors"]
 NAMES = list(mods_of(Numbers(), 1, 64, "cpu"))
-# For which FlexAttention's compilations of other numbers are counted: a number and a tensor.
+# Variants for which FlexAttention's compilations for other numbers are counted: one captures a number, one a tensor.
 COUNTED = ("window", "document")
 TURNS = 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where it runs, and at what sizes."""
+    """The device and the sizes."""
 
     sizes: Sizes
     device: str
@@ -104,7 +104,7 @@ class Setting:
         return Clock(attend, sets) if self.device == "cuda" else HostClock(attend)
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Of one call, the device's part included, and what it returned."""
+        """Seconds of one call, with the device's part, and its result."""
         wait(torch.device(self.device))
         began = time.perf_counter()
         found = call()
@@ -122,7 +122,7 @@ class Bench:
         self._bases: dict[str, tuple[Ours, Callable[[], float]]] = {}
 
     def base(self, name: str) -> tuple[Ours, Callable[[], float]]:
-        """Ours without a variant: causal, or without a mask."""
+        """Time of ours without a variant: causal, or without a mask."""
         if name not in self._bases:
             ours = Ours(self.inputs, self.mods[name].variant(name))
             ours.classify()
@@ -130,7 +130,7 @@ class Bench:
         return self._bases[name]
 
     def row(self, name: str) -> Row:
-        """A variant's, without its workload."""
+        """A variant's row, without its workload."""
         mods, sets, counts = self.mods[name], len(self.inputs.q), dict[str, int | str]()
         ours = Ours(self.inputs, mods.variant(name))
         before = compiled_kernels()
@@ -164,7 +164,7 @@ class Bench:
     def _rivals(
         self, name: str, out: Tensor, row: Row, contenders: dict[str, Callable[[], float]], counts: dict[str, Any]
     ) -> None:
-        """Add the others that run here to ``contenders``, and what is known of them to ``row`` and ``counts``."""
+        """Add the other contenders that run here to ``contenders``, and facts about them to ``row`` and ``counts``."""
         inputs, mods = self.inputs, self.mods[name]
         expected = inputs.by_sequence(out).float()
         flex_anew()
@@ -270,7 +270,7 @@ def line(row: Row) -> str:
 def plain(run: Run, setting: Setting, names: list[str]) -> None:
     for workload, batch in setting.sizes.plain.items():
         bench = Bench(setting, setting.inputs(batch.tree(), batch))
-        # Points of a grid are all the tokens of a prompt; a decode step has one query, which sees all.
+        # All tokens of a prompt are points of the grid; a decode step has one query, which sees all.
         whole = batch.queries == batch.length == setting.sizes.numbers.grid**2
         measure(run, bench, workload, names if whole else _of_any_length(names))
 

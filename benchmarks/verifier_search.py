@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python -m benchmarks.verifier_search --out benchmarks/results/cpu_verifier_search.json
 
 The search is that of ``examples/verifier_search.py``, by SmolLM2-135M and a verifier of the same size with a random
-head, which makes no solution better and costs what a trained one does.  *nodes*: two sessions, as they are; *calls*:
-the same, with their prefix caches emptied before each step and each values, so that texts share what they can within
-one call and nothing with calls before; *transformers*: the unpatched model computes all texts of a level as a padded
-batch, by ``generate`` for the step, and in batches of ``--rows`` for the values.  The seeds make the first two sample
-the same; ``generate`` is given the tokens that it has to choose, which costs it no sampling, and its own values decide
-which beams go on.  Solutions are asserted to be equal.  Tokens are those of the texts alone, without padding and
-without tokens of rows that have ended.  Seconds are of the host's clock, and of the process's CPU time; the first two
-ways take turns, and *transformers* follows.
+head, which improves no solution but takes as long as a trained one.  *nodes*: two sessions, unchanged; *calls*: the
+same, with their prefix caches emptied before each step and each call of values, so that texts share tokens within one
+call but none with earlier calls; *transformers*: the unpatched model computes all texts of a level as a padded batch,
+by ``generate`` for the step, and in batches of ``--rows`` for the values.  With equal seeds the first two sample the
+same tokens; ``generate`` is given these tokens, so that it needs no time for sampling, and its own values decide which
+beams are continued.  Solutions are asserted to be equal.  Tokens are those of the texts alone, without padding and
+without tokens of ended rows.  Seconds are wall time, and the process's CPU time; the first two ways run in turns, and
+*transformers* follows.
 """
 
 import statistics
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from verifier_search import QUESTION, Candidate, Verifier, reward_model, search
 
 WAYS = ["nodes", "calls", "transformers"]
-# What a node sampled, by its tokens and its seed: new tokens, and why they ended.
+# Samples of nodes, by a node's tokens and seed: new tokens, and why they ended.
 Sampled = dict[tuple[tuple[int, ...], int], tuple[list[int], Any]]
 
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 class Models:
-    """The models of all ways, their tokenizer, and what was sampled."""
+    """The models of all ways, their tokenizer, and the recorded samples."""
 
     def __init__(self, options: Namespace) -> None:
         import models
@@ -112,7 +112,7 @@ def options_of(model: str) -> Namespace:
 
 
 class Counted(Session):
-    """A session that counts the tokens that its calls compute, and notes what nodes sample."""
+    """A session that counts the tokens that its calls compute, and records the samples of nodes."""
 
     steps_computed = values_computed = 0
     sampled: Sampled
@@ -144,7 +144,7 @@ class Resubmitting(Counted):
 
 
 class Plain:
-    """The unpatched model in the place of both sessions: each call computes whole texts, in padded batches."""
+    """The unpatched model instead of both sessions: each call computes whole texts, in padded batches."""
 
     def __init__(self, model: Any, tokenizer: Any, sampled: Sampled, rows: int) -> None:
         self.model, self.tokenizer, self._sampled, self._rows = model, tokenizer, sampled, rows
@@ -169,7 +169,7 @@ class Plain:
             node.append(np.asarray(tokens, np.int32), None, reason)
 
     def values(self, texts: list[str], head: Any) -> list[torch.Tensor]:
-        """Equal texts get the value of the first, for rows of other lengths beside them round otherwise."""
+        """Values of texts; equal texts get the value of the first, since other rows of a batch change its rounding."""
         ids, found = [self.tokenizer(text)["input_ids"] for text in texts], list[torch.Tensor]()
         for begin in range(0, len(ids), self._rows):
             rows = ids[begin : begin + self._rows]

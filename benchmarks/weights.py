@@ -1,10 +1,10 @@
-"""What a call pays to know that its model's weights are those of the KV it has, random weights.
+"""The time in which a call checks that its KV was computed with the model's present weights; random weights.
 
     python -m benchmarks.weights [--device cpu] [--shapes SmolLM2-135M] [--out FILE]
 
-*state*: what modules are and hold.  *sample*: ``kv_version``, which each call pays: this, counters and a sample of
-every tensor.  *all*: with all memory compared.  *call*: a whole call of a session that samples one
-token of a prompt whose KV it has; ``share`` is what *sample* takes of it.  Milliseconds, medians.
+*state*: the check of the modules and their attributes.  *sample*: ``kv_version``, which each call runs: *state*,
+counters and a sample of every tensor.  *all*: all memory is compared.  *call*: a whole call of a session that samples
+one token of a prompt whose KV it has; ``share`` is the share of *sample* in it.  Milliseconds, medians.
 """
 
 import statistics

@@ -1,10 +1,10 @@
-"""Whole calls of a session on one GPU, random bf16 weights, beside vLLM: seconds of a call as a user makes it.
+"""Whole calls of a session on one GPU, random bf16 weights, against vLLM: seconds of a call as a user makes it.
 
     python -m benchmarks.whole_calls [--shapes Llama-3.1-8B,Llama-3.2-1B,gpt-oss-20b] [--only nothing] [--turns 3]
-    python -m benchmarks.whole_calls --who vllm        where vLLM is installed; else recorded seconds stand beside ours
+    python -m benchmarks.whole_calls --who vllm        if vLLM is installed; else recorded seconds are shown with ours
 
 The calls are those of ``shapes.toml``: prompts of random tokens, others at each call, top-p 0.95.  The first call
-captures graphs and compiles; ``first_s`` has it apart.  ``benchmarks/compare.py --cases whole`` times the same calls
+captures graphs and compiles; its time is ``first_s``.  ``benchmarks/compare.py --cases whole`` times the same calls
 in two checkouts in turns.
 """
 
@@ -22,7 +22,7 @@ import prefixkit
 from benchmarks.runner import Row, Run, arguments, clocks, free_memory
 from benchmarks.shapes import CALLS, FAMILIES, SHAPES, Calls
 
-Generate = Callable[[list[list[int]], Calls], int]  # of prompts; returns how many tokens were sampled
+Generate = Callable[[list[list[int]], Calls], int]  # takes prompts; returns how many tokens were sampled
 WINDOWS = [name for name in CALLS if name.startswith("windows")]
 DENSE = [name for name in CALLS if not name.startswith(("experts", "windows"))]
 OF_SHAPE = {"Llama-3.1-8B": DENSE, "Llama-3.2-1B": DENSE, "gpt-oss-20b": ["experts, 8 x 32", *WINDOWS]}
@@ -42,7 +42,7 @@ def ours(model: Any, compiled: bool) -> Generate:
 
 
 def vllm(model: Any) -> Generate:
-    """Calls of vLLM, for a model of this one's configuration with weights of its own."""
+    """Calls of vLLM, for a model of the same configuration with its own random weights."""
     from vllm import LLM, SamplingParams
 
     with TemporaryDirectory() as folder:

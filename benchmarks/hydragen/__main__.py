@@ -70,9 +70,9 @@ def jobs(letters: list[str], shapes: list[str]) -> Iterator[Row]:
 
 
 def run_jobs(jobs: list[Row], rig_of: Callable[[str], Rig], seconds: float, done: Callable[[Row], None]) -> None:
-    """Do the jobs, shape after shape so that one model is in memory; a job that does not begin in time says so.
+    """Do the jobs, shape after shape so that only one model is in memory; a job that could not begin in time says so.
 
-    A shape's share of the time is by its number of jobs; what it leaves goes to those after it.
+    A shape's share of the time is proportional to its number of jobs; time that it leaves goes to later shapes.
     """
     end = time.monotonic() + seconds
     while jobs:

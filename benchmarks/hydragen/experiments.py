@@ -1,4 +1,4 @@
-"""What is measured of a row of ``jobs.toml``: a case with each of its methods, by a :class:`Rig`."""
+"""Measurements of a row of ``jobs.toml``: a case with each of its methods, by a :class:`Rig`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,7 +27,7 @@ SMALLER_FLASH, QUESTION_TOKENS = "flash, fewer at a time", 14
 
 
 class Rig:
-    """One model on one device, and ``capacity`` bytes for KV, else what the model leaves free."""
+    """One model on one device, and ``capacity`` bytes for KV, by default the memory that the model leaves free."""
 
     def __init__(self, shape: Shape, device: torch.device, capacity: int | None = None) -> None:
         self.shape, self.device, self.on_gpu = shape, device, device.type == "cuda"
@@ -41,7 +41,7 @@ class Rig:
 
     def planner(self, shares: bool = True) -> Planner:
         planner = planner_for(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.device, self.dtype)
-        if not shares:  # by this cost nothing is worth sharing; only the host plans with it
+        if not shares:  # with this cost no node is worth sharing; only the host plans with it
             planner.cost = CostModel(item=1e30, kv_byte=0.0, partial_byte=0.0, tile_heads=planner.cost.tile_heads)
             if isinstance(planner, CudaPlanner):
                 planner.launch, planner.gpu = None, replace(planner.gpu, sharing=planner.cost)
@@ -55,7 +55,7 @@ class Rig:
         return METHODS[method](case, self.spec(layers), self.shape.heads)
 
     def refused(self, method: str, case: Case) -> str | None:
-        """Why a method is not measured."""
+        """The reason not to measure a method."""
         if isinstance(by := self.differ.get(method, 0.0), str) or not by < MOST_DIFFERENCE:
             return by if isinstance(by, str) else f"differs from ours by {by} of the norm"
         needed = METHODS[method].tokens_held(case) * self.spec().bytes_per_token
@@ -63,7 +63,7 @@ class Rig:
         return f"does not fit: {room}" if needed > self.capacity else None
 
     def attempt(self, run: Callable[[], Row]) -> Row:
-        """What a run without gradients returns, or why it does not."""
+        """The result of a run without gradients, or the reason why there is none."""
         try:
             with torch.no_grad():
                 return run()
@@ -74,9 +74,9 @@ class Rig:
                 free_memory()
 
     def measure(self, name: str, case: Case) -> Row:
-        """Milliseconds of a method's step at three lengths and tokens per second, or why there are none; once.
+        """Milliseconds of a method's step at three lengths and tokens per second, or why there are none; measured once.
 
-        ``METHOD, compiled``: the layers through torch.compile.  Steps without attention differ by their batch alone.
+        ``METHOD, compiled``: the layers through torch.compile.  Steps without attention depend only on their batch.
         """
         method, key = name.removesuffix(", compiled"), (name, case.batch if name.startswith("none") else case)
         times: dict[int, float] = {}
@@ -110,7 +110,7 @@ class Rig:
 
 
 def as_traced(graph: Any, inputs: Any) -> Any:
-    """In the place of a compiler, on a CPU."""
+    """A replacement for a compiler, on a CPU."""
     return compile_layer(graph, inputs, lambda graph, inputs: graph)
 
 
@@ -146,7 +146,7 @@ def differences(rig: Rig) -> dict[str, float | str]:
 def steps(rig: Rig, case: Case, names: list[str]) -> Row:
     """A case with every method, ``NAME, compiled`` too.
 
-    Where flash does not fit, also what it reaches at the largest batch that does, a power of two below.
+    If flash does not fit, it is also measured at the largest smaller batch that fits, a power of two.
     """
     row = {"kind": "step", "case": asdict(case), "floor_ms": round(case.mean(partial(case.floor_ms, rig.shape)), 4)}
     methods, batch = {name: rig.measure(name, case) for name in names}, case.batch

@@ -1,4 +1,4 @@
-"""What decodes, and the attention cores that are compared: each lays KV out, appends a step's K and V, and attends."""
+"""Cases, and the attention cores that are compared: each lays out KV, appends a step's K and V, and attends."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Case:
     private: int = 0
 
     def parts(self, levels: int, new: int) -> list[tuple[int, int]]:
-        """Copies and tokens of each part where ``levels`` levels are shared, the sequences' own part last."""
+        """Copies and tokens of each part if ``levels`` levels are shared, the sequences' own part last."""
         own = sum(tokens for _, tokens in self.levels[levels:]) + self.private + new
         return [*self.levels[:levels], (self.batch, own)]
 
@@ -52,7 +52,7 @@ class Case:
         return max(moved / READ_TBPS / 1e9, rows * sum(tokens for _, tokens in parts) / MATMUL_TFLOPS / 1e9)
 
     def mean(self, of: Callable[[int], float]) -> float:
-        """Mean over a generation, of values at its first token, half and end between which they grow evenly."""
+        """Mean over a generation of a value given at its start, middle and end, linear in between."""
         return (of(1) + 2 * of(self.new // 2) + of(self.new)) / 4
 
     def step(self, new: int, planner: Planner, device: torch.device) -> Step:
@@ -64,10 +64,10 @@ class Case:
 
 
 class Core:
-    """Attention of a decode step in a patched model; this one does none: what is left is the ceiling."""
+    """Attention of a decode step in a patched model; this base class does none: its step is the ceiling."""
 
     shares = True  # whether its plan reads shared nodes once
-    levels: int | None = None  # of the case that are stored once, in whole pages; None: there is no KV
+    levels: int | None = None  # levels of the case stored once, in whole pages; None: no KV
     page = 1
 
     def __init__(self, case: Case, spec: KVSpec, heads: int) -> None:
@@ -83,11 +83,11 @@ class Core:
         return sum(nodes * -(-tokens // cls.page) * cls.page for nodes, tokens in parts)
 
     def at(self, step: Step) -> None:
-        """Be ready for this step."""
+        """Prepare this step."""
         self.now = step
 
     def installed(self) -> AbstractContextManager[object]:
-        """A context in which ops, so all of a patched model, find the methods below in the place of a backend's."""
+        """A context in which the ops, and so a patched model, call the methods below instead of a backend's."""
         return mock.patch.object(library, "backend_for", lambda device: self)
 
     def kv_append(self, key: Tensor, value: Tensor, *where: Tensor) -> None:
@@ -105,7 +105,7 @@ class Core:
         return q, q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """``[batch, heads, head_dim]`` to as much, as a patched model does."""
+        """Attention from ``[batch, heads, head_dim]`` to the same shape, as in a patched model."""
         over = *self.layers[layer], self.now.positions, self.now.plan, q.shape[-1] ** -0.5, "causal"
         with self.installed():
             return torch.ops.prefixkit.tree_attention(q, *over)[0]
@@ -148,7 +148,7 @@ class Parts(Core):
         self._slots = self._begin[self._own][:-1] + self._used.long() - 1
 
     def fill(self, whole: list[Tensor]) -> None:
-        """Take K and V of all sequences in full, ``[batch, tokens, kv_heads, head_dim]``, to the first layer."""
+        """Store K and V of all sequences in full, ``[batch, tokens, kv_heads, head_dim]``, in the first layer."""
         (*levels, own), first = next(iter(self.kv.values())), 0
         for below, level in zip(self._below, levels, strict=True):
             for of, dense in zip(whole, level, strict=True):
@@ -162,7 +162,7 @@ class Parts(Core):
 
     def tree_attention(self, q: Tensor, *over: Any) -> tuple[Tensor, Tensor]:
         *levels, own = self.kv[over[0].data_ptr()]
-        if not q.is_cuda:  # there is no such flash attention: whole sequences, by torch
+        if not q.is_cuda:  # no such flash attention on a CPU: whole sequences, by torch
             shared = zip(self._below, levels, strict=True)
             parts = [[of.transpose(1, 2).repeat_interleave(below, 0) for of in level] for below, level in shared]
             k, v = (torch.cat(of, 1).transpose(1, 2) for of in zip(*parts, own, strict=True))
@@ -187,7 +187,7 @@ class Parts(Core):
         return torch.ops.aten._flash_attention_forward(q, *flat, *sizes, **options)[:2]
 
     def _fastest(self, k: Tensor, v: Tensor) -> Attend:
-        """The library that is fastest on a level."""
+        """The fastest library on a level."""
         ways, (nodes, kv_heads, tokens, head_dim) = {"flash": flash, "cudnn": cudnn}, k.shape
         rows = (len(self._begin[1]) - 1) // nodes * self.heads // kv_heads
         q = torch.randn(nodes, kv_heads, rows, head_dim, device=k.device, dtype=k.dtype)

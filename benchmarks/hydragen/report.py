@@ -1,4 +1,4 @@
-"""The report of a JSON of results: the tables of ``docs/appendix/hydragen.md``, whose prose stays as it is."""
+"""The report of a JSON of results: the tables of ``docs/appendix/hydragen.md``, whose prose is not changed."""
 
 import math
 import re
@@ -9,9 +9,9 @@ from pathlib import Path
 from benchmarks.hydragen.experiments import SMALLER_FLASH
 from benchmarks.runner import ROOT, Row, table
 
-BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)  # of the page: what is made anew
+BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)  # parts of the page that are written anew
 SECTIONS = {"a": "throughput", "c": "document", "d": "problems", "n": "parallel"}
-FLOORS, SLACK = 1.35, 0.03  # what the aim allows beside the compiled ceiling: of attention's floor, and of all
+FLOORS, SLACK = 1.35, 0.03  # the aim: compiled ceiling + FLOORS x attention's floor, and SLACK of it more
 RATIOS = {"hydragen": "ours", "hydragen, two levels": "ours", "ours, not sharing": "ours, sharing"}
 
 
@@ -40,7 +40,7 @@ def machine(result: Row) -> str:
 
 
 def section(rows: list[Row]) -> str:
-    """A table for each shape, of the columns that any of its cases has."""
+    """A table for each shape, with the columns that any of its cases has."""
     by_shape: dict[str, list[Row]] = {}
     for row in rows:
         if "case" in row and "levels" in row["case"]:  # older results have whole runs too
@@ -55,7 +55,7 @@ def section(rows: list[Row]) -> str:
 
 
 def columns(row: Row) -> Row:
-    """A case; milliseconds of each method, or why there are none in a word or two; ratios; tokens per second."""
+    """A case's cells: milliseconds of each method, or in a word or two why it has none; ratios; tokens per second."""
     case, methods = row["case"], [name for name in row["methods"] if name != SMALLER_FLASH]
     found: Row = {
         "batch": case["batch"],

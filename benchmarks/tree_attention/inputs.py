@@ -1,6 +1,6 @@
-"""Numbers for a workload: several sets of pages of random K and V, and the same numbers as rivals like them best.
+"""Numbers for a workload: several sets of pages of random K and V, and the same numbers in each rival's best layout.
 
-``Pool``, ``make`` and ``ours`` are what ``benchmarks/compare.py`` calls in every checkout.
+``benchmarks/compare.py`` calls ``Pool``, ``make`` and ``ours`` in every checkout.
 """
 
 import time
@@ -34,7 +34,7 @@ class Pool:
         """K and V of so many pages."""
         elements = pages * kv_heads * PAGE * head_dim
         if self._pages is None or self._pages[0].numel() < elements:
-            self._pages = None  # before the new ones, or both must fit
+            self._pages = None  # freed before the new ones, or both would have to fit
             self._pages = tuple(torch.empty(elements, device=GPU, dtype=torch.bfloat16).normal_() for _ in "kv")
         k, v = (flat[:elements].view(pages, kv_heads, PAGE, head_dim) for flat in self._pages)
         return k, v
@@ -44,7 +44,7 @@ class Pool:
 class Inputs:
     """One workload's tensors: for each set ``q [rows, heads, head size]``, ``k`` and ``v`` as in :class:`Pool`.
 
-    ``page_order`` is the page table; ``step`` has plan and tree on the device, and planning took ``plan_ms``.
+    ``page_order`` is the page table; ``step`` has plan and tree on the device; ``plan_ms`` is the time of planning.
     """
 
     workload: Workload
@@ -78,7 +78,7 @@ def planner_for(heads: int, kv_heads: int, head_dim: int, device: torch.device, 
 
 
 def make(workload: Workload, pool: Pool, shuffled: bool = False) -> Inputs:
-    """A decode step's inputs; ``shuffled`` strews the tree's pages over the pool."""
+    """A decode step's inputs; ``shuffled`` distributes the tree's pages randomly over the pool."""
     pages = workload.snapshot.pages
     if shuffled:
         pages[:] = np.random.default_rng(0).permutation(len(pages))[pages]
@@ -114,7 +114,7 @@ def in_e4m3(inputs: Inputs) -> Inputs:
 
 
 def captured_plan_us(workload: Workload) -> float:
-    """Microseconds of the plan that a captured step makes, which equals the one outside of graphs."""
+    """Microseconds of the plan that a captured step makes, which equals the plan outside of graphs."""
     planner = planner_for(workload.heads, workload.kv_heads, workload.head_dim, GPU, torch.bfloat16)
     tree, plannings = StepTree(workload.snapshot, workload.queries), graph_plannings(GPU, [planner])
     assert plannings is not None, "our kernels run these heads"

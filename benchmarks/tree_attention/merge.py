@@ -1,4 +1,4 @@
-"""One fused kernel that merges partial attention of all levels of a tree, as a careful user of Hydragen has it."""
+"""One fused kernel that merges the partial states of all levels of a tree, as a careful user of Hydragen would."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Prompts: whole, in chunks, and several that share, against causal SDPA of each sequence; see ``share``."""
+"""Prompts: whole, in chunks, and several with a common prefix, against causal SDPA of each sequence; see ``share``."""
 
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -25,7 +25,7 @@ class Prompts:
     cached: bool = True
 
     def flops(self, heads: int) -> tuple[float, float]:
-        """Of a tree, and of sequences each for itself."""
+        """Flops of the tree, and of the sequences one by one."""
 
         def pairs(queries: int, length: int) -> float:
             return queries * length - queries * (queries - 1) / 2
@@ -56,7 +56,7 @@ def measure(pool: Pool, heads: int, kv_heads: int, prompts: Prompts) -> Row:
     inputs = prepare(Workload(prompts.name, heads, kv_heads, snapshot), queries, pool)
     of_tree, of_rivals = prompts.flops(heads)
     row: Row = {"rows": queries.num_rows, "us": round(replay_us(partial(ours, inputs)), 1)}
-    # Where prompts share, the aim is to be ahead by what the rivals compute over what a tree computes.
+    # If prompts share a prefix, the aim is a speed-up of the rivals' flops over the tree's.
     row |= {"floor_us": round(of_tree / MATMUL_TFLOPS / 1e6, 2), "share": round(of_rivals / of_tree, 3)}
     row["plan_ms"] = round(inputs.plan_ms, 1)
     expected = _by_sequence(ours(inputs, 0), prompts)[-1]
@@ -85,7 +85,7 @@ def _sequences(pages: Tensor, prompts: Prompts) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, _: int) -> Tensor:
-    """Causal, ends aligned."""
+    """Causal attention, with ends aligned."""
     by_token = (t.transpose(1, 2) for t in (q, k, v))
     sizes = q.shape[2], k.shape[2]
     out = torch.ops.aten._flash_attention_forward(*by_token, None, None, *sizes, 0.0, True, False, scale=scale)[0]
@@ -93,7 +93,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, _: int) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, _: int) -> Tensor:
-    """The same.  Torch's cuDNN aligns beginnings: what lies before the queries is a call of its own, and merged."""
+    """The same by cuDNN.  Torch's cuDNN aligns beginnings: tokens before the queries are a separate call, merged."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     count, heads, queries, _ = q.shape
     before = k.shape[2] - queries

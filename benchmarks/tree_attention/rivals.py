@@ -1,6 +1,6 @@
-"""Other ways to the same result, each set up at its best: layouts are made before the clock starts.
+"""Other implementations of the same attention, each in its best configuration: layouts are made before the timing.
 
-A rival takes inputs and gives a function of the input set's number to ``[rows, heads, head size]``, or raises Unfit.
+A rival takes inputs and returns a function from an input set's number to ``[rows, heads, head size]``, or raises Unfit.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ Run = Callable[[int], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 MOST_DIFFERENCE = 0.02  # two bf16 kernels differ by rounding: about 0.3% of the output's norm
-MOST_EXPANDED_BYTES = 20e9  # beyond, expanded KV takes milliseconds where sharing takes hundreds of microseconds
+MOST_EXPANDED_BYTES = 20e9  # with more, expanded KV takes milliseconds, and sharing hundreds of microseconds
 
 
 class Unfit(Exception):
-    """A rival cannot run, or is not worth running; says why."""
+    """A rival cannot run, or is not worth running; the message says why."""
 
 
 def outcome(
     prepare: Callable[[], Run], expected: Tensor, sets: int, of: Callable[..., Tensor] = torch.clone, digits: int = 2
 ) -> float | str:
-    """A rival's microseconds, or why there are none; ``of``: the part of its answer that is ``expected``."""
+    """A rival's microseconds, or why there are none; ``of``: takes the part of its answer that is ``expected``."""
     try:
         run = prepare()
         difference = float((of(run(0)).float() - expected.float()).norm() / expected.float().norm())
@@ -47,7 +47,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cuDNN's, likewise."""
+    """The same by cuDNN."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = attend(q, k, v, None, True, 0.0, False, False, scale=scale)[:2]
     return out, lse.view(out.shape[:3])
@@ -69,7 +69,7 @@ def hydragen(attend: Attend, inputs: Inputs) -> Run:
     from benchmarks.tree_attention.merge import merge
 
     found, sets = _regular(inputs), range(inputs.sets)
-    # The query heads of one KV head together, whatever the level.
+    # On each level, group the query heads of one KV head.
     q = [of.unflatten(1, (inputs.workload.kv_heads, -1)).transpose(0, 1).flatten(1, 2) for of in inputs.q]
     kv = [[[inputs.dense(level, of[i]) for of in (inputs.k, inputs.v)] for level in found] for i in sets]
 
@@ -91,7 +91,7 @@ def expanded(attend: Attend, inputs: Inputs) -> Run:
     def expand(pages: Tensor) -> Tensor:
         return torch.cat([inputs.dense(of, pages).repeat_interleave(of.rows, dim=0) for of in found], dim=2)
 
-    sets = min(inputs.sets, input_sets(int(needed)))  # large as it is, it passes through the L2 by itself
+    sets = min(inputs.sets, input_sets(int(needed)))  # large KV passes through the L2 by itself
     kv = [[expand(pages[i]) for pages in (inputs.k, inputs.v)] for i in range(sets)]
     q = [inputs.q[i].view(rows, workload.kv_heads, -1, workload.head_dim) for i in range(sets)]
 
@@ -124,7 +124,7 @@ def flex(inputs: Inputs) -> Run:
     snapshot = workload.snapshot
     if (np.diff(inputs.page_order) < 0).any() or (snapshot.length % PAGE).any():
         raise Unfit("pages are not in order")
-    # Of each token, in the order of the pages: the first query that sees it, and one past the last.
+    # For each token, in the order of the pages: the first query that sees it, and one past the last.
     before = np.concatenate(([0], np.cumsum(np.isin(np.arange(snapshot.num_nodes), workload.leaf))))
     bounds = before[:-1], before[snapshot.subtree_end]
     low, high = (torch.from_numpy(np.repeat(of, snapshot.length)).to(GPU) for of in bounds)
@@ -133,7 +133,7 @@ def flex(inputs: Inputs) -> Run:
         return (low[token] <= q_row) & (q_row < high[token])
 
     mask = create_block_mask(sees, None, None, inputs.step.num_rows, len(low), device=low.device)
-    torch._dynamo.reset()  # it gives up on the ninth shape
+    torch._dynamo.reset()  # dynamo gives up on the ninth shape
     compiled = torch.compile(flex_attention, fullgraph=True)
     options = {"block_mask": mask, "scale": inputs.scale, "enable_gqa": workload.heads != workload.kv_heads}
     q = [of.transpose(0, 1)[None].contiguous() for of in inputs.q]
@@ -144,7 +144,7 @@ def flex(inputs: Inputs) -> Run:
 
 
 def flashinfer(inputs: Inputs, cascade: bool) -> Run:
-    """FlashInfer's cascade over the same pages, or its paged decode, which reads them for each sequence; as planned."""
+    """FlashInfer's cascade over the same pages, or its paged decode, which reads them per sequence; plans are made."""
     try:
         import flashinfer as library
     except ImportError as error:
@@ -165,7 +165,7 @@ def flashinfer(inputs: Inputs, cascade: bool) -> Run:
 
 
 def _pages(pages: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``[sequences, pages]``: where each one's begin, all of them, and the tokens of each last one."""
+    """From ``[sequences, pages]``: the offset of each sequence's pages, all pages, and the tokens of each last page."""
     table = torch.from_numpy(pages.reshape(-1).copy()).int().to(GPU)
     return _steps(*pages.shape), table, torch.full((len(pages),), PAGE, dtype=torch.int32, device=GPU)
 

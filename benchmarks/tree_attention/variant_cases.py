@@ -1,4 +1,4 @@
-"""Variants by name, as FlexAttention and prefixkit both take them, and plain batches in FlexAttention's layout.
+"""Variants by name, in the forms of FlexAttention and of prefixkit, and plain batches in FlexAttention's layout.
 
 Functions are written for positions in a sequence.  A variant without a mask is causal.
 """
@@ -19,7 +19,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the functions capture: sizes in tokens, but ``grid`` and ``natten`` in points along a side."""
+    """Values that the functions capture: sizes in tokens, but ``grid`` and ``natten`` in points along a side."""
 
     window: int = 1024
     prefix: int = 1024
@@ -42,8 +42,8 @@ PAPER = (
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """Functions of one variant; ``base`` names the variant whose time a variant's is held against; ``approximate``: by
-    the hardware's tanh.
+    """Functions of one variant; ``base`` names the variant with which its time is compared; ``approximate``: with the
+    hardware's tanh.
     """
 
     score: ScoreMod | None = None
@@ -52,13 +52,13 @@ class Mods:
     approximate: bool = False
 
     def variant(self, name: str) -> Variant:
-        """As prefixkit takes it."""
+        """The variant in prefixkit's form."""
         if self.score is None and self.mask is None:
             return CAUSAL
         return variant(self.score, self.mask, name=name, approximate=self.approximate)
 
     def at(self, first_query: int) -> tuple[ScoreMod | None, MaskMod]:
-        """As FlexAttention takes it, whose queries are numbered from 0 where theirs begin at ``first_query``."""
+        """The variant in FlexAttention's form, which numbers queries from 0; here they begin at ``first_query``."""
         score, mask = self.score, self.mask or causal
         if not first_query:
             return score, mask
@@ -183,7 +183,7 @@ def mods_of(numbers: Numbers, heads: int, positions: int, device: torch.device |
 def visible_blocks(
     mask: MaskMod, queries: int, first_query: int, keys: int, block: tuple[int, int], device: str
 ) -> float:
-    """The share of blocks ``(queries, keys)`` of which a mask shows anything."""
+    """The share of blocks ``(queries, keys)`` of which a mask shows at least one score."""
     q = torch.arange(-(-queries // block[0]) * block[0], device=device).clamp(max=queries - 1) + first_query
     kv = torch.arange(-(-keys // block[1]) * block[1], device=device).clamp(max=keys - 1)
     zero, seen, blocks = torch.zeros((), dtype=torch.int64, device=device), 0, 0

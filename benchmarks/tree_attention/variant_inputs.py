@@ -1,4 +1,4 @@
-"""Steps and numbers for variants: what prefixkit takes, and the same as FlexAttention and FlashInfer take it."""
+"""Steps and numbers for variants: in prefixkit's form, and in those of FlexAttention and FlashInfer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Attend = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Heads:
-    """Of queries, of K and V, and their size."""
+    """Numbers of query heads and of KV heads, and the head size."""
 
     query: int = 32
     kv: int = 8
@@ -62,9 +62,9 @@ class Inputs:
     """One step's numbers.
 
     Attributes:
-        q: Of each set ``[rows, heads, dim]``.
-        k, v: Of each set ``[pages, page size, kv_heads, dim]``, laid out as a pool's on the device.
-        plain: The batch that the tree is, if it is one.
+        q: For each set ``[rows, heads, dim]``.
+        k, v: For each set ``[pages, page size, kv_heads, dim]``, in the layout of a pool on the device.
+        plain: The plain batch to which the tree is equal, if there is one.
     """
 
     snapshot: TreeSnapshot
@@ -111,11 +111,11 @@ def make(
 
 @dataclass(eq=False)
 class Ours:
-    """Our op over a step, planned for one variant; making it plans, and compiles nothing.
+    """Our op over a step, planned for one variant; the constructor plans, and compiles nothing.
 
     Attributes:
-        plan: What the op takes, from :func:`plan_tensors`, which :meth:`classify` makes.
-        plan_ms: What planning took on the host, the upload included.
+        plan: The op's tensors from :func:`plan_tensors`, which :meth:`classify` makes.
+        plan_ms: Milliseconds of planning on the host, with the upload.
     """
 
     inputs: Inputs
@@ -139,7 +139,7 @@ class Ours:
         self.plan = self.step.plan
 
     def classify(self) -> None:
-        """Make the plan what it is for this variant's mask."""
+        """Make the plan for this variant's mask."""
         self.plan = plan_tensors(self)
 
     def first(self) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class Ours:
         return self.attend(0)
 
     def classes(self) -> Tensor:
-        """Classes of the plan's blocks of KV; without elements where there are none."""
+        """Classes of the plan's blocks of KV; an empty tensor if there are none."""
         heads, page_size = self.inputs.heads, self.inputs.snapshot.page_size
         sizes = [heads.query, heads.kv, heads.dim, heads.dim]
         classify: Callable[..., Tensor] = torch.ops.prefixkit.classify_blocks
@@ -163,12 +163,12 @@ class Ours:
         return out, lse
 
     def kv_tokens(self) -> int:
-        """Tokens whose K and V are read, as planned: without what classes hide."""
+        """Tokens whose K and V are read by the plan, without hidden blocks."""
         return self.step.plans[0].kv_tokens_read(self.step.length)
 
 
 def plan_tensors(ours: Ours) -> list[Tensor]:
-    """What the op takes as ``plan``: the step's plan, numbers of sequences, and classes where there are any."""
+    """The op's argument ``plan``: the step's plan, numbers of sequences, and classes if there are any."""
     plan, classes = ours.step.plan, ours.classes()
     if not classes.numel():
         return plan
@@ -189,7 +189,7 @@ def flex_graphs() -> int:
 
 
 def flex_anew() -> None:
-    """Let FlexAttention compile as in a new process: it gives up on the ninth graph of a function."""
+    """Let FlexAttention compile as in a new process: dynamo gives up on the ninth graph of a function."""
     torch._dynamo.reset()
 
 
@@ -211,7 +211,7 @@ class Flex:
         self.mask_ms = 0.0
 
     def use(self, mods: Mods) -> None:
-        """Take a variant, and make its block mask; none where a causal batch of one query each needs none."""
+        """Use a variant, and make its block mask, which a causal batch of one query each does not need."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         plain, device = self._inputs.plain, self._inputs.device
@@ -232,7 +232,7 @@ class Flex:
         return self._attend(q[:count], k[:count], v[:count], **of, **self._options)  # type: ignore[no-any-return]
 
     def attend_with_lse(self) -> tuple[Tensor, Tensor]:
-        """Also the log-sum-exp ``[count, heads, queries]``, of the first input set."""
+        """Output and log-sum-exp ``[count, heads, queries]`` of the first input set."""
         from torch.nn.attention import flex_attention as module
 
         aux: Any = getattr(module, "AuxRequest", None)  # before torch 2.9 it was return_lse
@@ -243,7 +243,7 @@ class Flex:
 
 
 def absent() -> dict[str, str]:
-    """Which contenders are not installed here, and what they need."""
+    """The contenders that are not installed here, and what they need."""
     needed = {"flex_flash": "flash_attn.cute", "flashinfer": "flashinfer"}
     return {who: f"{module} is not installed" for who, module in needed.items() if not _installed(module)}
 
@@ -251,12 +251,12 @@ def absent() -> dict[str, str]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # of the package that it would be in
+    except ImportError:  # the package is not installed
         return False
 
 
 def flashinfer(inputs: Inputs, name: str, numbers: Numbers) -> Attend:
-    """FlashInfer's paged attention under the variants that it has as options; Unfit for others."""
+    """FlashInfer's paged attention under the variants that are its options; Unfit for others."""
     import flashinfer as rival  # type: ignore[import-not-found]
 
     windowed, capped = {"window_left": numbers.window - 1}, {"logits_soft_cap": numbers.cap}
@@ -287,9 +287,9 @@ def wait(device: torch.device) -> None:
 
 
 class Clock:
-    """Microseconds of a call on a GPU, each time it is asked, from a graph that is captured when it is made.
+    """A function that times a call on a GPU, in microseconds, by a graph that is captured when the function is made.
 
-    It holds on to ``attend``, and so to all that the graph reads.
+    It keeps a reference to ``attend``, and so to all tensors that the graph reads.
     """
 
     def __init__(self, attend: Attend, sets: int) -> None:

@@ -1,4 +1,4 @@
-"""What variants may cost and err at most, and which figures of a row are above that."""
+"""Limits on the times and errors of variants, and the figures of a row that exceed them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.runner import Row
 
 Limits = dict[str, float]
-EXACT, APPROXIMATE = 1.7, 1.35  # of prompts, where scores pass tanh
+EXACT, APPROXIMATE = 1.7, 1.35  # limits for prompts whose scores go through tanh
 OF_SCORES = {"alibi": 1.2, "soft-cap": EXACT, "sigmoid": EXACT, "soft-cap + window": EXACT}
 OF_SCORES |= {"soft-cap approximate": APPROXIMATE, "sigmoid approximate": APPROXIMATE}
 NEIGHBORHOODS, OTHERS = 1.3, 1.15
@@ -16,9 +16,9 @@ FIRST_USE_S = 10.0
 
 
 def limits_of(name: str, is_prompt: bool, is_windowed: bool) -> Limits:
-    """The most that figures of a variant's time may be, by their names in a row.
+    """The limits on figures of a variant's time, by their names in a row.
 
-    NATTEN's time is held against its share of the blocks, windows' against the blocks or tokens that they read.
+    NATTEN's time is compared with its share of the blocks, windows' times with the blocks or tokens that they read.
     """
     limits = {"over_flex": 1.0}
     if name.startswith("natten"):
@@ -30,7 +30,7 @@ def limits_of(name: str, is_prompt: bool, is_windowed: bool) -> Limits:
 
 
 def above_limits(row: Row, limits: Limits) -> dict[str, list[float]]:
-    """Each figure of a row of times that is above its limit: ``[figure, limit]``; none of what a row lacks."""
+    """Each figure of a row of times that is above its limit: ``[figure, limit]``; missing figures are skipped."""
     figures: dict[str, Any] = {name: row.get(name) for name in limits}
     figures["first_use_s"] = row.get("first_use_s", {}).get("ours")
     counts = row.get("compilations", {})
@@ -44,5 +44,5 @@ def above_limits(row: Row, limits: Limits) -> dict[str, list[float]]:
 
 
 def above_errors(row: Row) -> dict[str, list[float]]:
-    """The same of a row of errors."""
+    """The same for a row of errors."""
     return {name: [row[name], most] for name, most in ERRORS.items() if row.get(name, 0.0) > most}

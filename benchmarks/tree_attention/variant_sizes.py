@@ -1,4 +1,4 @@
-"""What the benchmark of variants measures, and the same in seconds on a CPU."""
+"""Sizes of the benchmark of variants, and small ones that take seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.tree_attention.variant_inputs import Heads, Plain
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """The sizes to measure."""
 
     heads: Heads
     numbers: Numbers
@@ -18,7 +18,7 @@ class Sizes:
     plain: dict[str, Plain]
     trees: tuple[str, ...]
     tree_prompts: tuple[int, int, int]  # tokens of each, prompts, tokens that they share
-    errors: int  # a square
+    errors: int  # tokens of a prompt: a square
 
 
 FULL = Sizes(

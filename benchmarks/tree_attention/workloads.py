@@ -10,7 +10,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 
 HEAD_DIM = 128
 HEADS = ((8, 1), (32, 8), (32, 32))
-READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0  # what an H200 reads and multiplies; the anchors' floors are of these too
+READ_TBPS, MATMUL_TFLOPS = 4.3, 790.0  # rates of an H200, also used for the anchors' floors
 
 TWO_LEVEL = [f"2L b{b} p{p} s{s}" for b in (64, 256, 1024) for p in (1024, 4096, 16384) for s in (16, 128, 512)]
 DECODE = ["3L fewshot", "beam d6", *TWO_LEVEL]
@@ -20,7 +20,7 @@ SCALES_OF = {
     (32, 8): [*WIDE, "chain d64 b256 p2048 t32", "comb d64 b8 t64 s128", *LONG],
     (32, 32): [WIDE[0], "2L b32768 p4096 s16", "chain d64 b64 p2048 t32", LONG[1]],
 }
-# As searches and conversations leave them; each node lies in pages as the prefix tree lays it out.
+# Trees of searches and conversations; each node lies in pages as the prefix tree lays it out.
 DEEP = [
     (32, 8, name)
     for name in (
@@ -31,7 +31,7 @@ DEEP = [
         "turns b16 p2048 k8 d4 t300",
     )
 ]
-# GQA groups and head sizes beside the usual ones: a head size other than HEAD_DIM follows the tree's name.
+# GQA groups and head sizes other than the usual ones: a head size other than HEAD_DIM follows the tree's name.
 FEW_SHOT = "3L b8 p1600 m160 k32 s128"
 GROUPS = [
     (32, 2, FEW_SHOT),
@@ -42,7 +42,7 @@ GROUPS = [
     (16, 8, "2L b256 p1024 s64 x96"),
     (16, 8, f"{FEW_SHOT} x256"),
 ]
-# Where bytes of own tokens are all that counts, and one prefix that many share.
+# Workloads whose time is that of reading own tokens, and one with a prefix that many share.
 OWN = [(32, 8, "2L b32 p16 s16384"), (32, 8, "2L b64 p16 s32768 x64"), (32, 8, "2L b256 p16384 s64")]
 SCALES = [(*heads, name) for heads, names in SCALES_OF.items() for name in names]
 
@@ -67,12 +67,12 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V, each token once."""
+        """Bytes of K and V, each token once."""
         return 4 * self.head_dim * self.kv_heads * self.snapshot.num_tokens
 
     @property
     def tokens_seen(self) -> int:
-        """By all queries together."""
+        """The number of tokens that queries see, summed over all queries."""
         return int((self.snapshot.start[self.leaf] + self.snapshot.length[self.leaf]).astype(np.int64).sum())
 
     @property
@@ -87,7 +87,7 @@ class Workload:
 
 
 def workload(name: str, heads: int, kv_heads: int) -> Workload:
-    """By name: a tree of ``prefixkit/testing/named_trees.py``, and behind it the head size if that is not HEAD_DIM."""
+    """A workload by name: a tree of ``prefixkit/testing/named_trees.py``, then the head size if it is not HEAD_DIM."""
     tree, _, head_dim = name.partition(" x")
     return Workload(name, heads, kv_heads, tree_of(tree), int(head_dim or HEAD_DIM))
 
