@@ -17,7 +17,7 @@ PROMPT = "The history of the lighthouse begins with fires on hills, long before 
 
 
 def search(model, inputs):
-    """A script that knows nothing of prefixkit."""
+    """A script that does not use prefixkit."""
     return model.generate(
         **inputs, num_beams=8, num_return_sequences=4, do_sample=False, max_new_tokens=24, return_dict_in_generate=True
     )

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     digits = torch.tensor([text.strip().isdigit() for text in texts])
 
     def only_digits() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """One for each sample; takes and returns what a logits processor of transformers does."""
+        """A new processor for each sample, with the arguments and result of a logits processor of transformers."""
         return lambda ids, logits: logits.masked_fill(~digits, -torch.inf)
 
     tokens = tokenizer(PROMPT)["input_ids"]

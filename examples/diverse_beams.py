@@ -18,7 +18,7 @@ from prefixkit import BeamParams, SearchNode
 
 PROMPT = "The best thing about living by the sea is"
 GROUPS, BEAMS, STEPS, STRENGTH = 3, 2, 12, 1.5
-# Earlier groups choose at most GROUPS * BEAMS - BEAMS tokens, so so many likeliest tokens hold the best BEAMS of all.
+# Earlier groups choose at most GROUPS * BEAMS - BEAMS tokens, so GROUPS * BEAMS likeliest ones hold the best BEAMS.
 PROPOSE = BeamParams(num_beams=GROUPS * BEAMS, num_return_sequences=GROUPS * BEAMS, max_new_tokens=1)
 
 

@@ -29,7 +29,7 @@ class Model(Module):
 
 
 def attention(step, layer, q, k, v):  # each [tokens, heads, DIM]
-    if step is None:  # dense, of one sequence
+    if step is None:  # dense attention, over one sequence
         q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     prefixkit.append(step, layer, k, v)
@@ -42,7 +42,7 @@ def main(arguments=None):
     model, pool = Model(), prefixkit.kv_pool(LAYERS, KV_HEADS, DIM, num_pages=64, dtype=torch.float32, device="cpu")
     layers = prefixkit.TreeAttention(pool, HEADS)
     prompts = [list(prompt.encode()) for prompt in PROMPTS for _ in range(SAMPLES)]
-    tree, samples = prefixkit.tree_from_tokens(pool, prompts)  # which finds what they share
+    tree, samples = prefixkit.tree_from_tokens(pool, prompts)  # finds shared prefixes
     for _ in range(NEW):
         step = prefixkit.plan(layers, tree, samples)  # at first all tokens of the prompts, then those sampled last
         logits = model(step.tokens, step.positions, step)[step.last_rows]

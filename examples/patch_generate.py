@@ -17,7 +17,7 @@ PROMPT = "Question: A train leaves at nine and takes four hours. When does it ar
 
 
 def sample(model, tokenizer, prompt: str):
-    """A script that knows nothing of prefixkit."""
+    """A script that does not use prefixkit."""
     inputs = tokenizer(prompt, return_tensors="pt")
     torch.manual_seed(0)
     return model.generate(

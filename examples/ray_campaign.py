@@ -1,8 +1,8 @@
 """A campaign on many machines: Ray actors, each with a model of its own, sample parts of it into one folder.
 
-The run folder lies on a file system that all machines see.  A part whose process is lost, with its machine, is sampled
-on by the actor that Ray starts in its place: what the folder has is not sampled again.  Arguments behind ``--`` are
-those of ``prefixkit sample``::
+The run folder lies on a file system that all machines see.  If a process is lost with its machine, Ray starts another
+actor, which continues its part: samples in the folder are not sampled again.  Arguments behind ``--`` are those of
+``prefixkit sample``::
 
     python examples/ray_campaign.py --replicas 16 -- --model FOLDER --task humaneval -n 1000 --run /shared/runs/a
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class Replica:
-    """A process that Ray has put somewhere; it sees the GPUs that Ray gave it."""
+    """A process on a machine of Ray's choice; it sees the GPUs that Ray assigned to it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = arguments
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     own, count = [one for one in given.sample if one != "--"], given.parts or given.replicas
     ray.init()
-    # A replica that is lost is started again, and what it was at is tried again.
+    # A lost replica is started again, and its task is tried again.
     actor = ray.remote(num_gpus=given.gpus, max_restarts=-1, max_task_retries=-1)(Replica)
     replicas = ActorPool([actor.remote(own) for _ in range(given.replicas)])
     parts = [f"{index}/{count}" for index in range(count)]

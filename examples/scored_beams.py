@@ -13,7 +13,7 @@ from prefixkit import BeamParams, SearchNode
 
 PROMPT = "A short story. Long ago, in a small town,"
 BEAMS, STEPS, PRICE = 4, 16, 3.0
-# Each beam's likeliest next tokens, as children of it; an end of text is a token as others are.
+# Each beam's likeliest next tokens become its children; the end-of-text token is treated as any other.
 PROPOSE = BeamParams(num_beams=8, num_return_sequences=8, max_new_tokens=1, stop_token_ids=())
 
 

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
             began = time.perf_counter()
             result = session.generate(batch, params, seed=number)
             print(f"call {number}: {len(result)} samples in {time.perf_counter() - began:.2f} s")
-        for sample in session.stream(BATCHES[0], params):  # as they finish, none kept
+        for sample in session.stream(BATCHES[0], params):  # samples as they finish; none is kept
             print(f"{sample.prompt_index} {sample.index}  {sample.text!r}")
     print(f"\n{result.report}")
 

@@ -16,7 +16,7 @@ DEPTH, BREADTH, KEEP, END = 4, 4, 2, "\n"
 
 
 def worth(session: prefixkit.Session, nodes: list[SearchNode]) -> list[float]:
-    """How much likelier the model finds "good" than "bad" after each node: one batch."""
+    """How much likelier "good" is than "bad" after each node, by the model, in one batch."""
     judges = [node.fork(1)[0].extend(f"{END}This plan is") for node in nodes]
     return [good.total - bad.total for good, bad in session.score(judges, [" good", " bad"])]
 

@@ -1,11 +1,11 @@
 """Search with a verifier: a process reward model values samples of one step each, and the best of them are continued.
 
-Beam search takes the best candidates of all; diverse verifier tree search (DVTS) the best of each beam's own, so that
-its subtrees stay apart.  The two models have a session each, with tokenizers of their own.  A step computes its own
-tokens in both, and no text of the steps before it.
+Beam search takes the best of all candidates; diverse verifier tree search (DVTS) takes the best candidate of each beam,
+so that its subtrees stay separate.  Each of the two models has its own session and tokenizer.  A step computes only its
+own tokens in both, and no text of earlier steps.
 
-The verifier of this example has the generator's weights and a random head, in the place of one that was trained: load
-yours by ``AutoModelForTokenClassification.from_pretrained(...)``.
+The verifier of this example has the generator's weights and a random head instead of a trained one: load your own
+verifier by ``AutoModelForTokenClassification.from_pretrained(...)``.
 
 Run: python examples/verifier_search.py [--dvts]   (SmolLM2-135M, downloaded on first use)
      python examples/verifier_search.py --tiny     (a random model: no download, random text)
@@ -40,10 +40,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verifier:
-    """A session over a reward model, and the head that makes a value of its hidden states.
+    """A session over a reward model, and the head that computes a value from its hidden states.
 
-    The model reads text, tokenized by its own tokenizer, from the beginning: a token may end in another step than it
-    began in, and is computed again then.  What was computed before and has the same tokens is found, not recomputed.
+    The model reads the whole text, tokenized by its own tokenizer: a token may span two steps, and is then computed
+    again.  The longest prefix of tokens that was computed before is found in the cache, not recomputed.
     """
 
     session: Session

@@ -1,4 +1,4 @@
-"""Campaigns that are killed, that fill a disk, and that have a million samples; prints what it found, or fails.
+"""Campaigns that are killed, that fill a disk, and that have a million samples; prints its results, or fails.
 
 python scripts/campaign_soak.py kills --runs 20 --kills 10
 python scripts/campaign_soak.py devices --kills 10
@@ -44,7 +44,7 @@ def folder_of(path: Path, tokens: list[np.ndarray]) -> RunFolder:
 
 
 def real(path: Path, disturb: random.Random | None = None, part: Part | None = None, n: int = SAMPLES) -> None:
-    """One process of a campaign of a tiny model, to its end."""
+    """Run one process of a campaign of a tiny model to its end."""
     import prefixkit
     from prefixkit.evaluation.campaign import shards
     from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
@@ -63,7 +63,7 @@ def real(path: Path, disturb: random.Random | None = None, part: Part | None = N
 
 
 def forked(*arguments, **options) -> int:
-    """Run :func:`real` in a process of its own, and give its id."""
+    """Run :func:`real` in a process of its own; returns its id."""
     process = os.fork()
     if process:
         return process
@@ -91,7 +91,7 @@ def told(path: Path) -> dict:
 
 
 def check(path: Path, whole: dict) -> str:
-    """The samples of a run are those of the whole one, but for near-ties; returns what is to be said of them."""
+    """Assert that a run's samples are those of an uninterrupted run, except at near-ties; returns a line about them."""
     found = told(path)
     assert found.keys() == whole.keys(), f"{len(whole.keys() - found.keys())} samples are lost"
     worst, ties = 0.0, 0
@@ -119,7 +119,7 @@ def held(path: Path) -> int:
 
 
 def wait_for(path: Path, more: float, processes: list[int]) -> None:
-    """Until so many bytes more are written, or a process has ended."""
+    """Wait until so many more bytes are written, or a process has ended."""
     begun = held(path)
     while held(path) < begun + more:
         if any(os.waitid(os.P_PID, one, os.WEXITED | os.WNOHANG | os.WNOWAIT) for one in processes):
@@ -163,7 +163,7 @@ def kills(runs: int, times: int, seed: int, work: Path) -> None:
 
 
 def devices(times: int, seed: int, work: Path) -> None:
-    """Kills of a command that has started two processes: they end with it, and the same command goes on."""
+    """Kill a command that has started two processes: they end with it, and the same command resumes the run."""
     from prefixkit.testing.application.command_line import save_model, write_prompts
 
     (work / "model").mkdir()
@@ -187,7 +187,7 @@ def devices(times: int, seed: int, work: Path) -> None:
 
 
 def disk(work: Path) -> None:
-    """A file system of few KiB that fills in the midst of a line, and is then made larger."""
+    """Sample to a file system of few KiB, which fills in the middle of a line, and is then made larger."""
     assert os.waitpid(forked(work / "whole"), 0)[1] == 0
     whole, place = told(work / "whole"), work / "small"
     place.mkdir()

@@ -1,6 +1,6 @@
-"""Build the wheel and the sdist, look at what is in them, and use the wheel as a newcomer without a compiler would.
+"""Build the wheel and the sdist, check their contents, and use the wheel as a newcomer without a compiler would.
 
-    python scripts/check_distributions.py --dist dist                  # builds, and looks
+    python scripts/check_distributions.py --dist dist                  # builds and checks
     python scripts/check_distributions.py --dist dist --environment build/clean    # and installs and runs
 
 The environment is a fresh one without any extra; no folder of compilers is on its path.  Needs hatchling.
@@ -24,7 +24,7 @@ from packaging.metadata import Metadata
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = PROJECT["project"]["version"]
-# What runs in the clean environment: the library alone, on a model of two layers.
+# The program for the clean environment: the library alone, on a model of two layers.
 USE = """
 import shutil, sys
 assert not [name for name in ("cc", "gcc", "g++", "clang", "nvcc") if shutil.which(name)], "there is a compiler"
@@ -56,13 +56,13 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def tracked(*below: str) -> set[str]:
-    """Files that git has, below some folders."""
+    """Files tracked by git, below some folders."""
     listed = subprocess.run(["git", "ls-files", "-z", *below], cwd=ROOT, check=True, capture_output=True, text=True)
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
 def faults(wheel: Path, sdist: Path) -> list[str]:
-    """What is wrong with the two: files that they lack, or hold beyond what they should, and their metadata."""
+    """The faults of wheel and sdist: missing files, superfluous files, wrong metadata."""
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
         metadata = archive.read(f"prefixkit-{VERSION}.dist-info/METADATA")
@@ -92,7 +92,7 @@ def use(wheel: Path, folder: Path) -> None:
     """Install the wheel into a fresh environment, without an extra and then with that of the command line."""
     venv.create(folder, with_pip=True, clear=True)
     programs = folder / "bin"
-    # Nothing of the environment that runs this: no path to its packages, no compiler.
+    # Nothing from the environment that runs this script: no path to its packages, no compiler.
     clean = {"PATH": str(programs), "HOME": str(folder), "LANG": "C.UTF-8", "OMP_WAIT_POLICY": "PASSIVE"}
 
     def run(*command: object, codes: tuple[int, ...] = (0,), **more: str) -> str:
@@ -109,7 +109,7 @@ def use(wheel: Path, folder: Path) -> None:
 
     install(str(wheel))
     print(run(programs / "python", "-c", USE.format(version=VERSION, root=ROOT)).strip())
-    # What the extra asks for may be there already: transformers takes much of it.
+    # The extra's packages may be installed already: transformers requires many of them.
     said = run(programs / "prefixkit", "--help", codes=(0, 2))
     if "evaluate" not in said and 'pip install "prefixkit[campaign]"' not in said:
         raise SystemExit(f"prefixkit --help says neither its commands nor the extra that they need:\n{said}")

@@ -1,10 +1,10 @@
-"""Measure what works with each model_type of transformers' causal language models, on a CPU, and write the table.
+"""Measure which features work with each model_type of transformers' causal language models, on a CPU; write the table.
 
     python scripts/compatibility.py --processes 2 --out benchmarks/results/cpu_compatibility.json
-    python scripts/compatibility.py --write      # docs/reference/compatibility.md, of what was measured
+    python scripts/compatibility.py --write      # docs/reference/compatibility.md, from the measurements
 
 Each model_type is tried as a tiny random model in a process of its own: calls of ``generate()`` before and after the
-patch, a session, its prefix cache, LoRA adapters of PEFT, and linear layers of 4 bits by bitsandbytes where that is
+patch, a session, its prefix cache, LoRA adapters of PEFT, and linear layers of 4 bits by bitsandbytes if that is
 installed.  Tokens are compared with those of the model without the patch.
 """
 
@@ -44,11 +44,11 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 class Impossible(Exception):
-    """The model itself, or what adapts it, cannot do what is tried."""
+    """The model itself, or its adapter, does not support the tested feature."""
 
 
 def made(model_type: str) -> PreTrainedModel:
-    """The tiny model of a model_type, always with the same weights; no token ends its texts."""
+    """The tiny model of a model_type, always with the same weights; it has no end token."""
     torch.manual_seed(0)
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     model = tiny_model(tiny_config(model_type), names[model_type])
@@ -70,7 +70,7 @@ def generate(model: nn.Module, **options: Any) -> Any:
 
 
 def stock(model: nn.Module, **options: Any) -> Tensor:
-    """The tokens of a call without the patch: the second, for BigBird changes its attention in the first."""
+    """The tokens of the second of two calls without the patch, since BigBird changes its attention in the first."""
     try:
         generate(model, **options)
         tokens: Tensor = generate(model, **options).sequences
@@ -145,7 +145,7 @@ TRIED: dict[str, Callable[[str], str]] = {
 
 
 def measure(model_type: str) -> dict[str, str]:
-    """A word for each column; "impossible" where transformers itself, or the adapter, cannot do it."""
+    """A word for each column; "impossible" if transformers itself, or the adapter, does not support the feature."""
     if model_type in NEEDS:
         return {}
     found = {}

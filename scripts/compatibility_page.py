@@ -1,4 +1,4 @@
-"""The page docs/reference/compatibility.md: what was measured on a CPU, and what benchmarks recorded on GPUs.
+"""The page docs/reference/compatibility.md: measurements on a CPU, and records of benchmarks on GPUs.
 
 python scripts/compatibility.py --write
 """
@@ -64,7 +64,7 @@ because layers that keep states are not compiled."""
 
 @dataclass(frozen=True)
 class Recorded:
-    """What files in benchmarks/results have of a shape: ``cells`` by column."""
+    """Records of a shape in the files of benchmarks/results: ``cells`` by column."""
 
     family: str
     shape: str
@@ -97,7 +97,7 @@ GPU = (
 
 
 def page(result: dict[str, Any]) -> str:
-    """The whole page, of the JSON that was measured."""
+    """The whole page, from the measured JSON."""
     found: dict[str, dict[str, str]] = result["found"]
     told = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     head = f"Measured on {result['date']} at {result['commit']} by `{result['command']}`: {told}."

@@ -1,10 +1,10 @@
-"""Compile every kernel instantiation for every architecture, without a GPU, and hold the result against a budget.
+"""Compile every kernel instantiation for every architecture, without a GPU, and compare the result with a budget.
 
     python scripts/compile_all.py --out build/kernels.json
 
 Records registers, spills and static shared memory of each kernel; the sources assert their dynamic shared memory.
-Exits with 1 if one does not compile, if the compiler warns, or if a kernel takes more than
-``scripts/kernel_budget.json`` allows it; a source without a budget is an error too.
+Exits with 1 if a kernel does not compile, if the compiler warns, or if a kernel takes more than
+``scripts/kernel_budget.json`` allows; a source without a budget is an error too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from prefixkit.cuda.nvrtc import Binary, CompileError, Unit, compile_unit, nvrtc
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
 BUDGET = Path(__file__).with_name("kernel_budget.json")
 LIMITS = ("registers", "spill_stores", "spill_loads", "shared")
-# What ptxas says of a kernel, per thread in registers and bytes; ``shared`` is the static part, per block.
+# Figures that ptxas reports of a kernel, per thread in registers and bytes; ``shared`` is the static part, per block.
 REPORTED = {"spill_stores": "spill stores", "spill_loads": "spill loads", "stack": "stack frame", "shared": "smem"}
-# Warnings; and a note of ptxas that warpgroup products wait for each other, which makes a kernel half as fast.
+# Warnings, and ptxas's note that warpgroup products wait for each other, which makes a kernel half as fast.
 WARNING = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
 
 
 def reports(log: str) -> dict[str, dict[str, int]]:
-    """What ``ptxas -v`` says of each kernel, by symbol."""
+    """The figures of ``ptxas -v`` for each kernel, by symbol."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         if used := re.search(r"Used (\d+) registers", part):
@@ -69,7 +69,7 @@ def compile_one(job: tuple[Unit, str], compiler: Callable[[Unit, str], Binary] =
 
 
 def allowance(budget: dict[str, dict[str, Any]], file: str, arch: str) -> dict[str, int] | None:
-    """What a kernel of a source file may take: its entry, with that entry's exceptions for the arch."""
+    """The budget of a kernel of a source file: its entry, with that entry's exceptions for the arch."""
     entry = budget.get(file)
     if entry is None:
         return None
@@ -77,7 +77,7 @@ def allowance(budget: dict[str, dict[str, Any]], file: str, arch: str) -> dict[s
 
 
 def complaints(records: Iterable[dict[str, Any]], budget: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Everything that is wrong, a line each."""
+    """All faults, a line each."""
     for record in records:
         where = f"{record['arch']} {record['file']} {record['defines'] or ''}".strip()
         if "error" in record:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only sources whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args(arguments)
-    os.environ["CUDA_CACHE_DISABLE"] = "1"  # what NVRTC takes from its cache comes without a report
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # kernels from NVRTC's cache have no report
     jobs = [
         (unit, arch) for arch in options.arch or ARCHS for unit in compiled_ahead(arch) if options.only in unit.file
     ]

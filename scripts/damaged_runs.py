@@ -2,8 +2,9 @@
 
 >>> python scripts/damaged_runs.py --places 2000
 
-Each folder is judged, reported and exported by the command line, whole and damaged: no traceback, what is whole keeps
-its verdict and is reported and exported, what is not is named with file and line.  Prints what it found, or fails.
+The command line judges, reports and exports each folder, whole and damaged: there must be no traceback, undamaged
+samples must keep their verdicts and be reported and exported, and messages must name damaged lines with file and line.
+Prints its results, or fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw docs/tutorials/masks/*.svg, a picture of each variant of the gallery, from the variant itself.
 
-A row is a query, a column a key: what is visible is filled, the paler the more a bias lowers its score.  Of functions
-of the score alone the picture is their graph.
+A row is a query, a column a key: visible scores are filled, the paler the more a bias lowers the score.  The picture of
+a function of the score alone is its graph.
 
     python scripts/draw_masks.py
 """
@@ -81,7 +81,7 @@ def _mask(of: Variant) -> str:
 
 
 def _runs(row: Tensor) -> list[tuple[float, int, int]]:
-    """Equal neighbors: their opacity, the first, and the one after the last."""
+    """Runs of equal neighbors: their opacity, the first, and the index after the last."""
     found, begin = [], 0
     for opacity, run in groupby(round(float(value), 2) for value in row):
         end = begin + len(list(run))
@@ -91,7 +91,7 @@ def _runs(row: Tensor) -> list[tuple[float, int, int]]:
 
 
 def _graph(of: Variant) -> str:
-    """The new score by the old one, both from -60 to 60."""
+    """The graph of the new score over the old one, both from -60 to 60."""
     score, none = torch.linspace(-60, 60, 49), torch.zeros((), dtype=torch.int64)
     new = of.change(score, none, none, none, none)
     points = " ".join(f"{x / 5 + 12:.2f},{12 - y / 5:.2f}" for x, y in zip(score.tolist(), new.tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Draw docs/concepts/pictures/*.svg from a prefix tree, its BSR rows and its plan, as the library makes them.
 
-Three pictures show one decode step of eight samples of two problems behind the same instructions; one shows how the
-slots of pages are handed out when a sequence forks.
+Three pictures show one decode step of eight samples of two problems behind the same instructions; one shows which
+slots of pages the branches get when a sequence forks.
 
     python scripts/draw_trees.py
 """
@@ -29,7 +29,7 @@ ROW, SCALE = 22, 0.72  # of a query row, and of a token, in units of the picture
 
 
 def example() -> PrefixTree:
-    """Two problems behind the same instructions, four samples of each that have begun; two begin with eight tokens."""
+    """Two problems behind the same instructions, four begun samples of each; two of the four share eight tokens."""
     tree = PrefixTree(num_pages=128, page_size=16)
     words = np.arange(10_000)
     for number, length in enumerate(PROBLEMS.values()):
@@ -52,7 +52,7 @@ def step_of(tree: PrefixTree) -> StepTree:
 
 
 def tree_picture(step: StepTree) -> str:
-    """Nodes as boxes: as wide as their tokens are many, as high as the samples below them."""
+    """Nodes as boxes: the width is the number of tokens, the height the number of samples below."""
     tree = step.snapshot
     names = ["instructions", *PROBLEMS]
     body, top = [text(0, 14, f"{tree.num_tokens:,} tokens stored; {tree.num_tokens_unshared:,} without sharing")], 24
@@ -73,7 +73,7 @@ def tree_picture(step: StepTree) -> str:
 
 
 def formats_picture(step: StepTree) -> str:
-    """Query rows against the tree's tokens, node after node: which BSR row makes a query meet a token."""
+    """Query rows against the tree's tokens, node after node: the BSR row through which a query sees a token."""
     bsr = decompose(step, SHAPE, CPU_COST)
     offsets, top = np.concatenate(([0], np.cumsum(step.length))), 44
     scale = 700 / offsets[-1]
@@ -94,14 +94,14 @@ def formats_picture(step: StepTree) -> str:
 
 
 def segments(bsr: BSR, row: int, step: StepTree) -> Iterable[tuple[int, int, int]]:
-    """Node, first token and end of what a BSR row reads."""
+    """Node, first token and end of the KV that a BSR row reads."""
     for at in range(bsr.indptr[row], bsr.indptr[row + 1]):
         node = int(bsr.node[at])
         yield node, int(bsr.begin[at]), min(int(bsr.end[at]), int(step.length[node]))
 
 
 def plan_picture(step: StepTree) -> str:
-    """The work items of a plan, and how the partial states of each query row merge to its output."""
+    """The work items of a plan, and the merge of each query row's partial states to its output."""
     bsr = decompose(step, SHAPE, CPU_COST)
     plan = make_plan([bsr], step.length, step.queries.num_rows)
     items, top, left, wide = plan.items, 56, 92, 62

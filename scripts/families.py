@@ -4,9 +4,9 @@
         --write docs/reference/families.md
     python scripts/families.py --only llama,gemma2
 
-Each is generated with before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,
-with samples, and as its processor passes text; with short windows or chunks of attention and without, and with what
-else its config can turn on (tiny_models.py).
+Each model generates before and after ``patch(model, tree_cache="always")``: greedily from a padded batch, with beams,
+with samples, and with its processor's arguments for text; with short windows or chunks of attention and without, and
+with other features that its config can turn on (tiny_models.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
     "Images and text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", AutoModelForImageTextToText),
 }
-# What cannot generate from text, where the exception would not say so.
+# Models that cannot generate from text, if the exception would not say so.
 NEEDS = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "the KV of the model that it drafts for"),
     **dict.fromkeys(("blip", "blip-2", "instructblip", "instructblipvideo", "idefics", "kosmos-2"), "an image"),
@@ -53,23 +53,23 @@ NEEDS = {
     "udop": "the boxes of its words",
 }
 LENGTH, NEW, TOLERANCE = 26, 8, 1e-4
-SECONDS, GIBIBYTES = 180, 12  # that one model_type may take
+SECONDS, GIBIBYTES = 180, 12  # limits for one model_type
 PADDED, KINDS = "with padding on the left", "as its processor passes text"
 SAMPLES: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
-# Each call, what is special about it, and its options.
+# Each call, its special feature, and its options.
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (PADDED, {}),
     "beams": (PADDED, {"num_beams": 3}),
     "samples": ("without padding", SAMPLES),
     "samples of a processor's text": (KINDS, SAMPLES),
 }
-# Which tokens are text: 0 for each of them.
+# Arguments that say which tokens are text: 0 for text.
 KIND_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @dataclass
 class Output:
-    """What a call of ``generate`` returned: tokens, and logits [new tokens, rows, vocabulary]."""
+    """The output of a call of ``generate``: tokens, and logits [new tokens, rows, vocabulary]."""
 
     tokens: Tensor
     logits: Tensor
@@ -87,7 +87,7 @@ def texts() -> dict[str, Tensor]:
 
 
 def kinds(model: PreTrainedModel) -> list[str]:
-    """The arguments of a model by which its processor, or its tokenizer, says that tokens are text."""
+    """The arguments by which a model's processor, or its tokenizer, says that tokens are text."""
     takes = inspect.signature(type(model).forward).parameters
     names = [name for name in KIND_NAMES if name in takes]
     if not names or "image" in model.input_modalities:
@@ -97,7 +97,7 @@ def kinds(model: PreTrainedModel) -> list[str]:
 
 
 def inputs_of(model: PreTrainedModel, case: str) -> dict[str, Tensor]:
-    """What a model is called with in one of the cases."""
+    """The arguments of a model's call in one of the cases."""
     if case == PADDED:
         return texts()
     one = {name: value[:1] for name, value in texts().items()}
@@ -105,7 +105,7 @@ def inputs_of(model: PreTrainedModel, case: str) -> dict[str, Tensor]:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Output:
-    """Call ``model.generate`` under a seed, for words only."""
+    """Call ``model.generate`` under a seed, without special tokens in the output."""
     torch.manual_seed(1)
     defaults = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": list(range(FIRST_WORD))}
     asked = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
@@ -118,7 +118,7 @@ def difference(want: Output, got: Output) -> str:
     """How two outputs differ, or nothing."""
     if want.tokens.shape != got.tokens.shape or want.logits.shape != got.logits.shape:
         return f"other shapes: {tuple(got.tokens.shape)} instead of {tuple(want.tokens.shape)}"
-    real = want.logits.abs() < 1e30  # some hide tokens behind the least number
+    real = want.logits.abs() < 1e30  # some models mask tokens with the least number
     spread = want.logits[real].std()
     first = (want.logits - got.logits)[0][real[0]].abs().max() / spread
     if not torch.equal(want.tokens, got.tokens):
@@ -128,7 +128,7 @@ def difference(want: Output, got: Output) -> str:
 
 
 def doubts(model: PreTrainedModel, greedy: Output, inputs: dict[str, Tensor]) -> Iterator[str]:
-    """Where transformers disagrees with itself, so that a comparison with it proves little."""
+    """Cases in which transformers disagrees with itself, so that a comparison with it proves little."""
     try:
         if changed := difference(greedy, generate(model, inputs, use_cache=False)):
             yield f"without a cache {changed}"
@@ -144,7 +144,7 @@ def doubts(model: PreTrainedModel, greedy: Output, inputs: dict[str, Tensor]) ->
 
 
 def check(model: PreTrainedModel) -> Found:
-    """Compare a model's calls before and after the patch; what the unpatched model raises is raised."""
+    """Compare a model's calls before and after the patch; exceptions of the unpatched model are raised."""
     inputs = texts()
     calls = {call: options for call, (case, options) in CALLS.items() if case != KINDS or kinds(model)}
     given = {call: inputs_of(model, CALLS[call][0]) for call in calls}
@@ -198,7 +198,7 @@ def attempt(model: PreTrainedModel, call: str, inputs: dict[str, Tensor], want: 
 
 
 class Said(logging.Handler):
-    """Keeps what prefixkit says of caches."""
+    """Keeps prefixkit's log lines about caches."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -219,7 +219,7 @@ def line(thing: object) -> str:
 
 
 def survey(kind: str, model_type: str) -> Found:
-    """The worst of what is found with each variant of a model_type's tiny config."""
+    """The worst of the results over the variants of a model_type's tiny config."""
     if model_type in NEEDS:
         return Found("untried", f"needs {NEEDS[model_type]}")
     names, auto = LISTS[kind]

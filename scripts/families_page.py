@@ -1,4 +1,4 @@
-"""The page docs/reference/families.md, of what scripts/families.py has found."""
+"""The page docs/reference/families.md, from the results of scripts/families.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ runs on transformers' own cache with the same result. *Partly*: the named calls 
 tree. *Wrong*: other tokens or logits. *Error*: an exception that the model without the patch does not raise. *Untried*:
 transformers cannot build the model tiny, or the model cannot generate from text alone. Messages are cut short here; the
 script prints them in full."""
-# What is in the way, by what messages say of it; the first that fits.
+# Reasons for a fallback, by patterns of messages; the first that matches counts.
 CAUSES = [
     ("an encoder-decoder", r"is an encoder-decoder|EncoderDecoderCache"),
     ("attention that is bidirectional or crosses to an encoder", r"is bidirectional"),
@@ -52,7 +52,7 @@ OTHER = "something else"
 
 @dataclass
 class Found:
-    """What was found out about a model_type; ``notes`` are of transformers alone."""
+    """The result for a model_type; ``notes`` are about transformers alone."""
 
     verdict: str
     reason: str = ""
@@ -60,10 +60,10 @@ class Found:
 
 
 def document(found: dict[tuple[str, str], Found], lists: dict[str, str], older: Older | None = None) -> str:
-    """What was found as Markdown.
+    """The results as Markdown.
 
     Args:
-        found: By the kind of list, and the model_type in it.
+        found: Results by the kind of list, and the model_type in it.
         lists: The name of each kind's list.
         older: The lists of an older transformers.
     """
@@ -100,12 +100,12 @@ def listed(what: str, model_types: Iterable[str]) -> str:
 
 
 def rows(here: dict[str, Found]) -> Iterator[tuple[str, str, str]]:
-    """Of a list, what is not on the tree, or not always."""
+    """The models of a list that do not, or not always, run on the tree."""
     return ((name, one.verdict, one.reason) for name, one in here.items() if one.verdict != "tree")
 
 
 def causes(here: dict[str, Found]) -> Iterator[str]:
-    """A table of what is in the way in a list, and the model types behind each of its numbers."""
+    """A table of reasons in a list, and the model types behind each of its numbers."""
     by_cause = defaultdict[str, list[str]](list)
     for name, one in here.items():
         for cause in causes_of(one.reason) if one.verdict in ("refused", "partly") else ():
@@ -119,7 +119,7 @@ def causes(here: dict[str, Found]) -> Iterator[str]:
 
 
 def causes_of(reason: str) -> list[str]:
-    """What is in the way by each of the messages that a reason is made of."""
+    """The causes by each of the messages of which a reason is composed."""
     found = [next((cause for cause, says in CAUSES if re.search(says, one)), "") for one in reason.split("; with ")]
     return list(dict.fromkeys(filter(None, found))) or [OTHER]
 

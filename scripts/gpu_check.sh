@@ -42,11 +42,11 @@ wants() { [[ "$parts" == *" $1 "* ]]; }
 "$python" -c 'from prefixkit.cli.commands.env import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
-# Every instantiation; the tests compile a choice of them.  Needs no GPU, but the cores of a machine that has one.
+# Compile every instantiation; the tests compile some of them.  Needs no GPU, but many cores.
 if wants compile; then part compile 240 "$python" scripts/compile_all.py --jobs "$(nproc)" || failed=1; fi
 
 if wants tests; then
-    # In several processes where pytest-xdist is there: they share the GPU well, and compile most of the time.
+    # In several processes if pytest-xdist is installed: they share the GPU well, and compile most of the time.
     count=$(($(nproc) > 16 ? 14 : $(nproc) > 4 ? $(nproc) - 2 : 2))
     workers=$("$python" -c "import xdist; print('-n $count')" 2>/dev/null || true)
     # shellcheck disable=SC2086
@@ -55,14 +55,14 @@ if wants tests; then
 fi
 
 if wants sanitizers; then
-    # Without the caching allocator memcheck sees the bounds of every tensor, and initcheck what was never written.  API
-    # errors are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
+    # Without the caching allocator memcheck sees the bounds of every tensor, and initcheck every unwritten element.
+    # API errors are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     if [ -x "$sanitizer" ]; then
         running=()
         for kernel in "" portable; do
             for tool in memcheck racecheck synccheck initcheck; do
-                # Racecheck sees no order through one lane that arrives for its warp.
+                # Racecheck does not see the order that one lane establishes by arriving for its warp.
                 build=$kernel; [ "$tool$kernel" = racecheck ] && build=racecheck
                 part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" \
                     env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PREFIXKIT_KERNEL="$build" \

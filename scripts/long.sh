@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What takes too long for every change: campaigns that are killed, full disks (as root), a million samples; random
-# histories of the prefix cache, beams and samples under memory pressure.
+# Checks that take too long for every change: campaigns that are killed, full disks (as root), a million samples;
+# random histories of the prefix cache, beams and samples under memory pressure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1

@@ -1,9 +1,9 @@
-"""Write docs/measured/h200.md and cpu.md, and docs/appendix/earlier.md: of each measure the newest recorded result.
+"""Write docs/measured/h200.md and cpu.md, and docs/appendix/earlier.md: the newest recorded result of each measure.
 
     python -m scripts.measured_pages
 
 Each section names its file, the commit and the command; measured_pages.toml chooses the files.  Pages of machines hold
-only what was measured at the release or later; the appendix holds the rest.
+only results measured at the release or later; the appendix holds the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def runs_of(data: Any) -> list[Any]:
 
 
 def origin(file: str, data: Any) -> str:
-    """Where the numbers of a section come from."""
+    """A line about the source of a section's numbers."""
     runs = runs_of(data)
     first, commits = runs[0], list(dict.fromkeys(run["commit"][:7] for run in runs))
     machine = first.get("machine") or data
@@ -82,7 +82,7 @@ def pages() -> Iterable[tuple[Path, str]]:
 
 
 def older() -> Iterator[str]:
-    """Files on pages of machines whose commits the release has and that are not the release, by git's history."""
+    """Files on pages of machines that were measured before the release, by git's history."""
     for machine in TITLES:
         for one in measures(machine, earlier=False):
             for run in runs_of(json.loads((RECORDED / one["file"]).read_text())):

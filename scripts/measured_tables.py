@@ -308,7 +308,7 @@ def trl(data: Any) -> Table:
 
 
 def tensor_parallel(data: Any) -> Table:
-    """Of each pair of runs, one process and two: times and their ratio."""
+    """For each pair of runs, by one process and by two: times and their ratio."""
     rows: Table = [("shape", "layers", "what", "one GPU", "two GPUs", "two / one")]
     for one, two in zip(data["runs"][::2], data["runs"][1::2], strict=True):
         layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")

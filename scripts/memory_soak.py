@@ -1,10 +1,10 @@
-"""Memory that lives long: random histories of an engine, beams that are preempted, samples under pressure.
+"""Memory over long runs: random histories of an engine, beams that are preempted, samples under memory pressure.
 
 python scripts/memory_soak.py machine --part 1     # one of 10 parts: 201 histories of at most 100 steps
 python scripts/memory_soak.py beams --steps 10000
 python scripts/memory_soak.py pressure --preemptions 500
 
-Prints what it found, or fails.
+Prints its results, or fails.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from prefixkit.tree.pages import pages_for  # noqa: E402
 
 PARTS = 10
 HISTORIES = 67  # for each of three page sizes: 10 parts have 2,010
-SEARCHES = 24  # of one engine
-SHARE = 0.1  # of the pages that everything needs at once
+SEARCHES = 24  # searches of one engine
+SHARE = 0.1  # share of the pages that all samples need at once
 
 
 def machine(part: int) -> None:
-    """A part of the histories of ``tests/engine/test_state_machine.py``; its number is the seed."""
+    """Run a part of the histories of ``tests/engine/test_state_machine.py``; its number is the seed."""
     test = "tests/engine/test_state_machine.py"
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", f"--hypothesis-seed={part}", test]
     size = {"PREFIXKIT_SOAK_RUNS": str(HISTORIES), "PREFIXKIT_SOAK_STEPS": "100"}
@@ -53,7 +53,7 @@ def prompts_of(seed: int, number: int, vocab: int) -> list[np.ndarray]:
 
 
 def beams(steps: int, seed: int) -> None:
-    """Searches in few pages, whose trees are compacted, against replays over whole sequences; until so many steps."""
+    """Searches in few pages, whose trees are compacted, against replays over whole sequences, for ``steps`` steps."""
     from prefixkit.testing.expected import assert_all_given_back, beams_alone
     from prefixkit.testing.fake_model import VOCAB, make_engine
 
@@ -80,7 +80,7 @@ def beams(steps: int, seed: int) -> None:
             expected = beams_alone(request.tokens, request.params)
             assert [tuple(one.tokens) for one in mine] == [beam.tokens for beam in expected], f"seed {at}"
             assert [one.score for one in mine] == [beam.score for beam in expected], f"seed {at}"
-            done += max(len(one.tokens) for one in mine)  # it may have looked further
+            done += max(len(one.tokens) for one in mine)  # the search may have gone on
         searches += len(requests)
         copied += engine.report.kv_bytes_copied // engine.store.pool.spec.bytes_per_token
         swapped += engine.report.preempted_swapped
@@ -121,7 +121,7 @@ def pressure(preemptions: int, seed: int) -> None:
 
 
 def near_ties(name: str, seed: int, expected: list[Any], found: list[Any]) -> int:
-    """How many samples differ, each from a token on whose random number lies within float32 rounding of a boundary."""
+    """The number of samples that differ; at the first differing token the random number must be near a boundary."""
     import torch
 
     from prefixkit.sampling.rng import sample_key, uniforms
@@ -138,7 +138,7 @@ def near_ties(name: str, seed: int, expected: list[Any], found: list[Any]) -> in
         with torch.no_grad():
             logits = exact(torch.tensor([[*request.tokens.tolist(), *tokens[:at]]])).logits[0, -1]
         bounds = logits.softmax(-1).cumsum(0)[sorted((tokens[at], others[at]))[0]]
-        # Of sums of 259 float32 probabilities: half of an ulp of 1 for each addition, at most.
+        # The error of sums of 259 float32 probabilities: at most half an ulp of 1 for each addition.
         assert abs(float(bounds) - u) < 259 * 2**-25, (seed, prompt, index, at, float(bounds) - u)
     return len(differ)
 

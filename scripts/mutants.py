@@ -2,8 +2,8 @@
 
 >>> python scripts/mutants.py --count 1000 --seed 0 --jobs 2
 
-Each mutant changes one place of a solution's syntax tree.  Both sides say whether it passes its task's check; the plain
-one runs program and check in one subprocess without a sandbox, so only mutants of trusted code may be run this way.
+Each mutant changes one place of a solution's syntax tree.  Both sides decide whether it passes its task's check; plain
+``exec`` runs program and check in one subprocess without a sandbox, so only mutants of trusted code may be run so.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _function(tree: ast.Module, name: str) -> ast.AST:
 
 
 def _changes(node: ast.AST, generator: random.Random) -> list[Callable[[Any], None]]:
-    """What can be changed about a node."""
+    """The possible changes of a node."""
     if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, _OPERATORS):
         operator = generator.choice([kind for kind in _OPERATORS if not isinstance(node.op, kind)])
         return [lambda other: setattr(other, "op", operator())]
@@ -92,7 +92,7 @@ def _changes(node: ast.AST, generator: random.Random) -> list[Callable[[Any], No
 
 
 def sample(count: int, seed: int) -> list[tuple[str, str, Problem]]:
-    """So many mutants, one task after another, as key, program and problem."""
+    """``count`` mutants, one task after another, as key, program and problem."""
     generator = random.Random(seed)
     sources = [
         (key, problem, mutants(program, problem.name, generator)) for key, (problem, program) in problems().items()
@@ -110,7 +110,7 @@ def sample(count: int, seed: int) -> list[tuple[str, str, Problem]]:
 
 
 def plain(program: str, problem: Problem) -> str:
-    """What ``exec`` of program and check in one process comes to: passed, failed or timeout."""
+    """The outcome of ``exec`` of program and check in one process: passed, failed or timeout."""
     assert isinstance(problem.tests, Checks)
     source = f"{program}\n{problem.tests.code}"
     command = [sys.executable, "-I", "-c", _PLAIN.format(memory=LIMITS.memory)]

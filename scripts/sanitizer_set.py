@@ -1,4 +1,4 @@
-"""A little of every kernel, for compute-sanitizer: a hundred times slower than without, so small and without pytest."""
+"""Small inputs for every kernel under compute-sanitizer, which is a hundred times slower; without pytest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def append() -> None:
 
 
 def rotary_append() -> None:
-    """Parts of one product, slots that are missing, and forms that run as torch and ``kv_append``."""
+    """Parts of one product, missing slots, and forms that run as torch and ``kv_append``."""
     for dtype, head_dim, held in (
         (torch.bfloat16, 128, torch.bfloat16),
         (torch.float16, 16, torch.float16),
@@ -55,7 +55,7 @@ def rotary_append() -> None:
 def tree_attention() -> None:
     """A chain with a star at its end: tile and decode items, partial states, nodes that begin inside pages, a prompt.
 
-    Then the same with rows that the plan does not have, as a captured graph pads its batch; all of it over e4m3 too.
+    Then the same with rows beyond the plan, as a captured graph pads its batch; and all of it over e4m3 too.
     """
     from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot
     from prefixkit.testing.gpu_forests import attend, fill, step_of
@@ -148,8 +148,8 @@ def groups() -> None:
 
 
 def latents() -> None:
-    """Both parts of attention over latents, over random K and V, and their merge: without products, whose kernels in
-    cuBLAS the tools complain of.
+    """Both parts of attention over latents, over random K and V, and their merge; without products, since the tools
+    report cuBLAS's kernels.
     """
     from prefixkit.attention.gpu.latent_cost import LatentCost
     from prefixkit.attention.latent_parts import LatentPart, Part
@@ -187,7 +187,7 @@ def latents() -> None:
 
 
 def states() -> None:
-    """Rows that go on in their slot, begin in one that others read, write nothing and are none; a last tile of rows."""
+    """Rows that continue in their slot, start in one that others read, write nothing or are padding; a last tile."""
     source, target = torch.tensor([[1, 5, 5, 2, 0], [1, 3, 4, -1, 0]], device=GPU)
     for dtype, heads, dim, size, width in (
         (torch.bfloat16, 4, 64, 128, 4),

@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:func|class|meth|attr|data|mod):`~?([\w.]+)`")
-# A module has this function's name too, which griffe would find in its place.
+# A module has the same name as this function, and griffe would find the module instead.
 ELSEWHERE = {"variant": "attention.variants.variant.variant"}
 
 
@@ -22,7 +22,7 @@ class Roles(griffe.Extension):
 
 
 def link(name: str, package: griffe.Module) -> str:
-    """``name`` as Markdown; with ``prefixkit.`` or without, where the package exports it."""
+    """``name`` as Markdown, a link if the package exports it, with ``prefixkit.`` or without."""
     short = name.removeprefix("prefixkit.")
     exported = package.members.get(short.split(".")[0])
     if exported is None or not exported.is_alias:

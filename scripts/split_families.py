@@ -1,8 +1,8 @@
-"""Try tiny random models of families that two processes share, each beside the same model in one process.
+"""Try tiny random models of families, split over two processes, against the same models in one process.
 
     torchrun --nproc-per-node 2 scripts/split_families.py llama qwen3_moe deepseek_v3
 
-Prints for each whether samples and beams are equal, how far log-probabilities are apart, and bytes of KV of a token.
+Prints for each whether samples and beams are equal, the difference of log-probabilities, and bytes of KV of a token.
 """
 
 from __future__ import annotations

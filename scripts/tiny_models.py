@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB, FIRST_WORD = 256, 100  # special tokens have ids below FIRST_WORD
-WINDOW = 7  # shorter than the texts
+WINDOW = 7  # tokens: shorter than the texts
 LAYERS = 2
 
-# Values of config fields, by their name; an entry's config takes those that it has.
+# Values of config fields, by name; a config gets the values of the fields that it has.
 _BY_VALUE: list[tuple[Any, str]] = [
     (
         VOCAB,
@@ -56,7 +56,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
         "hidden_size_per_layer_input moe_latent_size laurel_rank",
     ),
     (24, "kv_lora_rank"),
-    # The scores of few heads are often all 0, and which of equals are selected is not defined.
+    # With few heads scores are often all 0, and which of equal scores are selected is not defined.
     (16, "index_n_heads indexer_n_heads"),
     (
         16,
@@ -77,7 +77,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (True, "is_decoder use_qk_norm qk_layernorm"),
 ]
 GENERIC = {name: value for value, names in _BY_VALUE for name in names.split()}
-WINDOWS: dict[str, Any] = {  # what makes attention local, in texts longer than WINDOW
+WINDOWS: dict[str, Any] = {  # fields that make attention local, in texts longer than WINDOW
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "window_size": WINDOW,
@@ -93,10 +93,10 @@ _LATENT = {"head_dim": GENERIC["qk_rope_head_dim"], "num_key_value_heads": GENER
 LOCAL = ("sliding_attention", "chunked_attention")
 _ALTERNATE = ["sliding_attention", "full_attention"] * 2
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-# In place of timm's.
+# Replaces timm's vision models.
 _PLAIN_VISION = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_attention_heads": 4}
 _SMALL_VISION = {"num_hidden_layers": 1, "intermediate_size": 96, "image_size": 32, "patch_size": 16}
-# What the names do not tell, by model_type: of the entry, or of a config inside it.
+# Values that the names do not determine, by the model_type of the entry or of a config inside it.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": LAYERS},
@@ -175,7 +175,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 LONG_CHUNKS = "chunks longer than the texts"  # which are shorter than a chunk: nothing to refuse
 _SHARING = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE}
 _SCALED = {"no_rope_layers": [1, 0], "floor_scale": 4}  # from the fourth position on
-# What some configs can turn on: its name, a field by which a config knows it, and values for it.
+# Features that some configs can turn on: the name, a field that such a config has, and values for it.
 _FEATURES: list[tuple[str, str, dict[str, Any]]] = [
     ("values as large as keys", "qk_nope_head_dim", {"v_head_dim": 24}),
     ("values smaller than keys", "v_head_dim", {"v_head_dim": 8}),
@@ -203,7 +203,7 @@ PARTS = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_dec
 
 
 def variants(model_type: str) -> dict[str, dict[str, Any]]:
-    """Arguments of :func:`tiny_config` that together show what models of a type may do, by what each shows."""
+    """Arguments of :func:`tiny_config` that together cover the features of a model type, by feature."""
     found: dict[str, dict[str, Any]] = {"windows": {}, "no windows": {"windows": False}, **VARIANTS.get(model_type, {})}
     model_type = PARTS.get(model_type, model_type)
     default = CONFIG_MAPPING[model_type]
@@ -249,7 +249,7 @@ def tiny_model(config: PreTrainedConfig, class_name: str, auto: type = AutoModel
     Args:
         config: The config.
         class_name: Its class, for a config that ``auto`` does not know.
-        auto: What chooses the class of the others.
+        auto: The auto class that chooses the class of all others.
     """
     known: Any = auto if type(config) in auto._model_mapping else None  # type: ignore[attr-defined]
     make = known.from_config if known else getattr(transformers, class_name)._from_config

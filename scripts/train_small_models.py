@@ -2,8 +2,8 @@
 
     python scripts/train_small_models.py [--out tests/data/small_models] [--model hybrid]
 
-Byte by byte, on the Python sources of the interpreter that runs this, of which every twentieth file is held out.  Seeds
-are fixed; another machine rounds otherwise, and so gets other weights, of about the same loss.  A model takes some
+The models read bytes, of the Python sources of the interpreter that runs this; every twentieth file is held out.  Seeds
+are fixed; another machine rounds differently, and so gets other weights, with about the same loss.  A model takes some
 nine minutes of one core.
 """
 
@@ -91,7 +91,7 @@ def loss_of(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 
 def entropy(text: Tensor) -> float:
-    """Of single bytes, in nats: what a model that knows no context comes to."""
+    """The entropy of single bytes, in nats: the loss of a model without context."""
     shares = torch.bincount(text.long()) / len(text)
     return float(-(shares * shares.clamp(min=1e-12).log()).sum())
 
