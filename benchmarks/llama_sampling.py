@@ -68,7 +68,7 @@ def sampler(job: dict[str, Any], seed: int) -> Any:
 
 
 def context_of(model: Any, job: dict[str, Any]) -> Any:
-    """A context for so many sequences; ``kv`` unified: one buffer that all sequences read, else one for each."""
+    """A context for this many sequences; ``kv`` unified: one buffer that all sequences read, else one for each."""
     params, rows = llama.llama_context_default_params(), job["n"]
     length = len(job["prompt"]) + job["new"] + 8
     unified = job["kv"] == "unified"

@@ -8,7 +8,7 @@ Random weights (``shapes.toml``), bf16 on a GPU, float32 on a CPU; ``--shape`` t
 
 *prefix*: seconds to the first token of a prompt of ``--few-shot`` tokens and ``--own`` more, cold, and with the
 few-shot known; then ``--calls`` calls in a pool that holds ``--few-shot`` + 2,048 tokens: memory after each quarter.
-*copies*: KV of so many tokens to host memory and back, microseconds a token, by page size; and computing it again.
+*copies*: KV of this many tokens to host memory and back, microseconds a token, by page size; and computing it again.
 *swap*: 8 prompts, 8 samples each, in a pool for all prompts and half of the samples' final KV, preempting by swap, by
 recomputing, or by the cheaper of both; a session's first call, which captures graphs and allocates pinned memory, and
 ``--turns`` more, with other prompts; counts are those of the last call.

@@ -67,7 +67,7 @@ class Trace:
 
 
 def fill(page_size: int, at_once: int, prompts: int, samples: int, length: int, every: int = 1) -> Row:
-    """Mean fill over the steps, and where empty slots are; the tree's own count is checked every so many steps."""
+    """Mean fill over the steps, and where empty slots are; the tree's own count is checked every few steps."""
     trace, began = Trace(np.random.default_rng(0), page_size, prompts, samples, length), time.perf_counter()
     found: list[tuple[int, int, int]] = []
     while trace.waiting or trace.samples or not trace.steps:
@@ -117,7 +117,7 @@ def zipf(rng: np.random.Generator, count: int, requests: int, exponent: float, s
 
 
 def hit_rate(policy: str, pages: int, prompts: list[Tokens], order: NDArray[np.int64], own: int) -> Row:
-    """The hits of a cache of so many pages: each request is a prompt and ``own`` tokens, one after the other."""
+    """The hits of a cache of this many pages: each request is a prompt and ``own`` tokens, one after the other."""
     rng = np.random.default_rng(1)
     tree = PrefixTree(pages)
     cache, began = PrefixCache(tree, POLICIES[policy]), time.perf_counter()

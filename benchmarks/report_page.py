@@ -152,7 +152,7 @@ def in_browser(browser: Browser, page: Path) -> dict[str, float]:
 
 
 def measure(folder: Path, samples: int, repeats: int, seed: int) -> dict[str, object]:
-    """The numbers of a run of HumanEval with so many samples of each problem."""
+    """The numbers of a run of HumanEval with this many samples of each problem."""
     run = run_folder(folder, samples, random.Random(seed))
     start = time.perf_counter()
     facts = facts_of([run])

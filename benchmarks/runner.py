@@ -173,7 +173,7 @@ class Replay:
 
 
 def replay_us(run: Callable[[int], object], sets: int = 1, repeats: int = 7) -> float:
-    """Microseconds of ``run(index)`` over so many input sets; see :class:`Replay`."""
+    """Microseconds of ``run(index)`` over this many input sets; see :class:`Replay`."""
     return Replay(run, sets).us(repeats)
 
 
@@ -200,7 +200,7 @@ def captured(step: Callable[[], object], stream: torch.cuda.Stream | None = None
 
 
 def replayed_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Milliseconds of each of so many replays, after one more, so that none of them waits for the host."""
+    """Milliseconds of each of this many replays, after one more, so that none of them waits for the host."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     graph.replay()
     for event in events[:-1]:

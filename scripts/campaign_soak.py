@@ -119,7 +119,7 @@ def held(path: Path) -> int:
 
 
 def wait_for(path: Path, more: float, processes: list[int]) -> None:
-    """Wait until so many more bytes are written, or a process has ended."""
+    """Wait until this many more bytes are written, or a process has ended."""
     begun = held(path)
     while held(path) < begun + more:
         if any(os.waitid(os.P_PID, one, os.WEXITED | os.WNOHANG | os.WNOWAIT) for one in processes):

@@ -31,7 +31,7 @@ class Pool:
         self._pages: tuple[Tensor, Tensor] | None = None
 
     def take(self, pages: int, kv_heads: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
-        """K and V of so many pages."""
+        """K and V of this many pages."""
         elements = pages * kv_heads * PAGE * head_dim
         if self._pages is None or self._pages[0].numel() < elements:
             self._pages = None  # freed before the new ones, or both would have to fit

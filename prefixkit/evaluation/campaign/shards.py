@@ -27,7 +27,7 @@ log = logging.getLogger("prefixkit")
 
 LINES, BYTES = 4096, 64 << 20  # a shard is closed at whichever comes first
 INDICES = 2**31  # sample indices of a prompt, from 0
-SYNC_SECONDS = 5.0  # a power failure loses the samples of at most so many seconds
+SYNC_SECONDS = 5.0  # a power failure loses the samples of at most this many seconds
 _CHANGED = "its content has changed since it was closed (SHA-256)"
 
 
@@ -95,7 +95,7 @@ class ShardWriter:
     Args:
         folder: The folder of the shards.
         tag: The writer's name; no other living writer has it.
-        lines, size: A shard is closed at so many samples or bytes, whichever comes first.
+        lines, size: A shard is closed at this many samples or bytes, whichever comes first.
     """
 
     def __init__(self, folder: Path, tag: str, lines: int = LINES, size: int = BYTES) -> None:
