@@ -44,7 +44,7 @@ SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additi
 
 
 def tokenizer_of(vocab: int) -> Any:
-    """A byte-level tokenizer with a given number of tokens, one of them an end token; only the tokens' bytes are used."""
+    """A byte-level tokenizer with this many tokens, one of them an end token; only the tokens' bytes are used."""
     letters, consonants, vowels = string.ascii_letters, "bcdfghklmnprstvw", "aeiou"
     syllables = ["".join(pair) for pair in itertools.product(consonants, vowels)]
     words = [*map("".join, itertools.product(letters, repeat=2)), *map(str, range(10, 1000))]

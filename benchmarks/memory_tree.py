@@ -67,7 +67,7 @@ class Trace:
 
 
 def fill(page_size: int, at_once: int, prompts: int, samples: int, length: int, every: int = 1) -> Row:
-    """Mean fill over the steps, and where empty slots are; the tree's own count is checked every few steps."""
+    """Mean fill over the steps, and where empty slots are; the tree's own count is checked each ``every`` steps."""
     trace, began = Trace(np.random.default_rng(0), page_size, prompts, samples, length), time.perf_counter()
     found: list[tuple[int, int, int]] = []
     while trace.waiting or trace.samples or not trace.steps:

@@ -218,7 +218,7 @@ def _host_us(run: Callable[[int], object]) -> float:
 
 
 def memory_row(shape: Shape, batch: int, tokens: int) -> Row:
-    """Sequences that grow, and the pages and tokens that they hold after every few tokens."""
+    """Sequences that grow, and the pages and tokens that they hold, at intervals of tokens."""
     size = 16
     if shape.device != "cpu":
         torch.cuda.reset_peak_memory_stats()
