@@ -188,14 +188,14 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
     BiasLines lines;
     if constexpr (Variant::LINEAR) lines.read(a, read_item(s, place), first_row(half));
     float shrink[2];
-    int flags = wait_kv_tile(s, at) | COMPARE;  // the first KV tile finds a base
+    int flags = wait_kv_tile(s, at) | COMPARE | FIRST;  // the first KV tile finds a base
     // Set once a variant's scores have risen from one KV tile to the next: then all KV tiles are compared.
     bool wary = false;
     scores(w, keys_at(s, at.stage));
     wgmma_wait<0>();  // no values yet
     pin(w.s);
     Lookahead next(s, at);
-    for (bool first = true;; first = false) {
+    for (;;) {
         const bool masked = Variant::HAS_MASK && (flags & MASKED);
         u32 shown = ~0u;
         if (masked) {  // while scores are computed
@@ -214,7 +214,7 @@ DEVICE void tile_item(const Attention& a, const TileShared& s, TileState& w, Cur
             if (Variant::HAS_SCORE) wary = wary || !compare;
             const KVTileInfo kv_tile = load_record<KVTileInfo>(s.kv_tiles + 16 * at.stage);
             const bool rose = exponentials(a, kv_tile, read_item(s, place), first_row(half), lines, shown, w, shrink);
-            finish_values(s, w, at, !first);
+            finish_values(s, w, at, !(flags & FIRST));
             if (rose) {
 #pragma unroll
                 for (int i = 0; i < V_PAD / 2; ++i) w.o[i] *= shrink[i >> 1 & 1];

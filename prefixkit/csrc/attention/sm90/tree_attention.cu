@@ -90,10 +90,24 @@ DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
 }
 
 // A launch first fetches its code from the L2, line by line, and a role's code lies far from the entry.  So warps go to
-// their role's code before they wait for the block's barriers and for the launch ahead, and read counts there.  (Warps
-// wait for each other at several places in the code, which __syncthreads does not allow.)
-DEVICE void begin_role() {
-    named_barrier<2, THREADS>();
+// their role's code before they wait for the block's barriers and for the launch ahead, and read counts there.  The
+// decode warps initialise the barriers, and wait for nobody else.  Every other place in the code has a barrier of its
+// own, because threads must not wait for one barrier at several places.
+enum Begin { DECODING = 6, MULTIPLYING, LOADING_TILES = 10, LOADING_ITEMS };
+template <int ID, int WARPS> DEVICE void begin_role() {
+    named_barrier<ID, 32 * WARPS + 128>();
+    pdl_wait();
+}
+DEVICE void begin_decoding(Shared& shared) {
+    if (threadIdx.x == 128) {
+        tile_barriers(tile_shared(shared, MIXED));
+        decode_barriers(decode_shared(shared, MIXED));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    named_barrier<DECODING, 128>();
+    named_arrive<MULTIPLYING, TILE_THREADS + 128>();
+    named_arrive<LOADING_TILES, 64 + 128>();
+    named_arrive<LOADING_ITEMS, 64 + 128>();
     pdl_wait();
 }
 
@@ -123,12 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
     if (role == 0) {
         registers_down<REGISTERS.load>();
         if (warp < 2) {
-            begin_role();
+            begin_role<LOADING_TILES, 2>();
             // Overlaps the read of counts.
             const Item first = load_item(a.tile_items, blockIdx.x, a.kv_heads, a.tile_capacity);
             tile_load(a, tile_shared(shared, stages_for(a)), warp == 1, first);
         } else {
-            begin_role();
+            begin_role<LOADING_ITEMS, 2>();
             const Stages stages = stages_for(a);
             if constexpr (!TILES_ONLY) decode_load(a, decode_shared(shared, stages), warp - 2);
             if constexpr (FP8) {
@@ -141,12 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
     } else if (role == 1) {
         if constexpr (TILE_WARPGROUPS == 1) registers_up<REGISTERS.decode>();
         else registers_down<REGISTERS.decode>();
-        if (threadIdx.x == 128) {
-            tile_barriers(tile_shared(shared, MIXED));
-            decode_barriers(decode_shared(shared, MIXED));
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        }
-        begin_role();
+        begin_decoding(shared);
         const Stages stages = stages_for(a);
         clear_padding(a, threadIdx.x - 128, 128), clear_behind_sums(a, threadIdx.x - 128);
         if constexpr (!TILES_ONLY) decode_role(a, decode_shared(shared, stages), warp - 4);
@@ -154,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(const __
         named_arrive<1, THREADS>();
     } else {
         registers_up<REGISTERS.tile>();
-        begin_role();
+        begin_role<MULTIPLYING, 4 * TILE_WARPGROUPS>();
         const Stages stages = stages_for(a);
         if (threadIdx.x == 256) write_ones(shared_address(shared.ones));
         named_barrier<5, TILE_THREADS>();
