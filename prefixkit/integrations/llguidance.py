@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -22,7 +21,6 @@ from prefixkit.sampling.grammar import shortened
 
 require("llguidance", "llguidance")
 import llguidance  # noqa: E402
-import llguidance.numpy  # noqa: E402
 from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: E402
 
 # Any tokens may spell the only allowed text, as the model prefers; by default llguidance forces the tokenizer's own.
@@ -71,13 +69,17 @@ class LLGrammar(GrammarText):
 
 
 class _Vocabulary:
-    """The vocabulary in the form that llguidance takes."""
+    """The vocabulary in the form that llguidance takes.
+
+    Tokens that no text contains stay empty, which llguidance never allows.  As special tokens they would all be called
+    by the same bytes, and each mask would try every one of them: 15,000 of them take ten times as long as a mask.
+    """
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], end: int) -> None:
         self.tokens, self.eos_token_id = [*tokens[:end], b"<end>", *tokens[end + 1 :]], end
-        self.special_token_ids = [token for token, text in enumerate(tokens) if not text] + [end]
+        self.special_token_ids = [end]
 
     def __call__(self, text: bytes) -> list[int]:
         """Raise: without forced text, llguidance never asks for the tokens of a text."""
@@ -95,22 +97,16 @@ class LLGrammarMatcher:
 
     @classmethod
     def accept(cls, matchers: Sequence[LLGrammarMatcher], tokens: Sequence[int]) -> list[bool]:
-        # One by one: each takes some microseconds, less than waking the executor's threads.
-        return [bool(one._inner.try_consume_tokens([token])) for one, token in zip(matchers, tokens, strict=True)]
+        return [one._inner.consume_token(token) for one, token in zip(matchers, tokens, strict=True)]
 
     @classmethod
     def fill(cls, matchers: Sequence[LLGrammarMatcher], rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        pairs = [(one._inner, row) for one, row in zip(matchers, rows, strict=True)]
-        llguidance.numpy.fill_next_token_bitmask_par(_executor(), pairs, bits)
-        for inner, row in pairs:
-            if inner.is_error():  # it has met a limit, and the mask it wrote would let the text end
+        # One by one: forks of a matcher share a lexer, which a lock protects, so threads would wait for each other.
+        first, stride = bits.ctypes.data, bits.strides[0]
+        for one, row in zip(matchers, rows, strict=True):
+            one._inner.unsafe_compute_mask_ptr(first + row * stride, stride)
+            if one._inner.is_error():  # it has met a limit, and the mask it wrote would let the text end
                 bits[row] = 0
-
-
-@lru_cache(1)
-def _executor() -> llguidance.LLExecutor:
-    """The executor, whose threads serve all calls."""
-    return llguidance.LLExecutor()
 
 
 json_schema, regex, ebnf = LLGrammar.json_schema, LLGrammar.regex, LLGrammar.ebnf
