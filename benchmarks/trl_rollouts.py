@@ -3,17 +3,23 @@
     python -m benchmarks.trl_rollouts --out benchmarks/results/h200_trl.json
     python -m benchmarks.trl_rollouts --shape SmolLM2-135M --device cpu --prompts 2 --samples 4 --length 64 --new 8
 
-*generate*: TRL unchanged; *batching*: with ``use_transformers_continuous_batching``; *patched*: TRL unchanged, on a
-patched model; *session*: ``SessionGRPOTrainer``; *held*: the same, with pool and graphs kept over the update;
-*compiled*: as *held*, with compiled layers.  Each trains a model of the same random weights in bfloat16 on prompts of
-``--length`` random letters (a token each), with ``--samples`` completions of up to ``--new`` tokens for each prompt, at
-``--temperature`` (default 1) and ``--top-p``.  Seconds are medians of the steps after the first: of the rollout, and
-of the whole step, with rewards, gradient checkpointing and AdamW.  ``peak_gib`` is the peak of torch's GPU memory.
+*generate*: TRL unchanged; *patched*: TRL unchanged, on a patched model; *session*: ``SessionGRPOTrainer``; *held*: the
+same, with pool and graphs kept over the update; *compiled*: as *held*, with compiled layers; *batching*: TRL with
+``use_transformers_continuous_batching``; *tuned*: the same, with ``--continuous`` as its configuration.  Each trains a
+model of the same random weights in bfloat16 on prompts of ``--length`` random letters (a token each), with
+``--samples`` completions of up to ``--new`` tokens for each prompt, at ``--temperature`` (default 1) and ``--top-p``.
+Seconds are medians of the steps after the first: of the rollout, and of the whole step, with rewards, gradient
+checkpointing and AdamW.  ``peak_gib`` is the peak of torch's GPU memory.  A system that takes longer than ``--limit``
+seconds ends the run: the thread in which transformers generates cannot be stopped.
 """
 
+import json
+import os
 import random
+import signal
 import statistics
 import string
+import sys
 import tempfile
 import time
 from typing import Any
@@ -21,21 +27,38 @@ from typing import Any
 import torch
 
 import prefixkit
-from benchmarks.runner import Row, Run, arguments, failure, free_memory
+from benchmarks.runner import OUT_OF_TIME, Row, Run, arguments, failure, free_memory
 from benchmarks.shapes import SHAPES
 
-SYSTEMS = ["generate", "batching", "patched", "session", "held", "compiled"]
+SYSTEMS = ["generate", "patched", "session", "held", "compiled", "batching", "tuned"]
+CONTINUOUS = {"use_cuda_graph": True, "max_batch_tokens": 2048, "num_blocks": 1024}
+
+
+class OutOfTime(BaseException):
+    """A system has reached its time limit; ``generate_batch`` goes on after an Exception."""
 
 
 def main() -> None:
     sizes = {"prompts": 32, "samples": 8, "length": 512, "new": 256, "rows": 16, "steps": 4}
-    how = {"temperature": 1.0, "top_p": 1.0}
+    how = {"temperature": 1.0, "top_p": 1.0, "limit": 0, "continuous": json.dumps(CONTINUOUS)}
     options = arguments(__doc__, shape="Llama-3.2-1B", device="cuda", systems=SYSTEMS, **sizes, **how)
     run = Run(options, options.device)
+    signal.signal(signal.SIGALRM, out_of_time)
     for name in options.systems:
-        run.add("systems", {"system": name, "shape": options.shape, **measured(name, options)})
+        signal.alarm(options.limit)
+        found = measured(name, options)
+        signal.alarm(0)
+        run.add("systems", {"system": name, "shape": options.shape, **found})
+        if found.get("failed") == OUT_OF_TIME:
+            run.finish()
+            sys.stdout.flush()
+            os._exit(0)
         free_memory()
     run.finish()
+
+
+def out_of_time(*_: object) -> None:
+    raise OutOfTime
 
 
 def measured(name: str, options: Any) -> Row:
@@ -56,8 +79,10 @@ def measured(name: str, options: Any) -> Row:
         if options.device == "cuda":
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return row
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+    except (RuntimeError, ValueError, TypeError, ImportError, MemoryError) as error:
         return {"failed": failure(error)}
+    except OutOfTime:
+        return {"failed": OUT_OF_TIME}
 
 
 class Clock:
@@ -119,7 +144,8 @@ def trainer_of(name: str, options: Any, folder: str) -> Any:
         bf16=options.device == "cuda",
         use_cpu=options.device == "cpu",
         gradient_checkpointing=True,
-        use_transformers_continuous_batching=name == "batching",
+        use_transformers_continuous_batching=name in ("batching", "tuned"),
+        transformers_continuous_batching_config=json.loads(options.continuous) if name == "tuned" else None,
         save_strategy="no",
         report_to=[],
         logging_steps=1,
