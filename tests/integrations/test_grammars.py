@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import random
 import re
 import runpy
 import secrets
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +67,39 @@ def test_all_samples_are_json_of_the_schema(package, session):
     report = result.report
     assert 0 < report.steps <= report.grammar_waits <= report.steps + 2, "one wait a step, and for first tokens"
     assert "grammars allow" in str(report)
+
+
+@PACKAGES
+@pytest.mark.parametrize("end", [3, 90], ids=["end in the vocabulary", "end behind it"])
+def test_masks_allow_exactly_the_tokens_that_may_follow(package, end):
+    """With tokens of equal bytes, and with many that no text contains."""
+    drawn = random.Random(number := seed())
+    texts = {"".join(parts).encode() for n in (1, 2, 3) for parts in itertools.product(("ab", "ba", "c"), repeat=n)}
+    tokens = ["".join(drawn.choices("abc", k=drawn.randint(1, 4))).encode() for _ in range(90)]
+    for empty in {3, *drawn.sample(range(90), 40)}:
+        tokens[empty] = b""
+    grammar = package.regex("(ab|ba|c){1,3}")
+    begin = grammar.compile(grammar.compiler(tokens, end))
+    kind, bits = type(begin), np.empty((2, 3), np.int32)
+    for _ in range(20):
+        matcher, text = begin.fork(), b""
+        while True:
+            kind.fill([matcher, begin.fork()], [1, 0], bits)
+            defined = np.unpackbits(bits[1].view(np.uint8), bitorder="little")[: max(90, end + 1)]
+            fit = fitting(tokens, text, texts)
+            assert set(np.flatnonzero(defined).tolist()) == fit | ({end} if text in texts else set()), (number, text)
+            if not fit:
+                break
+            kind.accept([matcher], [token := drawn.choice(sorted(fit))])
+            text += tokens[token]
+    first = fitting(tokens, b"", texts)
+    refused = next(token for token, own in enumerate(tokens) if own and token not in first)
+    assert list(kind.accept([begin.fork(), begin.fork()], [refused, min(first)])) == [False, True]
+
+
+def fitting(tokens, text, texts):
+    """The tokens after which ``text`` is still the beginning of one of ``texts``."""
+    return {token for token, own in enumerate(tokens) if own and any(one.startswith(text + own) for one in texts)}
 
 
 @PACKAGES
