@@ -85,8 +85,8 @@ class XGrammarMatcher:
 
 @lru_cache(1)
 def _batch() -> xgrammar.BatchGrammarMatcher:
-    """The batch matcher, whose threads serve all calls."""
-    return xgrammar.BatchGrammarMatcher()
+    """The batch matcher.  It starts its threads anew for each batch: 16 take longer to start than 64 masks to fill."""
+    return xgrammar.BatchGrammarMatcher(max_threads=min(8, max(1, (os.cpu_count() or 1) // 2)))
 
 
 json_schema, regex, ebnf = XGrammar.json_schema, XGrammar.regex, XGrammar.ebnf
