@@ -10,7 +10,8 @@ model of the same random weights in bfloat16 on prompts of ``--length`` random l
 ``--samples`` completions of up to ``--new`` tokens for each prompt, at ``--temperature`` (default 1) and ``--top-p``.
 Seconds are medians of the steps after the first: of the rollout, and of the whole step, with rewards, gradient
 checkpointing and AdamW.  ``peak_gib`` is the peak of torch's GPU memory.  A system that takes longer than ``--limit``
-seconds ends the run: the thread in which transformers generates cannot be stopped.
+seconds ends the run: the thread in which transformers generates cannot be stopped, and fails with an error of its mask
+when the model gets its own attention back.
 """
 
 import json

@@ -298,13 +298,9 @@ def grammar(data: Any) -> Table:
 
 
 def trl(data: Any) -> Table:
-    rows: Table = [("rollouts by", "completions", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
+    rows: Table = [("rollouts by", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
     return rows + [
-        (
-            row["system"],
-            f"{run['options']['prompts']} x {run['options']['samples']}",
-            *(row[name] for name in ("rollout_s", "step_s", "first_rollout_s", "peak_gib")),
-        )
+        (row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
         for run in data["runs"]
         for row in run["systems"]
         if "rollout_s" in row
