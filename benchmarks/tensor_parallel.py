@@ -7,9 +7,10 @@
     ... --shape tiny --rows 4,8 --prompt 64 --new 16 --steps 40      two processes on a CPU, through gloo
 
 Weights are random, and equal for any number of processes.  Each process checks that all have the same tokens.
-``steps`` are decode steps of one batch, with its prompt shared; ``calls`` whole calls of a session.  ``beside``
-compares both with the JSON of one process with the same options: ratios of times, the first token at which greedy
-samples differ, and differences of log-probabilities, with those of one process between batches of other shapes.
+``steps`` are decode steps of one batch, with its prompt shared; ``calls`` whole calls of a session; ``texts`` what
+``closeness.py`` scores and continues, whose results go to an ``.npz`` beside the JSON.  ``--beside`` compares all three
+with those of one process with the same options: ratios of times, and how far log-probabilities and greedy tokens are
+from that process's, where its own batches of other shapes are so far from each other.
 """
 
 import gc
@@ -25,12 +26,13 @@ import torch
 from torch import Tensor
 
 import prefixkit
+from benchmarks.closeness import Texts, closeness, run_texts
 from benchmarks.runner import Row, Run, arguments
 from benchmarks.shapes import CALLS, SHAPES, Shape
 from prefixkit.agreement import Agreement
 from prefixkit.models.tensor_parallel import agreement_of
 
-_LONG = "greedy", "together", "alone"  # left out of what is printed
+MEASURES = ["equal", "texts", "steps", "calls", "generate", "preempted"]
 WHOLE_CALLS = ["2K x 64", "few-shot, 32 x 16", "rollouts, 64 x 8"]
 
 
@@ -110,19 +112,21 @@ def equal_tokens(session: Any, agreement: Agreement, count: int, prompt: int, sh
     sampled = session.generate([tokens], n=64, max_new_tokens=count, top_p=0.95, seed=1)
     beams = session.beam_search([tokens], num_beams=8, max_new_tokens=min(count, 64))
     scores = session.score([tokens], [[tokens[:16], tokens[16:40]]])
-    others = [tokens[own : own + prompt // 4] for own in range(8)]
-    together = session.score(others, [[tokens[:32]]] * len(others))
-    alone = [session.score([one], [[tokens[:32]]])[0] for one in others]
     agreement.check("samples", lambda: [(one.tokens, np.array(one.logprobs)) for one in sampled])
     agreement.check("beams", lambda: [(one.tokens, one.score) for one in beams])
     agreement.check("scores", lambda: [one.logprobs for one in scores[0]])
-    greedy = [session.generate([tokens[:-own]], temperature=0, max_new_tokens=min(count, 256)) for own in (1, 2, 3, 4)]
-    row: Row = {"steps": count, "samples": 64, "equal": True, "greedy": [one[0].tokens for one in greedy]}
-    return row | {"together": _logprobs(together), "alone": _logprobs(alone)}
+    return {"steps": count, "samples": 64, "equal": True}
 
 
-def _logprobs(scores: Any) -> list[float]:
-    return [float(value) for own in scores for one in own for value in one.logprobs]
+def texts(session: Any, agreement: Agreement, count: int, shape: Shape, out: Path | None, one: Path | None) -> Row:
+    """Texts in batches of several shapes, compared with those of one process; ``out`` and ``one`` are JSON files."""
+    found = run_texts(session, shape.vocab, count)
+    agreement.check("scores and tokens of texts", lambda: [found.logprobs, found.greedy])
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found.save(out.with_suffix(".npz"))
+    known = one.with_suffix(".npz") if one else None
+    return closeness(Texts.load(known), found) if known and known.exists() else closeness(found)
 
 
 def preempted(model: Any, agreement: Agreement, prompt: int, new: int, shape: Shape) -> Row:
@@ -160,28 +164,12 @@ def call(session: Any, agreement: Agreement, name: str, vocab: int) -> Row:
 
 
 def beside(row: Row, key: str, names: tuple[str, ...], one: Row) -> Row:
-    """A row compared with that of one process: the ratio of its times, or the first token that differs."""
+    """The ratio of a row's time to that of one process, if both have it."""
     same = [other for other in one.get(key, []) if all(other[name] == row[name] for name in names)]
-    if not same or not names:
+    time_of = next((name for name in ("step_ms", "seconds") if name in row), None)
+    if not same or not names or time_of is None:
         return {}
-    if "greedy" in row:
-        pairs = zip(row["greedy"], same[0]["greedy"], strict=True)
-        apart = {
-            "processes": (row["together"], same[0]["together"]),
-            "batches": (same[0]["together"], same[0]["alone"]),
-        }
-        found = {f"difference_of_{name}": _mean_difference(*two) for name, two in apart.items()}
-        return {"greedy_equal_until": [_common(own, other) for own, other in pairs], **found}
-    time_of = next(name for name in ("step_ms", "seconds") if name in row)
     return {"of_one_process": round(row[time_of] / same[0][time_of], 3)}
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
-
-
-def _mean_difference(one: list[float], other: list[float]) -> float:
-    return statistics.fmean(abs(own - its) for own, its in zip(one, other, strict=True))
 
 
 def main(given: list[str] | None = None) -> None:
@@ -195,6 +183,8 @@ def main(given: list[str] | None = None) -> None:
         new=128,
         steps={"type": int, "default": 1000, "help": "after which the tokens of all processes must be equal"},
         calls=WHOLE_CALLS,
+        measures=MEASURES,
+        texts=64,
         compiled=False,
         beside={"type": Path, "metavar": "FILE", "help": "the results of one process"},
     )
@@ -208,19 +198,24 @@ def main(given: list[str] | None = None) -> None:
     run.result |= {"processes": agreement.processes, "kv_bytes_per_token": spec.bytes_per_token}
 
     def add(key: str, row: Row, *names: str) -> None:
-        row |= beside(row, key, names, one)
-        if agreement.rank:
-            return
-        run.add(key, row, json.dumps({key: {name: value for name, value in row.items() if name not in _LONG}}))
+        if not agreement.rank:
+            row |= beside(row, key, names, one)
+            run.add(key, row, json.dumps({key: row}))
 
+    chosen, sizes = options.measures, (options.prompt, options.new, shape)
     with prefixkit.Session(model, compiled=options.compiled) as session:
-        add("equal", equal_tokens(session, agreement, options.steps, options.prompt, shape), "steps")
-        for rows in options.rows:
-            add("steps", steps(session, agreement, rows, options.prompt, options.new, shape), "rows", "prompt", "new")
-        for name in options.calls if gpu else ():
+        if "equal" in chosen:
+            add("equal", equal_tokens(session, agreement, options.steps, options.prompt, shape), "steps")
+        if "texts" in chosen:
+            add("texts", texts(session, agreement, options.texts, shape, options.out, options.beside))
+        for rows in options.rows if "steps" in chosen else ():
+            add("steps", steps(session, agreement, rows, *sizes), "rows", "prompt", "new")
+        for name in options.calls if gpu and "calls" in chosen else ():
             add("calls", call(session, agreement, name, shape.vocab), "call")
-    add("generate", generated(model, agreement, options.prompt, options.new, shape), "rows", "prompt", "new")
-    add("preempted", preempted(model, agreement, options.prompt, options.new, shape))
+    if "generate" in chosen:
+        add("generate", generated(model, agreement, *sizes), "rows", "prompt", "new")
+    if "preempted" in chosen:
+        add("preempted", preempted(model, agreement, *sizes))
     if gpu:
         run.result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if not agreement.rank:

@@ -282,19 +282,11 @@ def planning(data: Any) -> Table:
 
 def grammar(data: Any) -> Table:
     rows: Table = [("shape", "rows", "free, ms a step", "xgrammar", "over free", "llguidance", "over free")]
-    return rows + [
-        (
-            row["shape"],
-            row["rows"],
-            f"{row['free_ms']:.2f}",
-            *(
-                cell
-                for name in ("xgrammar", "llguidance")
-                for cell in (f"{row[f'{name}_ms']:.2f}", f"{row[f'{name}_over_free']:.2f}")
-            ),
-        )
-        for row in data["rows"]
-    ]
+    for row in data["rows"]:
+        pairs = [(name, what) for name in ("xgrammar", "llguidance") for what in ("ms", "over_free")]
+        cells = (f"{row[f'{name}_{what}']:.2f}" for name, what in pairs)
+        rows.append((row["shape"], row["rows"], f"{row['free_ms']:.2f}", *cells))
+    return rows
 
 
 def trl(data: Any) -> Table:
@@ -307,8 +299,12 @@ def trl(data: Any) -> Table:
     ]
 
 
+def interval(ratio: float | None, limits: list[float] | None) -> str:
+    return "not comparable" if limits is None else f"{ratio:.2f} ({limits[0]:.2f} to {limits[1]:.2f})"
+
+
 def tensor_parallel(data: Any) -> Table:
-    """For each pair of runs, by one process and by two: times and their ratio."""
+    """For each pair of runs, by one process and by two: times, differences of texts, and their ratios."""
     rows: Table = [("shape", "layers", "what", "one GPU", "two GPUs", "two / one")]
     for one, two in zip(data["runs"][::2], data["runs"][1::2], strict=True):
         layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")
@@ -319,21 +315,20 @@ def tensor_parallel(data: Any) -> Table:
                 what = f"a step of {own[name]} rows, ms" if key == "steps" else f"{own[name]}, s"
                 ratio = f"{other[time] / own[time]:.2f}"
                 rows.append((shape, layers, what, f"{own[time]:.2f}", f"{other[time]:.2f}", ratio))
+        for found in two.get("texts", ()):
+            told = "difference of log-probabilities", "share of greedy tokens before one differs"
+            for value, what, key in zip(("difference", "equal_share"), told, ("ratio", "tokens_ratio"), strict=True):
+                apart = (f"{found[name][value]:.3f}" for name in ("batches", "processes"))
+                rows.append((shape, layers, what, *apart, interval(found[key], found[f"{key}_interval"])))
     return rows
 
 
 def kv_dtype(data: Any) -> Table:
     rows: Table = [("K and V in", "nats per token", "rms difference", "largest", "programs that pass")]
-    return rows + [
-        (
-            row["kv_dtype"],
-            f"{row['nll']:.4f}",
-            f"{row['rms']:.3f}",
-            f"{row['most']:.2f}",
-            f"{row['passed']} of {row['of']}",
-        )
-        for row in data["rows"]
-    ]
+    for row in data["rows"]:
+        apart = f"{row['nll']:.4f}", f"{row['rms']:.3f}", f"{row['most']:.2f}"
+        rows.append((row["kv_dtype"], *apart, f"{row['passed']} of {row['of']}"))
+    return rows
 
 
 def rounding(data: Any) -> Table:
