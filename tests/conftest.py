@@ -61,7 +61,7 @@ def num_forests(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many bytes stores find free on every device from now on."""
-    return lambda free: monkeypatch.setattr("prefixkit.kv.stores.free_memory", lambda device: free)
+    return lambda free: monkeypatch.setattr("prefixkit.kv.device_memory.free_memory", lambda device: free)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from prefixkit.tree.arrays import Longs
@@ -35,6 +36,16 @@ class StateBatch:
     source: Tensor | None
     target: Tensor
     writes: Tensor | None
+
+    def on(self, device: torch.device) -> StateBatch:
+        """A copy on another device."""
+        return StateBatch(
+            self.length,
+            None if self.rows is None else self.rows.to(device),
+            None if self.source is None else self.source.to(device),
+            self.target.to(device),
+            None if self.writes is None else self.writes.to(device),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class Step:
             its logits: nothing is written.
         logit_rows: ``[R]`` int64 rows whose logits are wanted, ascending where a patched model runs the step.
         length: ``[nodes]`` tokens of each node that have KV in this step, on the host.
-        plans: A plan for each kind of layers.
+        plans: A plan for each kind of layers, on the device of these layers.
         layer_counts: How many layers are of each kind.
         states: The batches in which tokens run through layers that keep a state, if any.
     """
@@ -46,6 +46,11 @@ class Step:
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
+
+    def on(self, device: torch.device) -> Step:
+        """The step for layers on another device: what layers read of it is copied, on the current streams."""
+        states = tuple(batch.on(device) for batch in self.states)
+        return replace(self, positions=self.positions.to(device), slots=self.slots.to(device), states=states)
 
     @property
     def plan(self) -> list[Tensor]:
@@ -69,6 +74,7 @@ def build_step(
     device: torch.device | str = "cpu",
     layer_counts: tuple[int, ...] = (1,),
     states: StateMoves | None = None,
+    plan_devices: Sequence[torch.device] = (),
 ) -> Step:
     """Assemble the step that computes the queries of ``tree``.
 
@@ -79,6 +85,7 @@ def build_step(
         device: Where the tensors go.
         layer_counts: How many layers are of each kind.
         states: How layers that keep a state process the step.
+        plan_devices: Where the plan of each planner goes, the first to ``device``; empty: all go there.
 
     Raises:
         ValueError: the queries do not compute KV that they need, or ``tokens`` does not match them.
@@ -97,14 +104,14 @@ def build_step(
     first, *others = [planners] if isinstance(planners, Planner) else planners
     target = torch.device(device)
     planned, (ids, positions, slots, wanted, *of_states) = first.plan(tree, target, gather)
-    left = iter(of_states)
+    left, places = iter(of_states), plan_devices[1:] or repeat(target)
     return Step(
         tokens=ids,
         positions=positions,
         slots=slots,
         logit_rows=wanted,
         length=tree.length,
-        plans=(planned, *(planner.plan(tree, target)[0] for planner in others)),
+        plans=(planned, *(planner.plan(tree, place)[0] for planner, place in zip(others, places, strict=False))),
         layer_counts=layer_counts,
         states=tuple(batch.on_device(left) for batch in batches),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
+from math import prod
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.gpu.staging import upload
+from prefixkit.kv.device_memory import free_for
 from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.kv.state_pool import StatePool, States
 from prefixkit.ops import library as ops  # noqa: F401  (declares torch.ops.prefixkit)
@@ -28,9 +29,11 @@ class KVSpec:
     Attributes:
         layers: For each layer that caches anything, its tensors: K and V, or a latent and rotary keys.
         dtype: float32, bfloat16, float16 or float8_e4m3fn.
-        device: Where the pages live.
+        device: Where the first layer's pages live, and where a step's tensors are made.
         states: The states that modules keep for a sequence in place of KV, independent of its length.
         computed: The dtype in which attention computes; None: the pages' dtype, or bfloat16 if the pages hold e4m3.
+        layer_devices, state_devices: Where each of ``layers``, and each module of ``states``, keeps what it caches;
+            empty if all of them lie on ``device``.
 
     Raises:
         ValueError: no layers, or an unsupported dtype.
@@ -41,6 +44,8 @@ class KVSpec:
     device: torch.device = torch.device("cpu")
     states: States = ()
     computed: torch.dtype | None = None
+    layer_devices: tuple[torch.device, ...] = ()
+    state_devices: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers or not all(sum(tensor.size for tensor in cached) for cached in self.layers):
@@ -48,6 +53,32 @@ class KVSpec:
         if self.dtype not in STORED:
             raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, STORED))}, got {self.dtype}")
         object.__setattr__(self, "device", torch.device(self.device))
+        for name, of in (("layer_devices", self.layers), ("state_devices", self.states)):
+            if len(getattr(self, name)) not in (0, len(of)):
+                raise ValueError(f"KVSpec: {name} must be {len(of)} devices or none, got {len(getattr(self, name))}")
+        if {self.device}.issuperset((*self.layer_devices, *self.state_devices)):
+            object.__setattr__(self, "layer_devices", ())
+            object.__setattr__(self, "state_devices", ())
+
+    @cached_property
+    def shares(self) -> dict[torch.device, float]:
+        """The devices, ``device`` first, and for each the larger of its shares of the KV's and of the states' bytes."""
+        if not (self.layer_devices or self.state_devices):
+            return {self.device: 1.0}
+        found = {self.device: 0.0}
+        sizes = [sum(tensor.size for tensor in cached) for cached in self.layers]
+        of_states = [sum(tensor.bytes for tensor in module) for module in self.states]
+        for places, bytes_of in ((self.layer_devices, sizes), (self.state_devices, of_states)):
+            own, whole = Counter[torch.device](), sum(bytes_of)
+            for place, size in zip(places or [self.device] * len(bytes_of), bytes_of, strict=True):
+                own[place] += size
+            found |= {place: max(found.get(place, 0.0), size / whole) for place, size in own.items()}
+        return found
+
+    @property
+    def places(self) -> str:
+        """A text that names the devices."""
+        return " and ".join(map(str, self.shares))
 
     @cached_property
     def tensors(self) -> dict[tuple[CachedTensor, ...], list[int]]:
@@ -91,7 +122,7 @@ class KVSpec:
 
     def __str__(self) -> str:
         states = f", states of {len(self.states)} modules" if self.states else ""
-        return f"{self.kinds}, {self.dtype} on {self.device}{states}"
+        return f"{self.kinds}, {self.dtype} on {self.places}{states}"
 
     @property
     def bytes_per_state(self) -> int:
@@ -117,10 +148,10 @@ class KVPoolTooLarge(ValueError):
 class KVPool:
     """Pages that hold what all layers cache, addressed by slot: ``slot = page * page_size + offset``.
 
-    Layers that cache tensors of the same sizes share one page tensor per cached tensor, and a page has the same number
-    in all layers.  Memory is allocated at once but not touched before it is written, so the operating system commits it
-    as tokens are appended.  On the CPU the heads of a token are adjacent and tokens follow each other, so that
-    consecutive slots form one matrix; on a GPU a page stores one head after the other.
+    Layers that cache tensors of the same sizes on the same device share one page tensor per cached tensor, and a page
+    has the same number in all layers.  Memory is allocated at once but not touched before it is written, so the
+    operating system commits it as tokens are appended.  On the CPU the heads of a token are adjacent and tokens follow
+    each other, so that consecutive slots form one matrix; on a GPU a page stores one head after the other.
 
     Attributes:
         spec: What is cached for each token.
@@ -140,29 +171,45 @@ class KVPool:
         self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
-        self.states = StatePool(spec.states, spec.device)
+        self.states = StatePool(spec.states, spec.state_devices or (spec.device,) * len(spec.states))
+        self._tensors = list[Tensor]()
+        self._columns = list[int]()  # the first element of each tensor in a token's row of :meth:`split`
+        self._layers = dict[int, tuple[Tensor, ...]]()
         try:
-            made = [[self._pages(tensor, len(at)) for tensor in cached] for cached, at in spec.tensors.items()]
+            self._allocate()
         except RuntimeError as error:  # torch's OutOfMemoryError is a RuntimeError
-            free = free_memory(spec.device) / 2**30
+            free = free_for(spec.shares) / 2**30
             raise KVPoolTooLarge(
-                f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.device} cannot "
+                f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.places} cannot "
                 f"give ({free:.1f} GiB are free); lower kv_budget"
             ) from error
-        self._tensors = [tensor for of_kind in made for tensor in of_kind]
-        self._layers = dict[int, tuple[Tensor, ...]]()
-        for of_kind, at in zip(made, spec.tensors.values(), strict=True):
-            with torch.inference_mode(False):
-                views = [tensor if tensor.dtype == spec.dtype else tensor.view(spec.dtype) for tensor in of_kind]
-            self._layers |= zip(at, zip(*views, strict=True), strict=True)
 
-    def _pages(self, tensor: CachedTensor, layers: int) -> Tensor:
+    def _allocate(self) -> None:
+        """Make the page tensors, for each kind of layers one after another those of a run of layers on one device."""
+        spec, column = self.spec, 0
+        devices = spec.layer_devices or (spec.device,) * len(spec.layers)
+        for cached, at in spec.tensors.items():
+            before = 0
+            for device, run in groupby(at, key=devices.__getitem__):
+                numbers, begin, views = list(run), column, list[Tensor]()
+                for tensor in cached:
+                    pages = self._pages(tensor, len(numbers), device)
+                    self._tensors.append(pages)
+                    self._columns.append(begin + before * tensor.size)
+                    begin += len(at) * tensor.size
+                    with torch.inference_mode(False):
+                        views.append(pages if pages.dtype == spec.dtype else pages.view(spec.dtype))
+                self._layers |= zip(numbers, zip(*views, strict=True), strict=True)
+                before += len(numbers)
+            column += len(at) * sum(tensor.size for tensor in cached)
+
+    def _pages(self, tensor: CachedTensor, layers: int, device: torch.device) -> Tensor:
         """``[layers, num_pages, page_size, heads, head_dim]``."""
-        on_cpu = self.spec.device.type == "cpu"
+        on_cpu = device.type == "cpu"
         inner = (self.page_size, tensor.heads) if on_cpu else (tensor.heads, self.page_size)
         shape = (layers, self.num_pages, *inner, tensor.head_dim)
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside it
-            pages = torch.empty(shape, dtype=self.spec.moved_dtype, device=self.spec.device)
+            pages = torch.empty(shape, dtype=self.spec.moved_dtype, device=device)
         return pages if on_cpu else pages.transpose(2, 3)
 
     def __repr__(self) -> str:
@@ -191,7 +238,7 @@ class KVPool:
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: KVPool | None = None) -> None:
         """Copy what is cached in slots ``source[i]`` to slots ``target[i]``, ``[count]`` int64 each, in order, on the
-        current stream.
+        current stream of each device.
 
         A target may be the source of an earlier copy, not of a later one.  The sources are slots of ``source_pool``,
         which has the same page size; None: of this pool.
@@ -199,8 +246,9 @@ class KVPool:
         at_once = max(1, 2**26 // self.spec.bytes_per_token)  # tokens of 64 MiB: the temporaries
         for begin in range(0, len(source), at_once):
             pairs = np.stack((source[begin : begin + at_once], target[begin : begin + at_once]))
-            pages, offsets = self._pages_and_offsets(pairs)
+            places = self._pages_and_offsets(pairs)
             for its, mine in zip((self if source_pool is None else source_pool)._tensors, self._tensors, strict=True):
+                pages, offsets = places[mine.device]
                 mine[:, pages[1], offsets[1]] = its[:, pages[0], offsets[0]]
 
     def host_parts(self, tokens: int) -> list[Tensor]:
@@ -220,11 +268,11 @@ class KVPool:
 
     def split(self, part: Tensor) -> list[Tensor]:
         """Views ``[tokens, layers, heads, head_dim]`` of ``part [tokens, spec.size]``, in ``spec.moved_dtype``: one for
-        each page tensor that layers share, in order.
+        each page tensor that layers share, in order.  A token's elements have the same order on any devices.
         """
-        sizes = [tensor.shape[0] * tensor.shape[3] * tensor.shape[4] for tensor in self._tensors]
-        views = zip(torch.split(part, sizes, 1), self._tensors, strict=True)
-        return [torch.unflatten(view, 1, (tensor.shape[0], *tensor.shape[3:])) for view, tensor in views]
+        shapes = [(tensor.shape[0], *tensor.shape[3:]) for tensor in self._tensors]
+        columns = zip(self._columns, shapes, strict=True)
+        return [torch.unflatten(part[:, at : at + prod(shape)], 1, shape) for at, shape in columns]
 
     def read(self, slots: NDArray[np.int64], into: list[Tensor] | None = None) -> list[Tensor]:
         """Copy what is cached in slots to host memory.
@@ -237,15 +285,18 @@ class KVPool:
             The parts, ``[tokens, spec.size]`` each in ``spec.moved_dtype``.
         """
         parts, device = self.host_parts(len(slots)) if into is None else into, self.spec.device
+        # A transfer between host and device needs contiguous memory, so dimensions are reordered on the device, if it
+        # is one; torch transfers parts of rows from several devices through memory of its own, and waits for each.
+        directly = device.type == "cpu" or len(self.spec.shares) > 1
         for index, part in enumerate(parts):
-            pages, offsets = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
-            # A transfer between host and device needs contiguous memory, so dimensions are reordered on the device.
-            there = part if device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype, device=device)
+            places = self._pages_and_offsets(slots[index * self._at_once : (index + 1) * self._at_once])
+            there = part if directly else torch.empty(part.shape, dtype=part.dtype, device=device)
             for tensor, view in zip(self._tensors, self.split(there), strict=True):
+                pages, offsets = places[tensor.device]
                 view.copy_(tensor[:, pages, offsets].movedim(1, 0))
             if there is not part:
                 part.copy_(there, non_blocking=device.type == "cuda")
-        if device.type == "cuda":
+        if device.type == "cuda" and not directly:
             torch.cuda.current_stream(device).synchronize()
         return parts
 
@@ -268,28 +319,19 @@ class KVPool:
                 contiguous = bool((np.diff(rows) == 1).all())
                 # The host neither gathers a view of pinned memory nor waits for its copy.
                 source = kv[int(rows[0]) : int(rows[-1]) + 1] if contiguous else kv[torch.from_numpy(rows)]
-                uploaded = source.to(self.spec.device, non_blocking=contiguous)
-                pages, offsets = self._pages_and_offsets(slots[begin:end])
-                for tensor, each in zip(self._tensors, self.split(uploaded), strict=True):
-                    tensor[:, pages, offsets] = each.transpose(0, 1)
+                places = self._pages_and_offsets(slots[begin:end])
+                if len(places) == 1:
+                    source = source.to(self.spec.device, non_blocking=contiguous)
+                for tensor, each in zip(self._tensors, self.split(source), strict=True):
+                    pages, offsets = places[tensor.device]
+                    tensor[:, pages, offsets] = each.to(tensor.device).transpose(0, 1)
 
     @property
     def _at_once(self) -> int:
         """Tokens whose KV takes 32 MiB."""
         return max(1, 2**25 // self.spec.bytes_per_token)
 
-    def _pages_and_offsets(self, slots: NDArray[np.int64]) -> list[Tensor]:
-        """Page numbers of slots and offsets in these pages, on the device."""
-        return upload([*np.divmod(slots, self.page_size)], self.spec.device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a device, including memory that torch's allocator has reserved but does not use."""
-    if device.type == "cuda":
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + int(spare)
-    try:
-        with open("/proc/meminfo") as meminfo:
-            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def _pages_and_offsets(self, slots: NDArray[np.int64]) -> dict[torch.device, list[Tensor]]:
+        """Page numbers of slots and offsets in these pages, on each device."""
+        arrays = np.divmod(slots, self.page_size)
+        return {device: upload(arrays, device) for device in {tensor.device: None for tensor in self._tensors}}

@@ -57,7 +57,7 @@ class Compressed:
 class PlanKind:
     """What layers that share a plan have in common: attention heads, what queries see, whether K and V are made while
     attention runs, whether each query sees only tokens selected for it, whether the layer adds to the scores or attends
-    to compressed tokens too, and which part of attention over latents the plan is for, if there are two.
+    to compressed tokens too, which part of attention over latents the plan is for, if there are two, and the device.
     """
 
     shape: HeadShape
@@ -67,6 +67,7 @@ class PlanKind:
     biased: bool = False
     compresses: bool = False
     part: LatentPart | None = None
+    device: torch.device = field(kw_only=True)
 
     @property
     def plain(self) -> bool:
@@ -156,13 +157,14 @@ class LayerKind:
         window and the sinks.
         """
         if self.variant is not None and self.streams:
-            return tuple(PlanKind(self.shape, part.visible, self.expands) for part in self.variant.parts)
+            parts = self.variant.parts
+            return tuple(PlanKind(self.shape, one.visible, self.expands, device=self.device) for one in parts)
         if not self.absorbs:
             others = self.selects is not None, self.biased, bool(self.compressed)
-            return (PlanKind(self.shape, self.read_range, self.expands, *others),)
+            return (PlanKind(self.shape, self.read_range, self.expands, *others, device=self.device),)
         sizes = [tensor.head_dim for tensor in self.cached]
-        parts = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
-        return tuple(PlanKind(part.shape, self.visible, expands=True, part=part) for part in parts)
+        latents = [LatentPart(part, self.shape, *sizes) for part in (Part.EXPANDED, Part.ABSORBED)]
+        return tuple(PlanKind(of.shape, self.visible, expands=True, part=of, device=self.device) for of in latents)
 
     def __str__(self) -> str:
         size = str(self.k_dim) if self.k_dim == self.v_dim else f"{self.k_dim} and {self.v_dim}"

@@ -77,10 +77,11 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
     """The most pages that the store of a single call may have; errors as :func:`session_pages`.
 
-    ``workspace``: bytes of the free memory that steps need in addition, on a GPU.
+    ``workspace``: bytes of the free memory that steps need in addition, on each GPU.
     """
     share = int(free * CALL_SHARE[spec.device.type])
-    left = share if spec.device.type == "cpu" else max(0, share - workspace)
+    # ``free`` counts the whole of what the least share of a device's memory is a part of.
+    left = share if spec.device.type == "cpu" else max(0, share - int(workspace / min(spec.shares.values())))
     return _pages_in(left, spec, kv_budget, page_size, workspace)
 
 
@@ -95,7 +96,7 @@ def check_rows(spec: KVSpec, tokens: int, free: int) -> None:
     if need > share * free:
         raise DoesNotFit(
             f"KV for {tokens} tokens takes {need / 2**30:.2f} GiB, and a tree cache takes at most {share:.0%} of "
-            f"the {free / 2**30:.2f} GiB that are free on {spec.device}"
+            f"the {free / 2**30:.2f} GiB that are free on {spec.places}"
         )
 
 

@@ -46,13 +46,13 @@ class StatePool:
     """``[1 + slots, *shape]`` of each tensor of each module that keeps a state; slot 0 is for padding rows.
 
     Attributes:
-        states: The tensors that each module keeps for a sequence.
+        states, devices: The tensors that each module keeps for a sequence, and where.
         tensors: For each module, the tensors that hold them.
         slots: How many sequences' states fit.
     """
 
-    def __init__(self, states: States, device: torch.device) -> None:
-        self.states, self.device, self.slots = states, device, 0
+    def __init__(self, states: States, devices: Sequence[torch.device]) -> None:
+        self.states, self.devices, self.slots = states, devices, 0
         self.tensors = self.made(0)
 
     @property
@@ -78,29 +78,34 @@ class StatePool:
         """New tensors for ``slots`` states."""
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside it
             return [
-                [torch.zeros((1 + slots, *one.shape), dtype=one.dtype, device=self.device) for one in module]
-                for module in self.states
+                [torch.zeros((1 + slots, *one.shape), dtype=one.dtype, device=device) for one in module]
+                for module, device in zip(self.states, self.devices, strict=True)
             ]
 
     def read(self, slots: NDArray[np.int64]) -> list[Tensor]:
         """Host copies of the states in slots: for each tensor in turn ``[slots, *shape]``."""
-        at = torch.from_numpy(slots).to(self.device)
-        return [tensor[at].cpu() for module in self.tensors for tensor in module]
+        at = self._on_devices(slots)
+        return [tensor[at[tensor.device]].cpu() for module in self.tensors for tensor in module]
 
     def read_one(self, number: int, slots: NDArray[np.int64]) -> Tensor:
         """The host copy of the tensor of this number alone, as :meth:`read` counts them."""
-        every = [tensor for module in self.tensors for tensor in module]
-        return every[number][torch.from_numpy(slots).to(self.device)].cpu()
+        tensor = [tensor for module in self.tensors for tensor in module][number]
+        return tensor[torch.from_numpy(slots).to(tensor.device)].cpu()
 
     def write(self, slots: NDArray[np.int64], states: Sequence[Tensor]) -> None:
         """Write states that :meth:`read` returned to slots."""
-        at = torch.from_numpy(slots).to(self.device)
+        at = self._on_devices(slots)
         for tensor, values in zip([one for module in self.tensors for one in module], states, strict=True):
-            tensor[at] = values.to(self.device)
+            tensor[at[tensor.device]] = values.to(tensor.device)
 
     def copy(self, source: NDArray[np.int64], target: NDArray[np.int64], source_pool: StatePool) -> None:
         """Copy states from slots ``source`` of a pool with the same tensors to slots ``target`` of this one."""
-        at, to = (torch.from_numpy(of).to(self.device) for of in (source, target))
+        at, to = self._on_devices(source), self._on_devices(target)
         for mine, its in zip(self.tensors, source_pool.tensors, strict=True):
             for into, out in zip(mine, its, strict=True):
-                into[to] = out[at]
+                into[to[into.device]] = out[at[into.device]]
+
+    def _on_devices(self, slots: NDArray[np.int64]) -> dict[torch.device, Tensor]:
+        """The slots on each device that has states."""
+        devices = {tensor.device: None for module in self.tensors for tensor in module}
+        return {device: torch.from_numpy(slots).to(device) for device in devices}

@@ -15,8 +15,9 @@ from torch import Tensor
 from prefixkit.agreement import ALONE, Agreement, all_or_none, everywhere
 from prefixkit.attention.spans import LooksAhead, Spans
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
+from prefixkit.kv.device_memory import free_for
 from prefixkit.kv.held import Held
-from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, free_memory
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge
 from prefixkit.kv.limits import STATE_SHARE
 from prefixkit.tree.arrays import Ints
 from prefixkit.tree.eviction import POLICIES, PrefixCache
@@ -71,7 +72,7 @@ class KVStore:
         self.runners: dict[Hashable, Any] = {}
         self.notes: dict[Hashable, Any] = {}
         self.most_state_bytes: int | None = None
-        self.free: Callable[[], int] = partial(free_memory, pool.spec.device)
+        self.free: Callable[[], int] = partial(free_for, pool.spec.shares)
         self.restart()
 
     def __repr__(self) -> str:
@@ -248,8 +249,9 @@ class KVStore:
             try:
                 larger = all_or_none(self.agreement, RuntimeError, lambda: states.made(slots))
             except RuntimeError as error:  # torch's OutOfMemoryError is a RuntimeError
-                need, free = slots * size / 2**30, free_memory(states.device) / 2**30
-                why = f"{slots} states take {need:.1f} GiB, which {states.device} cannot give ({free:.1f} GiB are free)"
+                spec, need = self.pool.spec, slots * size / 2**30
+                free = free_for(spec.shares) / 2**30
+                why = f"{slots} states take {need:.1f} GiB, which {spec.places} cannot give ({free:.1f} GiB are free)"
                 if states.slots < least:
                     raise KVPoolTooLarge(f"{why}; lower kv_budget") from error
                 log.info("states: %s: %d are kept at once", why, states.slots)

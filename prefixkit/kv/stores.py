@@ -13,8 +13,9 @@ from typing import Any
 
 from prefixkit.agreement import ALONE, Agreement, ProcessesDiffer, all_or_none
 from prefixkit.attention.spans import LooksAhead
+from prefixkit.kv.device_memory import free_for
 from prefixkit.kv.held import Held
-from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec, free_memory
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec
 from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.arrays import Ints
@@ -93,12 +94,12 @@ class ModelStores:
         """Bytes that all stores take when full."""
         return sum(store.pool.bytes for store in [*self._all])
 
-    def free(self, device: Any) -> int:
-        """Bytes of a device that new stores may take: free memory within the limit of all stores; the minimum over all
+    def free(self, spec: KVSpec) -> int:
+        """Bytes that new stores may take (:func:`free_for`), within the limit of all stores; the minimum over all
         processes.
         """
         with self._lock:
-            free = free_memory(device)
+            free = free_for(spec.shares)
             if not self._all:
                 self._limit = int(LIMIT_SHARE * free)
             return self.agreement.least(max(0, min(free, self._limit - self.bytes)))
@@ -113,16 +114,16 @@ class ModelStores:
         with self._lock:
             self._align()
             need = pages * kind.page_size * kind.spec.bytes_per_token
-            if need > self.free(kind.spec.device):
+            if need > self.free(kind.spec):
                 self._resting.clear()
-            if need > (free := self.free(kind.spec.device)) and self._all:
+            if need > (free := self.free(kind.spec)) and self._all:
                 raise DoesNotFit(
                     f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
                     f"({free / 2**30:.2f} GiB); lower kv_budget, or close a session"
                 )
             pool = all_or_none(self.agreement, KVPoolTooLarge, lambda: KVPool(kind.spec, pages, kind.page_size))
             store = KVStore(pool, kind.eviction, kind.looks_ahead, kind.held, self.agreement)
-            store.free = partial(self.free, kind.spec.device)
+            store.free = partial(self.free, kind.spec)
             self._all.add(store)
             return store
 
@@ -134,7 +135,7 @@ class ModelStores:
                 store together.  Nothing has changed.
         """
         with self._lock:
-            pool, free = store.pool, self.free(store.pool.spec.device)
+            pool, free = store.pool, self.free(store.pool.spec)
             if (shared := self._shared.get(store)) is not None and shared.holders:
                 raise DoesNotFit("the KV store of the model's sessions is full")
             total = (pool.num_pages + pages) * pool.page_size
@@ -157,7 +158,7 @@ class ModelStores:
             store = self._to_hold(kind, size)
             if store is None:
                 self._clear_resting(kind)
-                store = self._make_shared(kind, size(self.free(kind.spec.device)))
+                store = self._make_shared(kind, size(self.free(kind.spec)))
             self._shared[store].holders.add(holder)
             self._resting.discard(store)
             return store
@@ -169,7 +170,7 @@ class ModelStores:
             return None
         store = max(found, key=lambda store: (bool(self._shared[store].holders), store.pool.num_pages))
         if not self._shared[store].holders:
-            pages = size(self.free(kind.spec.device) + store.pool.bytes)
+            pages = size(self.free(kind.spec) + store.pool.bytes)
             try:
                 if pages > store.pool.num_pages:
                     store.grow(pages - store.pool.num_pages)
@@ -206,7 +207,7 @@ class ModelStores:
             store = self._with_room(kind, pages, prompts)
             if store is None:
                 self._clear_resting(kind)  # stores that are too small make room
-                check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec.device))
+                check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec))
                 store = self._make_shared(kind, pages)
             self._lend(store, borrower)
             if in_use:
@@ -246,8 +247,8 @@ class ModelStores:
                 rests = False
             if not rests or shared.holders:
                 return
-            device = store.pool.spec.device
-            small = device.type == "cuda" or store.pool.bytes <= REST_SHARE * free_memory(device)
+            spec = store.pool.spec
+            small = spec.device.type == "cuda" or store.pool.bytes <= REST_SHARE * free_for(spec.shares)
             if small and self._resting.isdisjoint(self._of_kind(shared.kind)):
                 self._resting.add(store)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,12 +28,13 @@ from prefixkit.kv.held import Held, held_of
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, layer_number, numbered_by_model, original_class
+from prefixkit.models.device_map import check_storage
 from prefixkit.models.families import attention_index, attention_layers, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.kv_dtype import KVDtype, kv_dtype_of, with_kv_dtype
 from prefixkit.models.model_calls import no_lm_head
-from prefixkit.models.model_errors import NotPatched, UnsupportedModel, UnsupportedVariant
+from prefixkit.models.model_errors import NotPatched, UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import SCALES_FROM, probe
@@ -42,12 +43,11 @@ from prefixkit.models.states.mixer_class import is_mixer, mixers
 from prefixkit.models.tensor_parallel import tp_size
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, with_variants
 from prefixkit.models.weights.state import ModelState, plain_numbers, state_of
-from prefixkit.ops.arguments import FLOATS
 
 log = logging.getLogger("prefixkit")
 
 # The plan kind of a model whose layers all keep states: its steps have a plan, and no layer attends.
-_NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False)
+_NO_ATTENTION = PlanKind(HeadShape(1, 1, 64, 2), ALL, expands=False, device=torch.device("cpu"))
 
 # Per model, and per key of what these depend on: the result of its probe, and how position rotates its queries.
 _probed: WeakKeyDictionary[nn.Module, dict[object, Probed]] = WeakKeyDictionary()
@@ -113,7 +113,7 @@ class ModelFacts:
         """What the probe has measured of the model's layers.
 
         Raises:
-            UnsupportedModel: see :func:`attention_layers` and :func:`probe`; or layers differ in dtype or device.
+            UnsupportedModel: see :func:`attention_layers`, :func:`probe` and :func:`check_storage`.
         """
         signature = _signature(self)
         if signature is not None and (latest := _latest.get(self.inner)) is not None and latest[0] == signature:
@@ -132,7 +132,7 @@ class ModelFacts:
         attention_layers(self.inner)  # checks anew what wraps the layers' forward methods
         if key not in known:
             found = probe(self.inner)
-            _check_storage(self.inner, found.layers)
+            check_storage(self.inner, found)
             name = type(self.inner).__name__
             kinds = [*map(str, found.layers), *(f"states {', '.join(map(str, of))}" for of in found.states)]
             said = "; ".join(dict.fromkeys(kinds))
@@ -213,17 +213,24 @@ class ModelFacts:
     @cached_property
     def spec(self) -> KVSpec:
         """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
-        states = self.probed.states
+        states, places = self.probed.states, self.probed.state_devices
         if not self.layers:  # a tree numbers tokens by the slots of pages, so each token caches one element
-            return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states)
-        layer = self.layers[0]
-        cached, stored = tuple(kind.cached for kind in self.layers if kind.cached), layer.stored or layer.dtype
-        return KVSpec(cached, stored, layer.device, states, layer.dtype if layer.stored else None)
+            return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states, state_devices=places)
+        layer, caching = self.layers[0], [kind for kind in self.layers if kind.cached]
+        cached, devices = tuple(kind.cached for kind in caching), tuple(kind.device for kind in caching)
+        computed = layer.dtype if layer.stored else None
+        return KVSpec(cached, layer.stored or layer.dtype, layer.device, states, computed, devices, places)
 
     @property
     def plan_kinds(self) -> tuple[PlanKind, ...]:
         """The kinds for which a step makes a plan each, in the order of the first layer of each kind."""
-        return tuple(dict.fromkeys(kind for layer in self.layers for kind in layer.plan_kinds)) or (_NO_ATTENTION,)
+        found = tuple(dict.fromkeys(kind for layer in self.layers for kind in layer.plan_kinds))
+        return found or (replace(_NO_ATTENTION, device=self.spec.device),)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the model's weights lie on several devices."""
+        return self.probed.is_spread
 
     @property
     def mixers(self) -> list[nn.Module]:
@@ -273,27 +280,6 @@ def kv_spec(model: object) -> KVSpec:
     weights or autocast it has the dtype of the keys as computed.
     """
     return facts_of(model).spec
-
-
-def _check_storage(model: nn.Module, layers: Sequence[LayerKind]) -> None:
-    """Raise UnsupportedModel unless one pool holds what all layers cache."""
-    name = type(model).__name__
-    if not layers:
-        return
-    if len(found := dict.fromkeys(f"{layer.dtype} on {layer.device}" for layer in layers)) > 1:
-        raise UnsupportedModel(
-            f"the layers of {name} cache {', '.join(found)}, and a pool holds one dtype on one device; convert the "
-            "model, with model.float() for instance, load it on one device, or split it over processes: "
-            'distributed_config=DistributedConfig(tp_plan="auto") under torchrun'
-        )
-    caches = [bool(layer.cached) for layer in layers]
-    if True in caches[sum(caches) :]:
-        raise UnsupportedModel(f"{name} has layers that share KV before layers that cache their own")
-    if (dtype := layers[0].dtype) not in FLOATS:
-        raise UnsupportedModel(
-            f"the keys of {name} are {dtype}, and a tree holds {', '.join(map(str, FLOATS))}; convert the model, with "
-            "model.float() for instance"
-        )
 
 
 def _signature(facts: ModelFacts) -> object:

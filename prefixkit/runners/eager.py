@@ -43,12 +43,13 @@ class EagerRunner:
         model: Runs a step: ``Step -> logits [len(step.logit_rows), vocab]`` in float32, after appending the step's KV
             to the pool.
         planners: Plan attention for the heads of each kind of layers.
-        device: The model's device.
+        device: The device of the model, or of its first layer.
         pace: By default the host changes the batch as soon as a row ends, because running an ended row costs more.
         hidden: Runs a step like ``model``, and returns last hidden states of these rows; None if no call wants them.
         compiled: Runs the steps that it serves, in place of ``model`` and ``hidden``; None: no layers are compiled.
         layer_counts: Number of layers of each kind.
         agreement: Agreement of the processes that share the model: all take the results of the first process.
+        plan_devices: Where the plan of each planner goes; empty: to ``device``.
     """
 
     graph_bytes = 0
@@ -64,10 +65,12 @@ class EagerRunner:
         compiled: CompiledModel | None = None,
         layer_counts: tuple[int, ...] = (1,),
         agreement: Agreement = ALONE,
+        plan_devices: Sequence[torch.device] = (),
     ) -> None:
         self.planners = (planners,) if isinstance(planners, Planner) else tuple(planners)
         self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
         self.hidden, self.compiled, self.agreement = hidden, compiled, agreement
+        self.plan_devices = plan_devices
         self._sampler: Sampler | None = None
         self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # the tokens that the last step sampled
@@ -157,7 +160,7 @@ class EagerRunner:
     ) -> Tensor:
         """Run a step; returns the logits of the ``wanted`` rows, or with ``hidden`` their last hidden states."""
         layers = self.planners, self.device, self.layer_counts
-        step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states)
+        step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states, self.plan_devices)
         if self.compiled is not None and self.compiled.serves(step, compiling):
             return self.compiled.hidden(step) if hidden else self.compiled(step)
         if not hidden:

@@ -42,7 +42,7 @@ def make_engine(
         workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
     stores.agreement.check("requests", lambda: requests)
-    free = stores.free(spec.device)
+    free = stores.free(spec)
     num_pages = pool_pages(requests, spec, kv_budget, page_size, free, workspace, None if scores else facts.held)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
     store.most_state_bytes = left_for_states(spec, kv_budget, num_pages * page_size)

@@ -244,7 +244,7 @@ class SessionMemory:
                     "another call uses the KV store that the model's sessions share with its generate(); wait for its "
                     "end, or give the session a kv_budget, for a store of its own"
                 )
-            store = self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec.device)))
+            store = self._stores.borrow(self._kind, self, self._size(self._stores.free(self._kind.spec)))
         try:
             yield store
         except KeyboardInterrupt:
@@ -269,7 +269,7 @@ class SessionMemory:
         spec, tokens = self._kind.spec, self.store.pool.num_pages * self._page_size
         self.store.most_state_bytes = left_for_states(spec, self._kv_budget, tokens)
         log.info(
-            "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.device
+            "session: KV for %d tokens (%.2f GiB) on %s", tokens, tokens * spec.bytes_per_token / 2**30, spec.places
         )
         if spec.states:
             most = self.store.state_bytes_allowed / 2**30

@@ -122,16 +122,16 @@ def test_rows_get_a_larger_store_but_for_that_of_a_session(stores: ModelStores) 
 def test_all_stores_are_within_one_limit(stores: ModelStores) -> None:
     borrower = Borrower()
     made = [stores.make(KIND, 500)]
-    assert stores.free(SPEC.device) == 450 * 512
+    assert stores.free(SPEC) == 450 * 512
     with pytest.raises(DoesNotFit, match="at most 50% of"):
         stores.borrow(KIND, borrower, 300)
     with pytest.raises(DoesNotFit, match="lower kv_budget, or close a session"):
         stores.make(KIND, 451)
     made.append(stores.make(KIND, 450))
-    assert stores.free(SPEC.device) == 0
+    assert stores.free(SPEC) == 0
     made.clear()
     gc.collect()
-    assert stores.free(SPEC.device) == 950 * 512
+    assert stores.free(SPEC) == 950 * 512
 
 
 def test_a_large_store_does_not_rest_on_a_cpu(stores: ModelStores) -> None:
@@ -182,7 +182,7 @@ class Beside(Alone):
 
 def test_the_memory_that_is_free_is_the_least_of_all_processes(stores: ModelStores) -> None:
     stores.agreement = Beside(least=FREE // 4)
-    assert stores.free(SPEC.device) == FREE // 4
+    assert stores.free(SPEC) == FREE // 4
     store = stores.hold(KIND, Borrower(), lambda free: free // 512)
     assert store.pool.num_pages == FREE // 4 // 512
     assert store.agreement is stores.agreement

@@ -41,7 +41,7 @@ from prefixkit.evaluation.judge import Judge, available
 from prefixkit.evaluation.tasks.encode import uses_chat
 from prefixkit.evaluation.tasks.source import Source, load
 from prefixkit.kv.budget import Budget
-from prefixkit.kv.kv_pool import free_memory
+from prefixkit.kv.device_memory import free_for
 from prefixkit.kv.limits import parse_size, session_pages
 from prefixkit.models import patched_facts
 from prefixkit.models.families import text_config
@@ -315,7 +315,7 @@ def _open_session(model: Any, tokenizer: Any, requests: Sequence[Request], setti
     running = settings.in_flight or IN_FLIGHT[spec.device.type]
     budget = None if settings.kv_budget is None else parse_size(settings.kv_budget, "--kv-budget")
     size = settings.page_size
-    free = agreement_of(model).least(free_memory(spec.device))
+    free = agreement_of(model).least(free_for(spec.shares))
     pages = min(session_pages(spec, budget, size, free), max(1, pages_needed(requests, size, running)))
     check_fits(requests, Budget(PrefixTree(pages, size), spec.bytes_per_token, [], bool(spec.states)))
     return Session(

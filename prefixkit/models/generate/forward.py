@@ -25,9 +25,8 @@ from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.states.taken_cache import cache_keyword
-from prefixkit.models.steps.step_runner import planners_of
+from prefixkit.models.steps.step_runner import planners_of, plannings_of
 from prefixkit.models.weights.state import adapters_by_row
-from prefixkit.ops.backend import graph_plannings
 from prefixkit.tree.rows import distinct_tokens
 
 log = logging.getLogger("prefixkit")
@@ -257,5 +256,4 @@ def _check_it_pays(cache: TreeCache, facts: ModelFacts, tokens: NDArray[np.int32
 
 def _replays(facts: ModelFacts) -> bool:
     """Whether decode steps of a patched model can replay CUDA graphs."""
-    device = facts.spec.device
-    return device.type == "cuda" and graph_plannings(device, planners_of(facts)) is not None
+    return plannings_of(facts, planners_of(facts)) is not None

@@ -270,7 +270,7 @@ class RowSteps:
             logits = self._launch(final_length - self.length, fork)
             return self.compute(1)[:, 0] if logits is None else logits
         order, place = self._order
-        self.runner.repeat(tokens.index_select(0, order))
+        self.runner.repeat(tokens.to(order.device).index_select(0, order))
         self._ahead.append(tokens)
         if self.length >= final_length:
             self._order = None  # leaves have no pages for more tokens

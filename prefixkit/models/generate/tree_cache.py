@@ -286,8 +286,9 @@ class TreeCache(DynamicCache):
             return whole.keys, whole.values
         with self.in_use:
             pool, slots = self._steps.store.pool, self._steps.flushed().slots()
-            pages, offsets = (torch.from_numpy(of).to(pool.spec.device) for of in np.divmod(slots, self.page_size))
-            rows = (of[pages, offsets].transpose(1, 2) for of in pool.pages(layer)[:2])
+            tensors = pool.pages(layer)[:2]
+            pages, offsets = (torch.from_numpy(of).to(tensors[0].device) for of in np.divmod(slots, self.page_size))
+            rows = (of[pages, offsets].transpose(1, 2) for of in tensors)
             k, v = (of.to(pool.spec.compute_dtype).contiguous() for of in rows)
         return k, v
 

@@ -49,6 +49,7 @@ class ProbeCache(LayeredCache):
         self._offsets = offsets
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
         self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
+        self._state_devices: dict[nn.Module, torch.device] = {}
         self._numbers = tuple(map(layer_number, layers.values()))
         self.length, self.shapes_only, self.asks_positions = length, shapes_only, False
         self.is_initialized = length != 0
@@ -73,6 +74,7 @@ class ProbeCache(LayeredCache):
             refuse("runs twice in one pass, and a tree holds one state of each module")
         in_step = self.length is None  # states are checked in this pass alone
         made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse if in_step else None)
+        self._state_devices[module] = (made[0] if isinstance(made, tuple) else made).device
         return made
 
     @property
@@ -84,6 +86,11 @@ class ProbeCache(LayeredCache):
     def found_states(self) -> States:
         """The state tensors of each module that keeps a state, in the order of the modules."""
         return tuple(self.states.get(module, ()) for module in self.mixers)
+
+    @property
+    def state_devices(self) -> tuple[torch.device, ...]:
+        """Where each of these modules keeps them."""
+        return tuple(self._state_devices[module] for module in self.mixers if module in self._state_devices)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.length or 0

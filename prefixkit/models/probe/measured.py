@@ -27,7 +27,8 @@ class Probed:
         asks_positions: The model keeps positions of all tokens in its cache.
         scales_padded: Queries or the bias on scores change with the number of tokens before, padding included.
         numbers: The layers' numbers in the model if other layers lie between them; else empty.
-        states: For each module that keeps a state, the tensors that it keeps per sequence.
+        is_spread: The model's weights lie on several devices.
+        states, state_devices: For each module that keeps a state, the tensors that it keeps per sequence, and where.
     """
 
     layers: tuple[LayerKind, ...]
@@ -37,6 +38,8 @@ class Probed:
     asks_positions: bool = False
     takes_offsets: bool = False
     scales_padded: bool = False
+    is_spread: bool = False
+    state_devices: tuple[torch.device, ...] = ()
 
 
 class Enough(Exception):

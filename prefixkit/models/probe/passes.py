@@ -14,6 +14,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from prefixkit.agreement import everywhere
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.attention_class import forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.bound_forwards import become
+from prefixkit.models.device_map import is_spread
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
 from prefixkit.models.model_calls import logits_of, random_part
 from prefixkit.models.model_errors import UnsupportedModel
@@ -59,7 +61,8 @@ def probe(model: nn.Module) -> Probed:
             cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
             _run(inner, cache, [1] * ROWS)
             kinds = tuple(cache.kinds) if states else tuple(cache.kinds) * len(layers)
-            return Probed(kinds, numbers=cache.numbers, states=cache.found_states)
+            shapes = Probed(kinds, numbers=cache.numbers, states=cache.found_states, is_spread=is_spread(inner))
+            return replace(shapes, state_devices=cache.state_devices)
         if random_part(inner) is None:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
@@ -113,14 +116,23 @@ def _look(
     step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
     if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
-        given["logits_to_keep"] = torch.tensor([0, ROWS - 1], device=order.device)
+        rows = [0, ROWS - 1]  # on several devices a tensor would lie on another device than the rows that it selects
+        given["logits_to_keep"] = rows if is_spread(model) else torch.tensor(rows, device=order.device)
     logits = _run(model, step, text, **given)
     shown = {"attention_mask": torch.ones(1, length + ROWS, device=_device(model))} if offsets else {}
     _run(model, long, text, position_ids=_positions(model, length), **shown)
-    numbers, kept, asks = step.numbers, step.found_states, step.asks_positions
+    measured = Probed(
+        tuple(long.kinds),
+        numbers=step.numbers,
+        states=step.found_states,
+        asks_positions=step.asks_positions,
+        takes_offsets=offsets,
+        is_spread=is_spread(model),
+        state_devices=step.state_devices,
+    )
     if random_part(model) is not None:
         scales = any(kind.biased for kind in long.kinds)  # maybe: rows cannot be compared
-        return None, Probed(tuple(long.kinds), True, numbers, kept, asks, offsets, scales)
+        return None, replace(measured, scales_padded=scales)
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):  # which a pass leaves for the next
         _run(model, plain, text)
     counts_from_zero = not plain.rows or all(
@@ -128,8 +140,7 @@ def _look(
         for kind, rows, others in zip(long.kinds, step.rows, plain.rows, strict=True)
     )
     scales = any(kind.biased for kind in long.kinds) and _scales_padded(model, layers, states, text, step)
-    probed = Probed(tuple(long.kinds), counts_from_zero, numbers, kept, asks, offsets, scales)
-    return _difference(step, logits), probed
+    return _difference(step, logits), replace(measured, counts_from_zero=counts_from_zero, scales_padded=scales)
 
 
 def _scales_padded(

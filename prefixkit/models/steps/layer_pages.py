@@ -27,6 +27,7 @@ class LayerPages:
         keys: Keys of the variants that it applies, by the arguments that it has passed.
         sinks: Index of the plan for the sinks if it attends at positions in the cache; else None.
         frequencies: ``[pairs]`` float32 the frequencies that rotate its queries; None if they are not rotated.
+        elsewhere: The layer's device if it is not that of the step's tensors; else None.
         heads: Number and size of a token's heads in each of ``pages``.
         plain: See :class:`LayerKind`.
         masked: Whether a window, a chunk or a variant's masks may hide KV that it reads.
@@ -42,6 +43,7 @@ class LayerPages:
     keys: dict[Hashable, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
     sinks: int | None = None
     frequencies: Tensor | None = None
+    elsewhere: torch.device | None = None
     heads: tuple[tuple[int, int], ...] = field(init=False)  # read in every step
     plain: bool = field(init=False)
     masked: bool = field(init=False)
@@ -70,6 +72,7 @@ def layer_pages(
         absorbed, sinks = (None, *second) if kind.streams else (*second, *[None] * (2 - len(second)))
         frequencies = None if kind.rotation is None else torch.tensor(kind.rotation.frequencies, device=kind.device)
         compressed, attended = pages[len(pages) - len(kind.compressed) :], pages[: kinds[read].attended]
-        return LayerPages(names[index], kind, plan, attended, index_pages, compressed, absorbed, sinks, frequencies)
+        more = compressed, absorbed, sinks, frequencies, None if kind.device == pool.spec.device else kind.device
+        return LayerPages(names[index], kind, plan, attended, index_pages, *more)
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

@@ -74,6 +74,7 @@ class ModelRunner:
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
+        self._device, self._spread = pool.spec.device, facts.is_spread
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
         self._has_lm_head = inner.can_generate()
         warn_of_moving_rotary(inner)
@@ -95,8 +96,8 @@ class ModelRunner:
         """Compute a step: write its KV to the pool, and return the logits of ``step.logit_rows``.
 
         Returns:
-            Float32 ``[rows, vocab_size]``, an inference tensor: clone it before changing it in place outside of
-            ``torch.inference_mode``.
+            Float32 ``[rows, vocab_size]`` on the first layer's device, an inference tensor: clone it before changing it
+            in place outside of ``torch.inference_mode``.
 
         Raises:
             TypeError: the model has no language-model head.
@@ -114,12 +115,12 @@ class ModelRunner:
         """The same, but with logits in the dtype that the model returns."""
         if not self._has_lm_head:
             raise TypeError(f"ModelRunner: {no_lm_head(pretrained_model(self.model))}")
-        kept = {"logits_to_keep": step.logit_rows} if self._keeps_logits else {}
+        kept = {"logits_to_keep": self._rows_to_keep(step)} if self._keeps_logits else {}
 
         def logits(**inputs: Any) -> Tensor | None:
             with nullcontext() if self._head is None else self._head.in_step():
                 found = logits_of(self.call(**inputs, **kept))
-            return found if found is None or kept else found[:, step.logit_rows]
+            return found if found is None or kept else found[:, step.logit_rows.to(found.device)]
 
         return self._run(step, logits)
 
@@ -133,9 +134,18 @@ class ModelRunner:
 
         def states(**inputs: Any) -> Tensor | None:
             found: Tensor | None = getattr(body(**inputs), "last_hidden_state", None)
-            return None if found is None else found[:, step.logit_rows]
+            return None if found is None else found[:, step.logit_rows.to(found.device)]
 
         return self._run(step, states)
+
+    def _rows_to_keep(self, step: Step) -> Any:
+        """What the model is told of the rows whose logits are wanted.
+
+        On several devices a tensor of rows would lie on another device than the rows that it selects; 0 means all rows.
+        """
+        if not self._spread:
+            return step.logit_rows
+        return 0 if len(step.logit_rows) == step.num_rows else step.logit_rows.tolist()
 
     def _run(self, step: Step, compute: Callable[..., Tensor | None]) -> Tensor:
         """Run a step through the model, or through a part of it with all attention layers."""
@@ -159,4 +169,4 @@ class ModelRunner:
                 raise
             if made is None:
                 raise UnsupportedModel(f"{type(self.model).__name__} gives no last hidden states below its head")
-            return made[0]
+            return made[0].to(self._device)

@@ -23,6 +23,11 @@ from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.variants.masked_plans import masked_plan
 
+_OTHER_POSITIONS = (
+    "StepCache: the model ran with position_ids other than the step's, so its position embeddings are wrong; call "
+    "model(**cache.inputs())"
+)
+
 
 def empty_mask(device: torch.device) -> Tensor:
     """A mask without elements, which makes models apply none.
@@ -66,6 +71,9 @@ class StepCache(LayeredCache):
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
+        self._elsewhere: dict[torch.device, Step] = {}  # the step on other devices than the first layer's,
+        self._unequal: dict[torch.device, Tensor] = {}  # and whether layers there got other positions
+        self._mixers_elsewhere = [None if of == pool.spec.device else of for of in pool.states.devices]
         self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
         self.turned: dict[Hashable, Angles] = {}  # the angles that rotate the step's queries
         self.blocks: dict[int, list[Block]] = {}  # the step's rows as indexers take them,
@@ -89,8 +97,25 @@ class StepCache(LayeredCache):
         if self.compiled is not None:
             self.compiled.begin(step)
         self._step, self.blocks, self.equal_blocks, self.masked_plans, self.turned = step, {}, {}, {}, {}
+        self._elsewhere, self._unequal = {}, {}
         self.given_positions = step.positions[None]
         self.attended = [0] * len(self.attended)
+
+    def step_on(self, device: torch.device | None) -> Step:
+        """The step in progress for layers on another device than the first layer's (None: on that); copied once."""
+        if device is None:
+            return self.step
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self.step.on(device)
+        return self._elsewhere[device]
+
+    def compare_later(self, device: torch.device, position_ids: Tensor, positions: Tensor) -> None:
+        """Let :meth:`end` compare the positions that layers on another device got, copied there, with the step's.
+
+        The host does not wait for the copy here.  Those of the first of these layers are compared.
+        """
+        if device not in self._unequal:
+            self._unequal[device] = (position_ids != positions).any()
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
@@ -124,18 +149,22 @@ class StepCache(LayeredCache):
         """Run the step's tokens through a module that keeps a state, which is read from and written to the pool."""
         number = self.mixers[module]
         self.attended[len(self.layer_pages) + number] += 1
-        return run_step(module, args, kwargs, self.step, self.pool.states, number)
+        step = self.step_on(self._mixers_elsewhere[number])
+        return run_step(module, args, kwargs, step, self.pool.states, number)
 
     def end(self) -> None:
         """Finish the step, and check that it went through every layer.
 
         Raises:
-            ValueError: no step is in progress.
+            ValueError: no step is in progress; or layers on another device got other positions.
             IncompleteStep: a layer did not run exactly once, so the KV of this step is not complete.
         """
         if self._step is None:
             raise ValueError("StepCache.end: no step in progress; call cache.begin(step) first")
+        unequal = any(map(bool, self._unequal.values()))
         self.abandon()
+        if unequal:
+            raise ValueError(_OTHER_POSITIONS)
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
@@ -148,6 +177,7 @@ class StepCache(LayeredCache):
         """Drop the step in progress without a check, after an error; with ``step``, only if that is in progress."""
         if step is None or self._step is step:
             self._step = self.given_positions = None
+            self._elsewhere, self._unequal = {}, {}
             self.blocks, self.equal_blocks, self.masked_plans, self.turned = {}, {}, {}, {}
 
     def __repr__(self) -> str:
@@ -171,6 +201,8 @@ class CacheLayer(PlainLayer):
     calls :meth:`attend`.  It exists during the call only, so a failed call leaves nothing behind.
     """
 
+    step: Step
+
     def __init__(self, cache: StepCache, module: nn.Module) -> None:
         index = layer_number(module)
         if index not in cache.places:
@@ -179,7 +211,8 @@ class CacheLayer(PlainLayer):
                 f"{len(cache.layer_pages)} layers; make it with KVPool(kv_spec(model), ...)"
             )
         self.place = cache.places[index]
-        super().__init__(cache.layer_pages[self.place], cache.step)
+        own = cache.layer_pages[self.place]
+        super().__init__(own, cache.step if own.elsewhere is None else cache.step_on(own.elsewhere))
         self.cache, self.module, self.index = cache, module, index
         self.blocks, self.equal_blocks = cache.blocks, cache.equal_blocks
         self.appended = False
@@ -244,11 +277,11 @@ class CacheLayer(PlainLayer):
     def plan_under_mask(self) -> list[Tensor]:
         """The same, see :func:`masked_plan`."""
         plan = self.plan
-        return masked_plan(self.cache.step, plan, self.own, self.cache.masked_plans) if self.own.masked else plan
+        return masked_plan(self.step, plan, self.own, self.cache.masked_plans) if self.own.masked else plan
 
     def turned(self, frequencies: Tensor, target: Tensor) -> Angles:
         """The same, made once in a step for all layers with the same rotation."""
-        asked, made = (self.own.kind.rotation, self.own.kind.variant), self.cache.turned
+        asked, made = (self.own.kind.rotation, self.own.kind.variant, self.own.elsewhere), self.cache.turned
         if asked not in made:
             made[asked] = super().turned(frequencies, target)
         return made[asked]
@@ -263,11 +296,11 @@ class CacheLayer(PlainLayer):
         if position_ids is None or position_ids is given or (given is not None and _repeats(position_ids, given)):
             return
         positions = self.step.positions  # several rows of positions are for images, which a step has none of
-        if position_ids.shape[-1:] != positions.shape or not bool((position_ids == positions).all()):
-            raise ValueError(
-                "StepCache: the model ran with position_ids other than the step's, so its position embeddings "
-                "are wrong; call model(**cache.inputs())"
-            )
+        fits, elsewhere = position_ids.shape[-1:] == positions.shape, self.own.elsewhere
+        if fits and elsewhere is not None:
+            return self.cache.compare_later(elsewhere, position_ids, positions)
+        if not fits or not bool((position_ids == positions).all()):
+            raise ValueError(_OTHER_POSITIONS)
 
 
 def _repeats(position_ids: Tensor, given: Tensor) -> bool:

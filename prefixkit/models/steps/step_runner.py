@@ -18,7 +18,7 @@ from prefixkit.models.states.fused_step import log_fused
 from prefixkit.models.steps.runner import ModelRunner
 from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.weights.state import weights_places
-from prefixkit.ops.backend import backend_for, graph_plannings, part_backend, plain_torch
+from prefixkit.ops.backend import GraphPlanning, backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 
@@ -30,15 +30,21 @@ def planners_of(facts: ModelFacts) -> tuple[Planner, ...]:
     spec, made = facts.spec, list[Planner]()
     counts = Counter(kind for layer in facts.layers for kind in layer.plan_kinds)
     for kind in facts.plan_kinds:
-        backend = backend_for(spec.device)
+        backend = backend_for(kind.device)
         if kind.part is not None:
-            planner_for = part_backend(spec.device, kind.part.part).planner_for
-            made.append(planner_for(kind.part, spec.device, spec.dtype, counts[kind]))
+            planner_for = part_backend(kind.device, kind.part.part).planner_for
+            made.append(planner_for(kind.part, kind.device, spec.dtype, counts[kind]))
             continue
         if kind.plain and backend.name != "torch":
             backend = plain_torch()
-        made.append(backend.planner_for(kind.shape, spec.device, spec.compute_dtype, kind.visible))
+        made.append(backend.planner_for(kind.shape, kind.device, spec.compute_dtype, kind.visible))
     return tuple(made)
+
+
+def plannings_of(facts: ModelFacts, planners: Sequence[Planner]) -> list[GraphPlanning] | None:
+    """How decode steps of these planners are planned in CUDA graphs; None if steps of the model run without graphs."""
+    device = facts.spec.device
+    return None if device.type != "cuda" or facts.is_spread else graph_plannings(device, planners)
 
 
 def _log_plain(layers: Sequence[LayerKind]) -> None:
@@ -78,7 +84,8 @@ def runner_of(
             steps too.
         call: See :class:`ModelRunner`.
     """
-    model, device, planners = facts.model, pool.spec.device, planners_of(facts)
+    model, spec, planners = facts.model, pool.spec, planners_of(facts)
+    device = spec.device
     agreement = agreement_of(facts.inner)
     agreement.check(
         "measured costs of attention",
@@ -97,13 +104,23 @@ def runner_of(
         compiled = False
     plannings = None
     if graphs and device.type == "cuda":
-        plannings = graph_plannings(device, planners)
+        plannings = plannings_of(facts, planners)
         if plannings is None:
-            log.info("decoding without CUDA graphs: attention does not run on kernels whose plans this GPU can make")
+            why = "attention does not run on kernels whose plans this GPU can make"
+            why = "the model's weights lie on several devices" if facts.is_spread else why
+            log.info("decoding without CUDA graphs: %s", why)
     if plannings is None:
         if compiled:
             log.warning("layers run without torch.compile: there are no CUDA graphs to compile them for")
-        return EagerRunner(plain, planners, device, hidden=plain.hidden, layer_counts=layer_counts, agreement=agreement)
+        return EagerRunner(
+            plain,
+            planners,
+            device,
+            hidden=plain.hidden,
+            layer_counts=layer_counts,
+            agreement=agreement,
+            plan_devices=tuple(kind.device for kind in facts.plan_kinds) if len(spec.shares) > 1 else (),
+        )
     # torch would compile a separate graph for one row.
     steps, least_rows = (ModelRunner(model, pool, compiled=True, facts=facts), 2) if compiled else (plain, 1)
     through = steps if compiled else None

@@ -28,7 +28,7 @@ PLACES = StatePlaces(np.array([1, 0, 0, 0]), np.array([80, 170, 60, 1]))
 
 class SavedStates(Saved):
     def __init__(self, folder, spec=SPEC):
-        self.places, self.pool = PLACES, StatePool(STATES, torch.device("cpu"))
+        self.places, self.pool = PLACES, StatePool(STATES, [torch.device("cpu")] * 3)
         self.pool.grow(9)
         self.slots = np.array([3, 9, 1, 4])
         for module in self.pool.tensors:

@@ -72,7 +72,7 @@ def states_of(mixer: Any, slots: int, generator: torch.Generator) -> StatePool:
     texts = torch.randn(slots + 1, 7, width_of(mixer), generator=generator).to(mixer.in_proj.weight.dtype)
     _, cache = run_texts(mixer, (texts.flatten(0, 1)[None], CACHE), {}, texts.shape[0] * 7, lambda _: texts)
     states = cache.found()
-    pool = StatePool((tuple(states),), torch.device("cpu"))
+    pool = StatePool((tuple(states),), [torch.device("cpu")])
     pool.grow(slots)
     for mine, made in zip(pool.tensors[0], cache.values(states), strict=True):
         mine.copy_(made)
