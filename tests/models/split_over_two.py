@@ -9,15 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import prefixkit
 from prefixkit import SamplingParams, variants
 from prefixkit.agreement import ProcessesDiffer
-from prefixkit.integrations.lm_eval import PrefixLM
-from prefixkit.integrations.xgrammar import regex
 from prefixkit.models.attention_class import is_patched
 from prefixkit.models.compile import gathered_head
 from prefixkit.models.compile.part_exchange import PartExchange
@@ -87,13 +84,13 @@ def results(family, model, seed, rank=0):
         beams = session.beam_search(ALWAYS, num_beams=3, num_return_sequences=2, max_new_tokens=6)
         made["beams"] = [beam.tokens for beam in beams]
         made["beam scores"] = np.array([beam.score for beam in beams])
-        made["values"] = torch.stack(session.values(prompts, lambda hidden: hidden[:, :8])).numpy()
+        made["values"] = torch.stack(session.values(prompts, lambda hidden: hidden[:, :8])).cpu().numpy()
     few = PAGES * 16 * made["bytes per token"]
     with prefixkit.Session(model, kv_budget=few, memory=prefixkit.MemoryPolicy(headroom=4)) as session:
         result = session.generate(prompts, replace(params, n=6, max_new_tokens=24, stop_token_ids=()))
         made["preempted"] = [(prompts[sample.prompt_index], sample.index, sample.tokens) for sample in result]
         made["preemptions"] = result.report.preempted_swapped + result.report.preempted_recomputed
-    batch = torch.tensor([ALWAYS[2]])
+    batch = torch.tensor([ALWAYS[2]], device=model.device)
     torch.manual_seed(0)
     for name, options in {
         "generate()": {"do_sample": True, "num_return_sequences": 4},
@@ -108,7 +105,12 @@ def results(family, model, seed, rank=0):
 
 
 def integrations(model):
-    """What grammars and lm-eval make of a patched model, likewise."""
+    """What grammars and lm-eval make of a patched model, likewise; their packages are not needed for the rest."""
+    from lm_eval.api.instance import Instance
+
+    from prefixkit.integrations.lm_eval import PrefixLM
+    from prefixkit.integrations.xgrammar import regex
+
     made, params = {}, SamplingParams(n=3, max_new_tokens=12, seed=0, grammar=regex("[a-f]{2,4}(-[0-9]{2})+;"))
     with prefixkit.Session(model, byte_tokenizer(), kv_budget="1MiB") as session:
         result = session.generate(ALWAYS, params)
