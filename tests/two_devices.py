@@ -8,7 +8,8 @@ prefixkit are functions of torch: what happens inside them runs on the CPU and i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
 
+import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.models.weights import borrowed
-from prefixkit.torch_private import storage_over
+from prefixkit.ops.backend import plain_torch, register
+from prefixkit.torch_private import outside_modes, storage_over
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 # Functions that may have tensors on both devices: they copy, or concern the Python object alone.
@@ -40,11 +43,30 @@ class TwoDevices(TorchFunctionMode):
     def __enter__(self) -> TwoDevices:
         self._borrows = mock.patch.object(borrowed, "storage_over", _storage_over)
         self._borrows.start()
-        return super().__enter__()  # type: ignore[no-any-return]
+        backend = self._backend = plain_torch()
+        assert backend.expanded_attention is not None
+        parts = {part: replace(of, attend=self._as_op(of.attend)) for part, of in backend.latent_parts.items()}
+        wrapped = replace(backend, expanded_attention=self._as_op(backend.expanded_attention), latent_parts=parts)
+        register(backend.name, lambda: wrapped)
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        backend = self._backend
+        register(backend.name, lambda: backend)
         self._borrows.stop()
+
+    def _as_op(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the backend that is no function of torch, as if it were one."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            (target,) = {self.device_of(one) for one in _tensors((args, kwargs)) if one.numel() != 1}
+            with outside_modes():
+                made = function(*args, **kwargs)
+            return self._placed(made, target, False)
+
+        return run
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor lies."""
@@ -64,7 +86,7 @@ class TwoDevices(TorchFunctionMode):
         if len(found) > 1 and func not in _ANYWHERE and func not in _MOVES:
             raise RuntimeError(f"{_name(func)}: expected all tensors to be on one device, but found cpu and cpu:1")
         made = func(*map(_on_cpu, args), **{name: _on_cpu(one) for name, one in kwargs.items()})
-        if func in _ANYWHERE or (_name(func) or "").endswith("_") or made is None:
+        if func in _ANYWHERE:
             return made
         target = self._target(func, args, kwargs) or next(iter(found), FIRST)
         return self._placed(made, target, bool(given) and found != {target})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import prefixkit.backends  # noqa: F401 - registers them
 from prefixkit.kv.kv_pool import KVPool, KVSpec, spec_of_alike
 from prefixkit.kv.layer_kinds import CachedTensor
+from tests.two_devices import FIRST, SECOND, TwoDevices
 
 
 def filled(pool: KVPool) -> KVPool:
@@ -169,6 +171,34 @@ def test_kv_that_was_read_is_written_where_it_is_wanted(page_size: int) -> None:
                 pool.pages(layer)[1].fill_(torch.nan)
             pool.write(there, given, places)
             torch.testing.assert_close(torch.cat(pool.read(there)), kv[places], rtol=0, atol=0)
+
+
+def test_layers_on_other_devices_have_tensors_of_their_own_and_the_same_rows_on_the_host() -> None:
+    """Runs of layers on one device share a tensor; what one pool has read another writes, wherever its layers lie."""
+    k, latent = CachedTensor(2, 4), CachedTensor(1, 6)
+    layers = ((k, k), (latent,), (k, k), (k, k), (latent,), (k, k))
+    one = filled(KVPool(KVSpec(layers), 4, 4))
+    with TwoDevices() as two:
+        devices = FIRST, SECOND, SECOND, SECOND, FIRST, FIRST
+        spread = KVPool(replace(one.spec, layer_devices=devices), 4, 4)
+        assert [spread.pages(layer)[0].device for layer in range(6)] == [*devices]
+        addresses = [spread.pages(layer)[0].untyped_storage().data_ptr() for layer in range(6)]
+        assert [addresses.index(address) for address in addresses] == [0, 1, 2, 2, 4, 5]
+        slots, there = np.array([3, 4, 9, 15]), np.array([1, 0, 7, 14])
+        parts = one.read(slots)
+        spread.write(there, parts, np.arange(4))
+        assert torch.equal(torch.cat(spread.read(there)), torch.cat(parts))
+        grown = spread.grown(5)
+        grown.copy(there, slots, spread)
+        assert torch.equal(torch.cat(grown.read(slots)), torch.cat(parts))
+        assert two.moved[SECOND] and str(spread.spec).endswith("on cpu and cpu:1")
+
+
+def test_devices_that_are_one_make_a_spec_of_one_device() -> None:
+    spec = spec_of_alike(3, 2, 16)
+    assert replace(spec, layer_devices=(FIRST,) * 3) == spec
+    with pytest.raises(ValueError, match="layer_devices must be 3 devices or none, got 2"):
+        replace(spec, layer_devices=(FIRST, SECOND))
 
 
 @pytest.mark.parametrize("dims", [(6, 4, 5), (6, 0), (6, 0, 5)], ids=str)

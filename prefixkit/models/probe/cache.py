@@ -207,14 +207,17 @@ class ProbedLayer:
         if not self._cached:
             found = [index for index, cached in enumerate(self._cache.cached) if are_same(cached, (key, value))]
             if not found:
-                self._refuse("attends over KV that neither it nor another layer has cached")
+                others = [cached for cached in self._cache.cached if cached and cached[0].device != key.device]
+                where = f" on {key.device}; layers that share KV must lie on one device" if others else ""
+                self._refuse(f"attends over KV that neither it nor another layer has cached{where}")
             self._reads = found[0]
         elif not self._same((key, value), self._cached):
             self._expands = self._expanded(key, value)
 
     def _same(self, given: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
         return all(
-            one is other or (one.shape == other.shape and (self._cache.shapes_only or bool((one == other).all())))
+            one is other
+            or (one.shape == other.shape and (self._cache.shapes_only or bool((one == other.to(one.device)).all())))
             for one, other in zip(given, expected, strict=True)
         )
 

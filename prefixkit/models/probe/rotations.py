@@ -67,5 +67,5 @@ def _candidates(model: nn.Module, kind: LayerKind) -> Iterator[Rotation]:
 
 
 def _turns(rotation: Rotation, near: Tensor, far: Tensor, here: Tensor, moved: int, kind: LayerKind) -> bool:
-    frequencies = torch.tensor(rotation.frequencies, device=near.device)
+    frequencies, here = torch.tensor(rotation.frequencies, device=near.device), here.to(near.device)
     return close(rotate(near, angles(frequencies, here, here + moved), rotation.interleaved), far, kind.dtype)
