@@ -12,10 +12,14 @@ import pytest
 import torch
 
 import prefixkit
-from prefixkit import MemoryPolicy, SamplingParams, Session
+from prefixkit import MemoryPolicy, SamplingParams, Session, variants
 from prefixkit.testing.tiny import tiny_llama
 from tests.dispatched import dispatched
 from tests.gpu.test_generation import ENDS, NEW, errors, padded  # noqa: F401 - a fixture
+from tests.gpu.test_latents import errors_of as of_latents
+from tests.gpu.test_latents import exact as latent_model  # noqa: F401 - a fixture
+from tests.gpu.test_layer_variants import GREEDY
+from tests.gpu.test_layer_variants import errors as of_variants
 from tests.gpu.test_memory import OPTIONS, logprob_errors
 from tests.gpu.test_model import model_of, prompts
 from tests.models.split_over_two import FAMILIES, results
@@ -62,9 +66,10 @@ def test_samples_err_no_more_than_the_unpatched_model(alternate: bool, caplog: p
     assert "without CUDA graphs: the model's weights lie on several devices" in said
 
 
-def test_a_file_of_prefixes_goes_from_two_gpus_to_one_and_back(tmp_path: Path) -> None:
-    whole, given = prefixkit.patch(model_of(64, torch.bfloat16)), prompts(16)
-    spread = prefixkit.patch(dispatched(model_of(64, torch.bfloat16), *PLACES))
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_a_file_of_prefixes_goes_from_two_gpus_to_one_and_back(kv_dtype: Any, tmp_path: Path) -> None:
+    whole, given = prefixkit.patch(model_of(64, torch.bfloat16), kv_dtype=kv_dtype), prompts(16)
+    spread = prefixkit.patch(dispatched(model_of(64, torch.bfloat16), *PLACES), kv_dtype=kv_dtype)
     for number, (source, target) in enumerate([(spread, whole), (whole, spread)]):
         path, kept = tmp_path / f"{number}.safetensors", list[torch.Tensor]()
         for model, save in ((source, True), (target, False)):
@@ -77,17 +82,45 @@ def test_a_file_of_prefixes_goes_from_two_gpus_to_one_and_back(tmp_path: Path) -
         assert torch.equal(*kept)
 
 
-@pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}])
-def test_rows_of_generate_err_no_more_than_the_unpatched_model(options: Any, padded: Any) -> None:  # noqa: F811
-    model = model_of(64, torch.bfloat16)
+def test_rows_of_generate_err_no_more_than_the_unpatched_model(padded: Any) -> None:  # noqa: F811
+    model, options = model_of(64, torch.bfloat16), {"do_sample": True, "num_return_sequences": 4, **ENDS}
     exact = copy.deepcopy(model).double()
     torch.manual_seed(5)
-    stock = errors(model, exact, padded, model.generate(**padded, max_new_tokens=NEW, **ENDS, **options))
+    stock = errors(model, exact, padded, model.generate(**padded, max_new_tokens=NEW, **options))
     prefixkit.patch(dispatched(model, *PLACES))
     torch.manual_seed(5)
-    out = model.generate(**padded, max_new_tokens=NEW, **ENDS, **options)
+    out = model.generate(**padded, max_new_tokens=NEW, **options)
     assert isinstance(out.past_key_values, prefixkit.TreeCache) and not out.past_key_values.fell_back
-    assert "num_beams" in options or errors(model, exact, padded, out) <= 1.5 * stock
+    assert errors(model, exact, padded, out) <= 1.5 * stock
+
+
+def follows(numbers: torch.Tensor) -> Any:
+    return lambda b, h, q_idx, kv_idx: numbers.to(q_idx.device)[q_idx] == numbers.to(q_idx.device)[kv_idx]
+
+
+def test_variants_that_capture_tensors_are_applied_on_both_gpus() -> None:
+    """Documents and ALiBi, by our kernels; a tensor that does not follow the scores to their GPU is an error."""
+    numbers = torch.arange(2048, device=PLACES[0]) // 300
+    documents = prefixkit.variant(mask_mod=lambda *at: follows(numbers)(*at) & (at[3] <= at[2]), name="documents")
+    variant = variants.compose(documents, variants.alibi([2.0**-n for n in range(1, 9)]))
+    model = model_of(128, torch.bfloat16)
+    spread = dispatched(copy.deepcopy(model), *PLACES)
+    samples = prefixkit.generate(prefixkit.patch(spread, variant=variant), None, prompts(21), **GREEDY)
+    ours, stock = of_variants(model, variant, samples)
+    assert ours <= 1.5 * stock
+    stays = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + numbers[kv_idx], name="stays")
+    with pytest.raises(ValueError, match="on cuda:0, but its scores are on cuda:1"):
+        prefixkit.generate(prefixkit.patch(spread, variant=stays), None, prompts(21), **GREEDY)
+
+
+def test_latents_are_attended_to_on_both_gpus(latent_model: Any) -> None:  # noqa: F811
+    rng = np.random.default_rng(7)
+    model, given = copy.deepcopy(latent_model).to(torch.bfloat16), [rng.integers(3, VOCAB, 700).tolist()]
+    spread = prefixkit.patch(dispatched(copy.deepcopy(model), *PLACES))
+    with Session(spread, kv_budget="64MiB") as session:
+        found = [*session.generate(given, n=32, max_new_tokens=12, seed=1, stop_token_ids=())]
+    ours, stock = of_latents(model, latent_model, given, found)
+    assert ours <= 1e-4 + 1.5 * stock
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
