@@ -20,9 +20,14 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def free_for(shares: Mapping[torch.device, float]) -> int:
+def free_for(shares: Mapping[torch.device, float], beside: int = 0) -> int:
     """The most bytes that fit if each device holds its share of them: the device with the least room decides.
 
     On one device, whose share is 1, these are all free bytes.
+
+    Args:
+        shares: The share of each device, above 0.
+        beside: Bytes that each device must leave free; the result has them once, so that callers subtract them as on
+            one device.
     """
-    return min(int(free_memory(device) / share) for device, share in shares.items() if share)
+    return beside + min(int((free_memory(device) - beside) / share) for device, share in shares.items())

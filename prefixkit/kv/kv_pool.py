@@ -62,17 +62,17 @@ class KVSpec:
 
     @cached_property
     def shares(self) -> dict[torch.device, float]:
-        """The devices, ``device`` first, and for each the larger of its shares of the KV's and of the states' bytes."""
+        """The devices, and for each the larger of its shares of the KV's and of the states' bytes."""
         if not (self.layer_devices or self.state_devices):
             return {self.device: 1.0}
-        found = {self.device: 0.0}
         sizes = [sum(tensor.size for tensor in cached) for cached in self.layers]
         of_states = [sum(tensor.bytes for tensor in module) for module in self.states]
+        found = dict[torch.device, float]()
         for places, bytes_of in ((self.layer_devices, sizes), (self.state_devices, of_states)):
-            own, whole = Counter[torch.device](), sum(bytes_of)
+            own = Counter[torch.device]()
             for place, size in zip(places or [self.device] * len(bytes_of), bytes_of, strict=True):
                 own[place] += size
-            found |= {place: max(found.get(place, 0.0), size / whole) for place, size in own.items()}
+            found |= {place: max(found.get(place, 0.0), size / own.total()) for place, size in own.items() if size}
         return found
 
     @property

@@ -77,12 +77,16 @@ def session_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, f
 def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free: int, workspace: int = 0) -> int:
     """The most pages that the store of a single call may have; errors as :func:`session_pages`.
 
-    ``workspace``: bytes of the free memory that steps need in addition, on each GPU.
+    ``workspace``: bytes of the free memory that steps need in addition, on each GPU; ``free`` has room for them.
     """
     share = int(free * CALL_SHARE[spec.device.type])
-    # ``free`` counts the whole of what the least share of a device's memory is a part of.
-    left = share if spec.device.type == "cpu" else max(0, share - int(workspace / min(spec.shares.values())))
+    left = share if spec.device.type == "cpu" else max(0, share - workspace)
     return _pages_in(left, spec, kv_budget, page_size, workspace)
+
+
+def beside_pages(spec: KVSpec, workspace: int) -> int:
+    """The free bytes of each device of which :func:`call_pages` leaves ``workspace`` bytes to steps."""
+    return 0 if spec.device.type == "cpu" else int(workspace / CALL_SHARE[spec.device.type])
 
 
 def left_for_states(spec: KVSpec, kv_budget: float | str | None, tokens: int) -> int | None:

@@ -94,12 +94,12 @@ class ModelStores:
         """Bytes that all stores take when full."""
         return sum(store.pool.bytes for store in [*self._all])
 
-    def free(self, spec: KVSpec) -> int:
-        """Bytes that new stores may take (:func:`free_for`), within the limit of all stores; the minimum over all
-        processes.
+    def free(self, spec: KVSpec, beside: int = 0) -> int:
+        """Bytes that new stores may take, and ``beside`` bytes of each device (:func:`free_for`), within the limit of
+        all stores; the minimum over all processes.
         """
         with self._lock:
-            free = free_for(spec.shares)
+            free = free_for(spec.shares, beside)
             if not self._all:
                 self._limit = int(LIMIT_SHARE * free)
             return self.agreement.least(max(0, min(free, self._limit - self.bytes)))

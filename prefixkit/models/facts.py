@@ -215,7 +215,7 @@ class ModelFacts:
         """What a :class:`KVPool` must hold for the model; raises as :attr:`probed`."""
         states, places = self.probed.states, self.probed.state_devices
         if not self.layers:  # a tree numbers tokens by the slots of pages, so each token caches one element
-            return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, self.inner.device, states, state_devices=places)
+            return KVSpec(((CachedTensor(1, 1),),), torch.bfloat16, places[0], states, state_devices=places)
         layer, caching = self.layers[0], [kind for kind in self.layers if kind.cached]
         cached, devices = tuple(kind.cached for kind in caching), tuple(kind.device for kind in caching)
         computed = layer.dtype if layer.stored else None

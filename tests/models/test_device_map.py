@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 import prefixkit
 from prefixkit import SamplingParams, Session, variants
 from prefixkit.kv.device_memory import free_for
-from prefixkit.kv.limits import call_pages, session_pages
+from prefixkit.kv.limits import beside_pages, call_pages, session_pages
 from prefixkit.models import UnsupportedModel, kv_spec
 from prefixkit.testing.tiny import tiny_llama
 from scripts.tiny_models import tiny_config, tiny_model
@@ -145,9 +146,11 @@ def test_the_device_with_the_least_room_for_its_layers_decides(two: TwoDevices, 
     free = free_for(spec.shares)
     assert free == 6 << 20, "two thirds of it fill the second device"
     assert session_pages(spec, None, 16, free) == (3 << 20) // page
-    on_gpus = {"device": torch.device("cuda", 0), "layer_devices": tuple(torch.device("cuda", i) for i in (0, 1, 1))}
-    pages = call_pages(type(spec)(spec.layers, **on_gpus), None, 16, free, workspace=1 << 20)
-    assert pages * page * 2 / 3 <= 0.95 * room[SECOND] - (1 << 20)
+    cuda = [torch.device("cuda", index) for index in (0, 1)]
+    gpus, work = replace(spec, device=cuda[0], layer_devices=(cuda[0], cuda[1], cuda[1])), 1 << 20
+    room |= zip(cuda, (room[FIRST], room[SECOND]), strict=True)
+    free = free_for(gpus.shares, beside_pages(gpus, work))
+    assert call_pages(gpus, None, 16, free, work) == int((0.95 * room[SECOND] - work) * 3 / 2) // page
     room[FIRST] = 1 << 20
     assert free_for(spec.shares) == 3 << 20
 

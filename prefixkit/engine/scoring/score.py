@@ -94,7 +94,9 @@ def score(
         return Outputs(targets=targets[which], target_rows=rows)
 
     # Results are read at the end; until then the host does not wait for the device.
-    most = logit_bytes(run.store.free()) if run.store.pool.spec.device.type == "cuda" else MOST_LOGIT_BYTES
+    spec, most = run.store.pool.spec, MOST_LOGIT_BYTES
+    if spec.device.type == "cuda":  # the logits lie there, beside its share of the KV
+        most = logit_bytes(int(run.store.free() * spec.shares[spec.device]))
     steps = run.results(texts, outputs, max(1, most // (4 * vocab)))
     results = [(which, step.target_logprobs, step.target_greedy) for which, step in steps]
     place = np.concatenate([which for which, _, _ in results])
