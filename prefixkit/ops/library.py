@@ -18,13 +18,12 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import scratch_ints
 from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, GpuCost
-from prefixkit.ops import arguments
+from prefixkit.ops import arguments, state_ops
 from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 from prefixkit.ops.shared_parts import gather_parts, sum_parts
-from prefixkit.ops.state_ops import check_conv_step, check_mamba2_step, conv_step, mamba2_step
 
 
 class NoBackward(NotImplementedError):
@@ -334,8 +333,9 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), (sample,)),
     (plan_tree, (*arguments.PACKED, "scratch"), (plan_tree,)),
     (expert_product, (), (arguments.check_experts,)),
-    (conv_step, ("states",), (_refuse_gradients, check_conv_step)),
-    (mamba2_step, ("states",), (_refuse_gradients, check_mamba2_step)),
+    (state_ops.conv_step, ("states",), (_refuse_gradients, state_ops.check_conv_step)),
+    (state_ops.mamba2_step, ("states",), (_refuse_gradients, state_ops.check_mamba2_step)),
+    (state_ops.delta_rule, ("states",), (_refuse_gradients, state_ops.check_delta_rule)),
     (sum_parts, (), (_refuse_gradients, sum_parts)),
     (gather_parts, (), (_refuse_gradients, gather_parts)),
 )

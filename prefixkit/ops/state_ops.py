@@ -1,4 +1,4 @@
-"""The contracts of ops that advance layers' states by one token, in the slots of a pool (see ``library``).
+"""The contracts of ops that advance layers' states by tokens, in the slots of a pool (see ``library``).
 
 Slots are those of ``kv.state_pool``: row ``r`` reads slot ``source[r]`` and writes slot ``target[r]``, which may be the
 same.  With target -1 a row writes nothing that is read again.  Slot 0 is for rows that pad a captured graph's batch:
@@ -113,6 +113,53 @@ def mamba2_step(
     return x.new_empty(x.shape)
 
 
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    normalize: bool,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """Tokens of each row, one after another, through the gated delta rule (arXiv:2412.06464, section 3.1).
+
+    Of each head of a row, with the state ``S``: ``S = exp(decay) * S``, ``S = S + key (outer) beta * (value - key . S)``,
+    and ``y = query . S / sqrt(K)``.  Computed in float32, and rounded once.
+
+    Args:
+        query, key: ``[B, tokens, key_heads, K]`` in value's dtype; ``heads / key_heads`` consecutive heads share one.
+        value: ``[B, tokens, heads, V]``.
+        decay: ``[B, tokens, heads]`` float32 logarithms.
+        beta: ``[B, tokens, heads]``, float32, bfloat16 or float16.
+        normalize: Whether query and key are multiplied by ``1 / sqrt(sum of squares + 1e-6)``.
+        states: ``[slots, heads, K, V]`` float32, contiguous, written.
+        source, target: ``[B]`` int64, contiguous; see above.
+
+    Returns:
+        ``[B, tokens, heads, V]`` in value's dtype, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice, IndexError, ValueError, NoBackward: as ``conv_step``.
+    """
+    op, device, like = "delta_rule", value.device, " like value"
+    expect(op, "value", value, "[B, tokens, heads, V]", value.ndim == 4, FLOATS)
+    rows, tokens, heads, dim = value.shape
+    fits = key.ndim == 4 and key.shape[:2] == (rows, tokens) and key.shape[2] > 0 and heads % key.shape[2] == 0
+    expect(op, "key", key, f"[{rows}, {tokens}, a divisor of {heads}, K]", fits, (value.dtype,), device, like)
+    expect(op, "query", query, list(key.shape), query.shape == key.shape, (value.dtype,), device, like)
+    for name, tensor, dtypes in (("decay", decay, (torch.float32,)), ("beta", beta, FLOATS)):
+        fits = tensor.shape == (rows, tokens, heads)
+        expect(op, name, tensor, f"[{rows}, {tokens}, {heads}] (of value)", fits, dtypes, device)
+    fits = states.ndim == 4 and states.shape[1:] == (heads, key.shape[3], dim) and states.is_contiguous()
+    shape = f"[slots, {heads}, {key.shape[3]}, {dim}] (of value and key), contiguous"
+    expect(op, "states", states, shape, fits, (torch.float32,), device)
+    _check_slots(op, value, source, target)
+    return value.new_empty(value.shape)
+
+
 def _check_slots(op: str, x: Tensor, source: Tensor, target: Tensor) -> None:
     for name, slots in (("source", source), ("target", target)):
         fits = slots.shape == x.shape[:1] and slots.is_contiguous()
@@ -129,6 +176,12 @@ def check_mamba2_step(*given: Any) -> None:
     """The same checks for ``mamba2_step``."""
     mamba2_step(*given)
     _check_moves("mamba2_step", *given[-3:])
+
+
+def check_delta_rule(*given: Any) -> None:
+    """The same checks for ``delta_rule``."""
+    delta_rule(*given)
+    _check_moves("delta_rule", *given[-3:])
 
 
 def _check_moves(op: str, states: Tensor, source: Tensor, target: Tensor) -> None:

@@ -9,13 +9,13 @@ from itertools import product
 from prefixkit.attention.sharing import DECODE_ROWS
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.layouts import Maps
+from prefixkit.backends.cuda.layouts import FLOATS, Maps
+from prefixkit.backends.cuda.states.state_units import CONV_STEP, KEY_SIZES, STATE_SIZES, delta_unit, mamba2_unit
 from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
 from prefixkit.threads import once
 
 VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short"}  # bytes: type
-FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
 
 
 def append_e4m3_name(dtype: str, each: int) -> str:
@@ -85,33 +85,6 @@ def sum_name(dtype: str) -> str:
 
 GATHER_PARTS = "prefixkit::gather_parts"
 SHARED_PARTS = Unit("parallel/shared_parts.cu", (*map(sum_name, FLOATS), GATHER_PARTS), headers=layouts.SHARED_PARTS)
-
-CONV_WIDTHS = (2, 3, 4)
-STATE_SIZES = (16, 32, 64, 128, 256)  # elements of a row of a head's state, in Mamba 2
-
-
-def conv_name(dtype: str, width: int) -> str:
-    """The kernel of one token through a causal convolution."""
-    return f"prefixkit::conv_step<{FLOATS[dtype]}, {width}>"
-
-
-def mamba2_name(dtype: str, state_size: int) -> str:
-    """The kernel of one token through Mamba 2's recurrence."""
-    return f"prefixkit::mamba2_step<{FLOATS[dtype]}, {state_size}>"
-
-
-CONV_STEP = Unit(
-    "states/conv_step.cu",
-    tuple(conv_name(dtype, width) for dtype in FLOATS for width in CONV_WIDTHS),
-    headers=(layouts.CONV_STEP.header,),
-)
-
-
-def mamba2_unit(state_size: int) -> Unit:
-    """The kernels of Mamba 2's recurrence for a state size, in all dtypes."""
-    names = tuple(mamba2_name(dtype, state_size) for dtype in FLOATS)
-    return Unit("states/mamba2_step.cu", names, headers=(layouts.MAMBA2_STEP.header,))
-
 
 WARPS = 8  # of a block of the sampling kernel
 _WARP_STEP = 128  # tokens that a warp processes at a time
@@ -345,5 +318,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = (merge_unit(*of) for of in product((False, True), repeat=2))
-    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), SHARED_PARTS
-    return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, *plain, *varied
+    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), *map(delta_unit, KEY_SIZES)
+    return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, SHARED_PARTS, *plain, *varied

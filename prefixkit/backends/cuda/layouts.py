@@ -11,6 +11,9 @@ from enum import Enum
 from prefixkit.cuda.struct_layout import TENSOR_MAP, define
 from prefixkit.ops.sampling_records import RECORD
 
+# C++ types of dtypes.
+FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
+
 # ---- attention ----
 
 _ATTENTION = define(
@@ -230,6 +233,23 @@ MAMBA2_STEP = define(
     ("int", "heads heads_per_group"),
     ("int", "dim", "P"),
     ("int", "dt_kind skip_kind bias_kind", "see Kind in numbers.cuh"),
+)
+DELTA_RULE = define(
+    "DeltaRule",
+    ("const void*", "query key value", "[rows, tokens, key heads, K] twice, [rows, tokens, heads, V]"),
+    ("const float*", "decay", "[rows, tokens, heads], logarithms"),
+    ("const void*", "beta", "[rows, tokens, heads]"),
+    ("float*", "states", "[slots, heads, K, V]"),
+    ("const long long*", "source target", "[rows] slots"),
+    ("void*", "out", "[rows, tokens, heads, V]"),
+    ("long long", "query_row query_token query_head query_step", "strides"),
+    ("long long", "key_row key_token key_head key_step"),
+    ("long long", "value_row value_token value_head value_step"),
+    ("long long", "slots"),
+    ("int", "tokens heads heads_per_key"),
+    ("int", "size dim", "K and V"),
+    ("int", "normalize", "1: query and key by their lengths"),
+    ("int", "beta_kind", "see Kind in numbers.cuh"),
 )
 
 # ---- sampling ----

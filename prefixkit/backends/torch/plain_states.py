@@ -1,4 +1,4 @@
-"""One token through layers with states, in plain torch: some rows at a time, so that their states stay in caches.
+"""Tokens through layers with states, in plain torch: some rows at a time, so that their states stay in caches.
 
 The host does not wait for the device, so a CUDA graph can capture this.
 """
@@ -59,6 +59,39 @@ def mamba2_step(
     if skip is not None:
         y = torch.addcmul(y, inputs, skip.float()[:, None])
     return (y if gate is None else y * F.silu(gate.float())).to(x.dtype)
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    normalize: bool,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """``delta_rule``, likewise."""
+    (rows, tokens, heads, dim), size = value.shape, key.shape[3]
+    query, key = (of.float().repeat_interleave(heads // of.shape[2], 2) for of in (query, key))
+    if normalize:
+        query, key = (of * torch.rsqrt((of * of).sum(-1, keepdim=True) + 1e-6) for of in (query, key))
+    # [rows, tokens, heads, 1, K or V] each, so that the heads of rows are a batch of products.
+    query, key = query[..., None, :] * size**-0.5, key[..., None, :]
+    values, decays, beta = value.float()[..., None, :], torch.exp(decay)[..., None, None], beta.float()[..., None, None]
+    target = target.clamp(min=0)  # the content of slot 0 means nothing
+    out = query.new_empty(rows, tokens, heads, 1, dim)
+    for some in _some(rows, states):
+        held = states.index_select(0, source[some])
+        for token in range(tokens):
+            now = some, token
+            held.mul_(decays[now])
+            change = (values[now] - key[now] @ held).mul_(beta[now])
+            held.add_(key[now].mT * change)
+            out[now] = query[now] @ held
+        states.index_copy_(0, target[some], held)
+    return out[..., 0, :].to(value.dtype)
 
 
 def _some(rows: int, states: Tensor) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""Replacements by ops for transformers' functions for one token of Mamba 2, for states that are stored in a pool.
+"""Replacements by ops for transformers' functions of Mamba 2 and gated delta nets, for states that stay in a pool.
 
 Each replacement takes the arguments of transformers' function, with a :class:`PoolState` as the state; if the op does
 not support the other arguments, transformers' function runs on a copy of the states.
@@ -6,8 +6,8 @@ not support the other arguments, transformers' function runs on a copy of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from prefixkit.ops.arguments import FLOATS
 
 Function = Callable[..., Any]
 CONVOLUTION, RECURRENCE = "causal_conv1d_update", "mamba2_selective_state_update"
+DELTA_TOKEN, DELTA_TOKENS = "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +47,23 @@ class PoolState:
     def device(self) -> torch.device:
         return self.tensor.device
 
+    def copy(self) -> Tensor:
+        """The states before the tokens, ``[B, *shape]``."""
+        return self.tensor.index_select(0, self.source)
+
+    def store(self, states: Tensor) -> None:
+        """Store ``[B, *shape]`` states after the tokens."""
+        self.tensor.index_copy_(0, self.target.clamp(min=0), states)  # slot 0 holds no state
+
+    def copy_(self, states: PoolState) -> None:
+        """Accept the states after the tokens, as a cache does from a module: they are in their slots."""
+        assert states is self, "what a function that updates these in their pool has returned"
+
     def by_copy(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``function``, which writes states in place, on a copy of these; store the copy, and return the result."""
-        copy = self.tensor.index_select(0, self.source)
+        copy = self.copy()
         made = function(*(copy if of is self else of for of in args), **kwargs)
-        self.tensor.index_copy_(0, self.target.clamp(min=0), copy)  # slot 0 holds no state
+        self.store(copy)
         return made
 
 
@@ -60,6 +73,8 @@ class Made:
 
     Attributes:
         takes: Whether the op can update a state of a module in its pool.
+        most_tokens: The most tokens of a row for which the op runs, by device type: where it is faster.
+        over_kernels: Whether the op runs even where a kernel is installed.
         instead: Makes the replacement from transformers' function.
         calls: Calls for :func:`differs`: a pool of states, and the other arguments.
     """
@@ -67,6 +82,12 @@ class Made:
     takes: Callable[[StateTensor], bool]
     instead: Callable[[Function], Function]
     calls: Callable[[Callable[..., Tensor]], list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]]]
+    most_tokens: Mapping[str, int] = field(default_factory=dict)
+    over_kernels: bool = False
+
+    def runs(self, tokens: int, device: torch.device) -> bool:
+        """Whether the op runs a number of tokens of each row."""
+        return tokens <= self.most_tokens.get(device.type, 1)
 
 
 def _convolution(theirs: Function) -> Function:
@@ -123,6 +144,36 @@ def _recurrence(theirs: Function) -> Function:
     return mamba2_selective_state_update
 
 
+def _delta_rule(theirs: Function) -> Function:
+    def gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        state, others = initial_state, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, **kwargs}
+        given = {"g": g, "beta": beta, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, **others}
+        if not isinstance(state, PoolState):
+            return theirs(query, key, value, initial_state=state, **given)
+        alike = query.dtype == key.dtype == value.dtype and all(of.dtype in FLOATS for of in (value, beta))
+        if not alike or g.dtype != torch.float32 or cu_seqlens is not None:
+            out, after = theirs(query, key, value, initial_state=state.copy(), **given)
+            state.store(after)
+        else:
+            places = state.tensor, state.source, state.target
+            out = torch.ops.prefixkit.delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, *places)
+        return out, state
+
+    return gated_delta_rule
+
+
 def _of_heads(tensor: Tensor | None, axis: int) -> bool:
     """Whether a tensor has one number per head, repeated along all axes from ``axis`` on."""
     if tensor is None:
@@ -156,6 +207,25 @@ def _calls_of_recurrence(
     ]
 
 
+def _calls_of_delta_rule(
+    random: Callable[..., Tensor],
+) -> list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
+    query, key, value = random(2, 3, 4, 6), random(2, 3, 4, 6), random(2, 3, 4, 5)
+    gates = {"g": -random(2, 3, 4).exp(), "beta": random(2, 3, 4).sigmoid()}
+    others = {"initial_state": PoolState, "output_final_state": True}
+    return [
+        (random(4, 4, 6, 5), (query, key, value), {**gates, **others, "use_qk_l2norm_in_kernel": normalize})
+        for normalize in (True, False)
+    ]
+
+
+_DELTA = Made(
+    lambda state: state.recurrent and not state.index and state.dtype == torch.float32 and len(state.shape) == 3,
+    _delta_rule,
+    _calls_of_delta_rule,
+    most_tokens={"cpu": 32, "cuda": 512},
+    over_kernels=True,
+)
 MADE = {
     CONVOLUTION: Made(lambda state: not state.recurrent and not state.index, _convolution, _calls_of_convolution),
     RECURRENCE: Made(
@@ -163,6 +233,8 @@ MADE = {
         _recurrence,
         _calls_of_recurrence,
     ),
+    DELTA_TOKEN: _DELTA,
+    DELTA_TOKENS: _DELTA,
 }
 
 
@@ -180,14 +252,23 @@ def differs(name: str, torchs: Function) -> str:
             held = pool.clone()
             state, copy = PoolState(held, source, target), pool[source]
             try:
-                wanted = torchs(*(copy if of is PoolState else of for of in args), **kwargs)
+                wanted = torchs(*_with(copy, args), **_with(copy, kwargs))
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
                 return f"takes other arguments than it did: {error}"
-            got = ours(*(state if of is PoolState else of for of in args), **kwargs)
+            got = ours(*_with(state, args), **_with(state, kwargs))
+            if isinstance(wanted, tuple):  # the states after the tokens, in place of writing them
+                (wanted, copy), (got, _) = wanted, got
             for what, mine, theirs in (("returns", got, wanted), ("keeps", held[target], copy)):
                 if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
                     return f"{what} other numbers than the op"
     return ""
+
+
+def _with(state: Any, given: Any) -> Any:
+    """The arguments of a call with a state in place of ``PoolState``."""
+    if isinstance(given, dict):
+        return dict(zip(given, _with(state, given.values()), strict=True))
+    return [state if of is PoolState else of for of in given]
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:

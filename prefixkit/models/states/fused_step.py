@@ -1,10 +1,13 @@
-"""One token of Mamba 2, computed from states that stay in their pool.
+"""Tokens of Mamba 2 and of gated delta nets, computed from states that stay in their pool.
 
 transformers' files of models with Mamba 2 have two functions for one token, which run the kernels of ``causal_conv1d``
-and ``mamba_ssm`` if these are installed, and else torch code that reads and writes the state a dozen times.  Here the
-module's own ``forward`` runs, and those of the two functions that are torch code are replaced by ops, which read each
-state once from its slot and write it once to its slot.  transformers itself is not modified: the ``forward`` called
-here is a new function object with the same code, whose globals name the replacements.
+and ``mamba_ssm`` if these are installed, and else torch code that reads and writes the state a dozen times.  Files of
+gated delta nets have functions for one token and for several, with kernels of ``fla``.  Here the module's own
+``forward`` runs, and functions that are torch code are replaced by ops, which read each state once from its slot and
+write it once to its slot.  The delta rule of few tokens is an op even where ``fla`` is installed: its kernels take a
+state that is gathered before and scattered after them, and the host needs longer to launch them than they take.
+transformers itself is not modified: the ``forward`` called here is a new function object with the same code, whose
+globals name the replacements.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from prefixkit.kv.state_pool import StateTensor
 from prefixkit.models.attention_class import original_class
-from prefixkit.models.states.fused_functions import MADE, RECURRENCE, differs
+from prefixkit.models.states.fused_functions import DELTA_TOKEN, MADE, RECURRENCE, differs
 
 log = logging.getLogger("prefixkit")
 
@@ -34,7 +37,7 @@ _HOOKED = force_accelerate_hooks([])(lambda: None).__code__
 
 @dataclass(frozen=True, eq=False)
 class FusedStep:
-    """What runs one token of modules of a class.
+    """What runs one token, or few, of modules of a class.
 
     Attributes:
         forward: Replaces the class's own ``forward``.
@@ -44,23 +47,23 @@ class FusedStep:
     forward: Function
     replaced: dict[str, Function]
 
-    def takes(self, state: StateTensor) -> bool:
-        """Whether a state may stay in its pool."""
-        return any(MADE[name].takes(state) for name in self.replaced)
+    def takes(self, state: StateTensor, tokens: int, device: torch.device) -> bool:
+        """Whether a state may stay in its pool while a number of tokens of each row run."""
+        return any(MADE[name].takes(state) and MADE[name].runs(tokens, device) for name in self.replaced)
 
 
-def fused_step(module: nn.Module) -> FusedStep | None:
-    """The fused step of a module whose states stay in their pool; None if the module's own code must run, as it must
-    while gradients are enabled.
+def fused_step(module: nn.Module, tokens: int, device: torch.device) -> FusedStep | None:
+    """The fused step of a module whose states stay in their pool while ``tokens`` of each row run; None if the module's
+    own code must run, as it must while gradients are enabled.
     """
     found = _fused(original_class(module))  # type: ignore[arg-type]  # classes hash
     if not isinstance(found, FusedStep) or torch.is_grad_enabled() or any(map(_by_hub, found.replaced.values())):
         return None
-    return found
+    return found if any(MADE[name].runs(tokens, device) for name in found.replaced) else None
 
 
 def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Log for each class of Mamba 2 among a model's modules what runs its single tokens."""
+    """Log for each class of Mamba 2 or gated delta nets among a model's modules what runs its single tokens."""
     for cls in dict.fromkeys(map(original_class, modules)):
         found = _fused(cls)  # type: ignore[arg-type]
         if isinstance(found, FusedStep):
@@ -73,17 +76,19 @@ def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
 def _fused(cls: type[nn.Module]) -> FusedStep | str:
     """The fused step of a class, or the reason why its own code runs; "" if it does not call these functions."""
     own = inspect.unwrap(cls.forward)
-    if not isinstance(own, FunctionType) or RECURRENCE not in own.__code__.co_names:
+    if not isinstance(own, FunctionType) or not {RECURRENCE, DELTA_TOKEN} & set(own.__code__.co_names):
         return ""
     if getattr(cls.forward, "__code__", None) not in (own.__code__, _HOOKED):
         return "its forward is wrapped in another way"
     used = {name: own.__globals__.get(name) for name in MADE if name in own.__code__.co_names}
-    replaced = {name: of for name, of in used.items() if of is not None and (torchs := _torchs(of)) is not None}
+    replaced, code = dict[str, Function](), {name: _torchs(of) for name, of in used.items() if of is not None}
+    for name, (torchs, runs) in code.items():
+        if torchs is not None and (runs or MADE[name].over_kernels):
+            if how := differs(name, torchs):
+                return f"{name} {how}"
+            replaced[name] = used[name]
     if not replaced:
         return "kernels are installed"
-    for name, of in replaced.items():
-        if (torchs := _torchs(of)) is not None and (how := differs(name, torchs)):
-            return f"{name} {how}"
     functions = {name: MADE[name].instead(of) for name, of in replaced.items()}
     forward = FunctionType(own.__code__, own.__globals__ | functions, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
@@ -95,11 +100,14 @@ def _by_hub(function: Function) -> bool:
     return isinstance(function, nn.Module) and "forward" in vars(function)
 
 
-def _torchs(function: Function) -> Function | None:
-    """The torch code that a function of transformers runs; None if it runs a kernel or cannot be inspected."""
+def _torchs(function: Function) -> tuple[Function | None, bool]:
+    """The torch code of a function of transformers, and whether the function runs it; None if it cannot be inspected.
+
+    Otherwise the function runs a kernel.
+    """
     if isinstance(function, nn.Module):  # made from the function by ``kernels``
         function = inspect.getclosurevars(type(function).forward).nonlocals.get("func", function)
     torchs: Function | None = getattr(function, "__wrapped__", None)
     if torchs is None or not isinstance(function, FunctionType):
-        return None
-    return torchs if inspect.getclosurevars(function).nonlocals.get("implementation") is torchs else None
+        return None, False
+    return torchs, inspect.getclosurevars(function).nonlocals.get("implementation") is torchs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from prefixkit.attention.state_batches import StateBatch
 from prefixkit.attention.step import Step
-from prefixkit.kv.state_pool import StatePool, StateTensor
+from prefixkit.kv.state_pool import StatePool
 from prefixkit.models.states.fused_functions import PoolState
 from prefixkit.models.states.fused_step import FusedStep, fused_step
 from prefixkit.models.states.mixer_class import run_texts
@@ -31,8 +30,8 @@ def run_step(
     states, tensors = pool.states[number], pool.tensors[number]
     made: list[Any] = []
     for batch in step.states:
-        fused = fused_step(module) if batch.length == 1 and batch.source is not None else None
-        before = None if batch.source is None else _before(states, tensors, batch, batch.source, fused)
+        fused = None if batch.source is None else fused_step(module, batch.length, pool.device)
+        before = None if batch.source is None else _before(pool, number, batch, batch.source, fused)
         forward = None if fused is None else fused.forward
         run = partial(run_texts, module, args, kwargs, step.num_rows, partial(_select, batch))
         out, cache = run(states, before, forward=forward)
@@ -48,11 +47,7 @@ def run_step(
 
 
 def _before(
-    states: Sequence[StateTensor],
-    tensors: Sequence[Tensor],
-    batch: StateBatch,
-    source: Tensor,
-    fused: FusedStep | None,
+    pool: StatePool, number: int, batch: StateBatch, source: Tensor, fused: FusedStep | None
 ) -> list[Tensor | PoolState]:
     """The states before a batch: copies, or their places in the pool if an op updates them there."""
     target = batch.target
@@ -60,9 +55,9 @@ def _before(
         target = torch.full_like(source, -1).index_copy_(0, batch.writes, target)
     return [
         PoolState(tensor, source, target)
-        if fused is not None and fused.takes(state)
+        if fused is not None and fused.takes(state, batch.length, pool.device)
         else tensor.index_select(0, source)
-        for state, tensor in zip(states, tensors, strict=True)
+        for state, tensor in zip(pool.states[number], pool.tensors[number], strict=True)
     ]
 
 

@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import CONV_STEP, STATE_SIZES, mamba2_unit
 from prefixkit.backends.cuda.states import state_steps
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch

@@ -37,6 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOTH = {"causal_conv1d_update", "mamba2_selective_state_update"}
 # Rows go on in their slot, begin in one that several read, write nothing, and are none.
 SOURCE, TARGET = [1, 5, 5, 2, 0], [1, 3, 4, -1, 0]
+CPU = torch.device("cpu")
 CACHE = SimpleNamespace(run_state=None)  # stands for one of ours
 
 
@@ -110,7 +111,7 @@ def by_itself(mixer: nn.Module, tokens: Tensor, pool: StatePool) -> tuple[Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, writes, dtype, generator):
     mixer = mixer_of(family, dtype)
-    fused = fused_step(mixer)
+    fused = fused_step(mixer, 1, CPU)
     assert fused is not None and fused.replaced.keys() == BOTH
     double = copy.deepcopy(mixer).double()
     # Of what is returned and of both states: our errors, theirs, and the numbers themselves.
@@ -155,14 +156,14 @@ def test_no_other_class_has_such_a_step():
 
     for family in ("mamba", "lfm2", "qwen3_next"):
         for mixer in mixers(tiny_model(tiny_config(family), "")).values():
-            assert fused_step(mixer) is None
+            assert fused_step(mixer, 1, CPU) is None
 
 
 def test_where_gradients_may_be_wanted_the_module_runs_by_itself():
     mixer = mixer_of("mamba2", torch.float32)
-    assert fused_step(mixer) is not None
+    assert fused_step(mixer, 1, CPU) is not None
     with torch.enable_grad():
-        assert fused_step(mixer) is None
+        assert fused_step(mixer, 1, CPU) is None
 
 
 def test_the_log_says_once_what_runs(caplog):
@@ -209,7 +210,7 @@ def test_a_function_that_computes_something_else_is_left_to_the_module(generator
         return made
 
     mixer = changed(mamba2_selective_state_update=decorated(mamba2_selective_state_update))
-    assert fused_step(mixer) is None
+    assert fused_step(mixer, 1, CPU) is None
     log_fused([mixer, mixer], torch.device("cpu"))
     assert [record.message for record in caplog.records] == [
         "ChangedMixer: single tokens run by transformers' code: mamba2_selective_state_update returns other numbers "
@@ -227,7 +228,7 @@ def test_a_function_that_takes_something_else_is_left_to_the_module(caplog):
         return hidden_states
 
     mixer = changed(causal_conv1d_update=decorated(causal_conv1d_update))
-    assert fused_step(mixer) is None
+    assert fused_step(mixer, 1, CPU) is None
     log_fused([mixer], torch.device("cpu"))
     (said,) = [record.message for record in caplog.records]
     assert "transformers' code: causal_conv1d_update takes other arguments than it did" in said
@@ -242,7 +243,7 @@ def test_a_forward_that_is_wrapped_otherwise_is_left_to_the_module():
 
     forward.__wrapped__ = inner.__wrapped__  # type: ignore[attr-defined]
     mixer.__class__ = type("WrappedMixer", (mamba2.Mamba2Mixer,), {"forward": forward})
-    assert fused_step(mixer) is None
+    assert fused_step(mixer, 1, CPU) is None
 
 
 def test_a_kernel_that_is_installed_stays(generator, monkeypatch):
@@ -260,7 +261,7 @@ def test_a_kernel_that_is_installed_stays(generator, monkeypatch):
     package.selective_state_update = sys.modules[module].selective_state_update = kernel  # type: ignore[attr-defined]
     package.ops = SimpleNamespace(triton=SimpleNamespace(selective_state_update=sys.modules[module]))  # type: ignore[attr-defined]
     mixer = changed(mamba2_selective_state_update=decorated(torchs("mamba2_selective_state_update")))
-    fused = fused_step(mixer)
+    fused = fused_step(mixer, 1, CPU)
     assert fused is not None and fused.replaced.keys() == {"causal_conv1d_update"}
     pool, tokens = states_of(mixer, 5, generator), torch.randn(len(SOURCE), width_of(mixer), generator=generator)
     wanted, states = by_itself(mixer, tokens, pool)
@@ -283,7 +284,7 @@ def test_a_kernel_of_the_hub_stays():
 
     functions = {name: as_module(decorated(torchs(name))) for name in BOTH}
     mixer = changed(**functions)
-    fused = fused_step(mixer)
+    fused = fused_step(mixer, 1, CPU)
     assert fused is not None and fused.replaced == functions
     functions["causal_conv1d_update"].forward = lambda *args, **kwargs: None
-    assert fused_step(mixer) is None
+    assert fused_step(mixer, 1, CPU) is None

@@ -1,4 +1,4 @@
-"""``conv_step`` and ``mamba2_step`` by our kernels; plain torch computes sizes that no kernel supports."""
+"""``conv_step``, ``mamba2_step`` and ``delta_rule`` by our kernels; plain torch computes sizes that no kernel supports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import CONV_STEP, CONV_WIDTHS, STATE_SIZES, conv_name, mamba2_name, mamba2_unit
+from prefixkit.backends.cuda.states.state_units import (
+    CONV_STEP,
+    CONV_WIDTHS,
+    KEY_SIZES,
+    STATE_SIZES,
+    conv_name,
+    delta_name,
+    delta_unit,
+    mamba2_name,
+    mamba2_unit,
+)
 from prefixkit.backends.torch import plain_states
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
@@ -21,6 +31,7 @@ _THREADS = 256
 _MOST_DIM = 256  # MOST_DIM of mamba2_step.cu
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Kind of csrc/states/numbers.cuh
 _VECTOR = 16
+_RULE_THREADS, _RULE_COLUMNS, _PAIR = 128, 32, 8  # of delta_rule.cu: threads and columns of a block, bytes of a pair
 
 
 def conv_step(
@@ -70,6 +81,35 @@ def mamba2_step(
     what = f"mamba2_step on {x.device}: {list(x.shape)} {x.dtype}, {groups} groups, states of {size}"
     grid = heads * rows, 1, 1
     launch(layouts.MAMBA2_STEP.check(function), layouts.MAMBA2_STEP, values, grid, _THREADS, 0, what.__str__)
+    return out
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    normalize: bool,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+) -> Tensor:
+    """``delta_rule``, likewise."""
+    (rows, tokens, heads, dim), size = value.shape, key.shape[3]
+    padded = next((one for one in KEY_SIZES if size <= one), 0)
+    if not padded or dim % 2 or states.data_ptr() % _PAIR:
+        _say("delta_rule", value.device, f"no kernel is for states of {size} x {dim} that lie so")
+        return plain_states.delta_rule(query, key, value, decay, beta, normalize, states, source, target)
+    decay, beta, out = decay.contiguous(), beta.contiguous(), value.new_empty(value.shape)
+    tensors = query, key, value, decay, beta, states, source, target, out
+    strides = *query.stride(), *key.stride(), *value.stride()
+    sizes = len(states), tokens, heads, heads // key.shape[2], size, dim, normalize, _KINDS[beta.dtype]
+    function = jit.load(delta_unit(padded), value.device.index)[delta_name(_name(value.dtype), padded)]
+    what = f"delta_rule on {value.device}: {list(value.shape)} {value.dtype}, keys of {size}"
+    grid = -(-dim // _RULE_COLUMNS) * heads * rows, 1, 1
+    values = (*map(_address, tensors), *strides, *sizes)
+    launch(layouts.DELTA_RULE.check(function), layouts.DELTA_RULE, values, grid, _RULE_THREADS, 0, what.__str__)
     return out
 
 
