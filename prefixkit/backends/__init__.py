@@ -15,6 +15,7 @@ def _torch() -> Backend:
     from prefixkit.backends.torch import (
         host_planner,
         latent_attention,
+        plain_digest,
         plain_experts,
         plain_kv,
         plain_sampling,
@@ -41,6 +42,7 @@ def _torch() -> Backend:
         plain_states.conv_step,
         plain_states.mamba2_step,
         plain_states.delta_rule,
+        plain_digest.digest,
         products.sum_parts,
         products.gather_parts,
         expanded_attention=run_program.expanded_attention,
@@ -53,7 +55,7 @@ def _torch() -> Backend:
 
 @once
 def _cuda() -> Backend:
-    from prefixkit.backends.cuda import attention, device_planner, kv, part_kernels, plan_launch, sampling
+    from prefixkit.backends.cuda import attention, device_planner, digests, kv, part_kernels, plan_launch, sampling
     from prefixkit.backends.cuda.experts.expert_product import expert_product, most_pairs
     from prefixkit.backends.cuda.latents import latent_kernels, latent_planners
     from prefixkit.backends.cuda.states import state_steps
@@ -80,6 +82,7 @@ def _cuda() -> Backend:
         state_steps.conv_step,
         state_steps.mamba2_step,
         state_steps.delta_rule,
+        digests.digest,
         part_kernels.sum_parts,
         part_kernels.gather_parts,
         latent_parts={part: PartBackend(latent_planners.planner_for, plain.latent_parts[part].attend) for part in Part},

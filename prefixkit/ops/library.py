@@ -18,12 +18,11 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import scratch_ints
 from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, GpuCost
-from prefixkit.ops import arguments, state_ops
+from prefixkit.ops import arguments, digest_op, shared_parts, state_ops
 from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
 from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
-from prefixkit.ops.shared_parts import gather_parts, sum_parts
 
 
 class NoBackward(NotImplementedError):
@@ -336,8 +335,9 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (state_ops.conv_step, ("states",), (_refuse_gradients, state_ops.check_conv_step)),
     (state_ops.mamba2_step, ("states",), (_refuse_gradients, state_ops.check_mamba2_step)),
     (state_ops.delta_rule, ("states",), (_refuse_gradients, state_ops.check_delta_rule)),
-    (sum_parts, (), (_refuse_gradients, sum_parts)),
-    (gather_parts, (), (_refuse_gradients, gather_parts)),
+    (digest_op.digest, ("total",), (digest_op.digest,)),
+    (shared_parts.sum_parts, (), (_refuse_gradients, shared_parts.sum_parts)),
+    (shared_parts.gather_parts, (), (_refuse_gradients, shared_parts.gather_parts)),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)
 

@@ -1,9 +1,10 @@
-"""Calls of the ops that take states one token further, in random sizes, and their float64 oracles."""
+"""Calls of the ops that take states further, in random sizes, and their float64 oracles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,65 @@ def mamba2_oracle(given: Sequence[Tensor | None]) -> Step:
             if target[row] > 0:
                 after[target[row], head] = held
     return Step(out, after)
+
+
+def delta_arguments(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    rows: int = 5,
+    tokens: int = 3,
+    heads: int = 4,
+    key_heads: int = 2,
+    size: int = 10,
+    dim: int = 6,
+    normalize: bool = True,
+    device: str | torch.device = "cpu",
+) -> list[Any]:
+    """Of ``delta_rule``; query, key and value are parts of longer columns, as those of a convolution are."""
+    parts = [key_heads * size, key_heads * size, heads * dim]
+    columns = torch.randn(rows, sum(parts), tokens + 2, generator=generator).to(device, dtype)
+    query, key, value = columns[..., 2:].mT.split(parts, 2)
+    decay = -torch.rand(rows, tokens, heads, generator=generator).mul(8).sub(5).exp().to(device)
+    beta = torch.rand(rows, tokens, heads, generator=generator).to(device, dtype)
+    states = torch.randn(SLOTS, heads, size, dim, generator=generator).to(device)
+    if not normalize:  # else a state grows from token to token
+        key = key / size
+    query, key = (of.unflatten(2, (key_heads, size)) for of in (query, key))
+    return [query, key, value.unflatten(2, (heads, dim)), decay, beta, normalize, states, *moves(rows, generator, device)]
+
+
+def delta_oracle(given: Sequence[Any]) -> Step:
+    """In float64, from the arguments before the call, a head of a row at a time."""
+    query, key, value, decay, beta, _, states = (of.cpu().double() if isinstance(of, Tensor) else of for of in given[:7])
+    source, target = (of.cpu() for of in given[7:])
+    (rows, tokens, heads, _), share = value.shape, value.shape[2] // key.shape[2]
+    if given[5]:
+        query, key = (of / (of.square().sum(-1, keepdim=True) + 1e-6).sqrt() for of in (query, key))
+    out, after = torch.empty_like(value), states.clone()
+    for row in range(rows):
+        for head in range(heads):
+            held = states[source[row], head]
+            for at in range(tokens):
+                held = held * torch.exp(decay[row, at, head])
+                k, q = key[row, at, head // share], query[row, at, head // share]
+                held = held + torch.outer(k, beta[row, at, head] * (value[row, at, head] - k @ held))
+                out[row, at, head] = q @ held / key.shape[3] ** 0.5
+            if target[row] > 0:
+                after[target[row], head] = held
+    return Step(out, after)
+
+
+def delta_by_torch(given: Sequence[Any]) -> Step:
+    """The same as transformers' torch code computes it: of several tokens in chunks."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    query, key, value, decay, beta, normalize, states, source, target = given
+    tokens, share = value.shape[1], value.shape[2] // key.shape[2]
+    query, key = (of.repeat_interleave(share, 2) for of in (query, key))  # 5.17 does so outside of the function
+    rule = theirs.torch_recurrent_gated_delta_rule if tokens == 1 else theirs.torch_chunk_gated_delta_rule
+    gates = {"g": decay, "beta": beta, "initial_state": states[source], "use_qk_l2norm_in_kernel": normalize}
+    out, held = rule(query, key, value, **gates, output_final_state=True)
+    return Step(out.double().cpu(), states.double().index_copy(0, target.clamp(min=0), held.double()).cpu())
 
 
 def conv_by_torch(given: Sequence[Tensor | None], silu: bool) -> Step:

@@ -1,4 +1,4 @@
-"""Ops that take layers' states one token further: what they compute, where they write, and what they refuse."""
+"""Ops that take layers' states further: what they compute, where they write, and what they refuse."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from tests.ops.state_steps import (
     conv_arguments,
     conv_by_torch,
     conv_oracle,
+    delta_arguments,
+    delta_by_torch,
+    delta_oracle,
     mamba2_arguments,
     mamba2_by_torch,
     mamba2_oracle,
@@ -25,6 +28,7 @@ from tests.ops.state_steps import (
 ops = torch.ops.prefixkit
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 CONV = ("x", "weight", "bias", "states", "source", "target")
+DELTA = ("query", "key", "value", "decay", "beta", "normalize", "states", "source", "target")
 MAMBA2 = ("x", "dt", "rate", "inward", "outward", "skip", "bias", "gate", "states", "source", "target")
 
 
@@ -36,7 +40,7 @@ def generator() -> torch.Generator:
 
 
 def names(given: list[Any]) -> tuple[str, ...]:
-    return CONV if len(given) == len(CONV) else MAMBA2
+    return next(of for of in (CONV, DELTA, MAMBA2) if len(of) == len(given))
 
 
 def at(given: list[Any], name: str) -> Any:
@@ -80,6 +84,22 @@ def test_a_recurrence_takes_a_token_and_errs_no_more_than_torchs(dtype, changes,
     assert (ours <= 1.5 * torchs).all(), (ours, torchs)
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    "changes", [{}, {"tokens": 1, "key_heads": 4, "normalize": False}, {"tokens": 19, "rows": 3}], ids=str
+)
+def test_a_delta_rule_takes_tokens_and_errs_no_more_than_torchs(dtype, changes, generator):
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(DRAWS):
+        given = delta_arguments(generator, dtype, **changes)
+        exact, by_torch, target = delta_oracle(given), delta_by_torch(given), at(given, "target")
+        out = ops.delta_rule(*given)
+        assert out.dtype == dtype and out.shape == exact.out.shape and out.is_contiguous()
+        ours += Step(out.double(), at(given, "states").double()).errors(exact, target)
+        torchs += by_torch.errors(exact, target)
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
+
+
 def test_rows_of_large_states_are_taken_one_at_a_time(generator):
     given = mamba2_arguments(generator, torch.float32, heads=64, dim=33, size=128)
     wanted, real = mamba2_oracle(given), at(given, "target") != 0
@@ -91,6 +111,7 @@ def test_gradients_are_refused(generator):
     for given, op, more in (
         (conv_arguments(generator, torch.float32), ops.conv_step, (True,)),
         (mamba2_arguments(generator, torch.float32), ops.mamba2_step, ()),
+        (delta_arguments(generator, torch.float32), ops.delta_rule, ()),
     ):
         given[0] = given[0].clone().requires_grad_()
         with pytest.raises(NoBackward, match="no backward"):
@@ -102,6 +123,7 @@ def test_gradients_are_refused(generator):
 def test_opcheck(generator):
     torch.library.opcheck(ops.conv_step.default, (*conv_arguments(generator, torch.float32), True))
     torch.library.opcheck(ops.mamba2_step.default, tuple(mamba2_arguments(generator, torch.float32, gate=True)))
+    torch.library.opcheck(ops.delta_rule.default, tuple(delta_arguments(generator, torch.float32)))
 
 
 @pytest.mark.parametrize(
@@ -118,14 +140,15 @@ def test_opcheck(generator):
 def test_slots_that_meet_or_do_not_exist_are_refused_before_anything_is_written(
     source, target, error, message, generator
 ):
-    for given, more in (
-        (conv_arguments(generator, torch.float32, 2), (True,)),
-        (mamba2_arguments(generator, torch.float32, 2), ()),
+    for given, op, more in (
+        (conv_arguments(generator, torch.float32, 2), ops.conv_step, (True,)),
+        (mamba2_arguments(generator, torch.float32, 2), ops.mamba2_step, ()),
+        (delta_arguments(generator, torch.float32, 2), ops.delta_rule, ()),
     ):
         given[-2:] = torch.tensor(source), torch.tensor(target)
         before = at(given, "states").clone()
         with pytest.raises(error, match=message):
-            getattr(ops, "conv_step" if more else "mamba2_step")(*given, *more)
+            op(*given, *more)
         assert torch.equal(at(given, "states"), before)
 
 
@@ -168,3 +191,22 @@ def test_what_does_not_fit_a_recurrence_is_refused(name, wrong, error, message, 
     given[MAMBA2.index(name)] = wrong
     with pytest.raises(error, match=message):
         ops.mamba2_step(*given)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "error", "message"),
+    [
+        ("value", torch.zeros(5, 3, 24), BadShape, r"value must have shape \[B, tokens, heads, V\]"),
+        ("key", torch.zeros(5, 3, 3, 10), BadShape, r"key must have shape \[5, 3, a divisor of 4, K\]"),
+        ("key", torch.zeros(5, 3, 2, 10).half(), BadDtype, "key must be torch.float32 like value"),
+        ("query", torch.zeros(5, 3, 4, 10), BadShape, r"query must have shape \[5, 3, 2, 10\]"),
+        ("decay", torch.zeros(5, 3, 4).half(), BadDtype, "decay must be torch.float32"),
+        ("beta", torch.zeros(5, 4), BadShape, r"beta must have shape \[5, 3, 4\]"),
+        ("states", torch.zeros(9, 4, 6, 10), BadShape, r"states must have shape \[slots, 4, 10, 6\]"),
+    ],
+)
+def test_what_does_not_fit_a_delta_rule_is_refused(name, wrong, error, message, generator):
+    given = delta_arguments(generator, torch.float32)
+    given[DELTA.index(name)] = wrong
+    with pytest.raises(error, match=message):
+        ops.delta_rule(*given)

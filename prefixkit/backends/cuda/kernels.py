@@ -83,6 +83,12 @@ def sum_name(dtype: str) -> str:
     return f"prefixkit::sum_parts<{FLOATS[dtype]}>"
 
 
+def digest_name(word: int) -> str:
+    """The kernel that makes a digest of words of so many bytes."""
+    return f"prefixkit::digest<{'prefixkit::u64' if word == 8 else 'unsigned char'}>"
+
+
+DIGEST = Unit("memory/digest.cu", tuple(map(digest_name, (8, 1))), headers=(layouts.DIGEST.header,))
 GATHER_PARTS = "prefixkit::gather_parts"
 SHARED_PARTS = Unit("parallel/shared_parts.cu", (*map(sum_name, FLOATS), GATHER_PARTS), headers=layouts.SHARED_PARTS)
 
@@ -319,4 +325,4 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     experts = map(expert_unit, (False, True))
     merges = (merge_unit(*of) for of in product((False, True), repeat=2))
     states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), *map(delta_unit, KEY_SIZES)
-    return APPEND, ROTARY, ADVANCE, *PLANNERS, SAMPLE, *experts, *merges, *states, SHARED_PARTS, *plain, *varied
+    return APPEND, ROTARY, ADVANCE, DIGEST, *PLANNERS, SAMPLE, *experts, *merges, *states, SHARED_PARTS, *plain, *varied

@@ -252,6 +252,16 @@ DELTA_RULE = define(
     ("int", "beta_kind", "see Kind in numbers.cuh"),
 )
 
+# ---- memory ----
+
+DIGEST = define(
+    "Digest",
+    ("const void*", "words", "[count]"),
+    ("unsigned long long*", "total", "[1]"),
+    ("long long", "start count"),
+    ("int", "blocks", "of the launch"),
+)
+
 # ---- sampling ----
 
 # The sampling parameters of a row, as the op takes them.

@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.models.weights.borrowed import WITH_MEMORY, borrowed, optimizer_steps, parts_of
 from prefixkit.models.weights.state import ModelState, state_of
 
@@ -34,8 +35,6 @@ SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention mod
 
 # 64-bit words in the sample of a tensor; the most words of a model that is compared whole at each call.
 _SAMPLE, _SMALL = 64, 1 << 17
-# Words of the accumulator of a digest of all memory: the accumulator stays in the cache while weights stream through.
-_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # Comparing all memory reads each weight once, and a token of a prompt multiplies by each weight once: this many tokens
 # take as long as a comparison on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
@@ -217,14 +216,14 @@ class _Words:
 
     def all(self) -> int:
         """The digest of all words."""
-        sums: dict[torch.device, Tensor] = {}
+        totals: dict[torch.device, Tensor] = {}
+        place = 0
         for words in self._words:
-            if (device := words.device) not in sums:
-                sums[device] = torch.zeros(_BLOCK[device.type], dtype=torch.int64, device=device)
-            for block in torch.split(words, len(sums[device])):
-                there = sums[device][: len(block)]
-                torch.add(block, there, alpha=_ODD, out=there)
-        return sum(int((whole * _weights(len(whole), device)).sum()) for device, whole in sums.items())
+            if words.device not in totals:
+                totals[words.device] = torch.zeros(1, dtype=torch.int64, device=words.device)
+            torch.ops.prefixkit.digest(words, place, totals[words.device])
+            place += len(words)
+        return sum(map(int, totals.values()))
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -240,7 +239,7 @@ def _spread(words: Tensor) -> Tensor:
 
 def _words_of(tensor: Tensor) -> list[Tensor]:
     """The memory from a tensor's first element to its last, as 64-bit words, or as bytes if words do not fit it."""
-    if not tensor.numel() or tensor.device.type not in _BLOCK:
+    if not tensor.numel() or tensor.device.type not in _TOKENS_WORTH:
         return []
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin, size = tensor.data_ptr(), elements * tensor.itemsize

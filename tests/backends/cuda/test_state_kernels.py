@@ -16,9 +16,17 @@ pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.states import state_steps
+from prefixkit.backends.cuda.states.state_units import CONV_STEP, KEY_SIZES, STATE_SIZES, delta_unit, mamba2_unit
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch
-from tests.ops.state_steps import conv_arguments, conv_oracle, mamba2_arguments, mamba2_oracle
+from tests.ops.state_steps import (
+    conv_arguments,
+    conv_oracle,
+    delta_arguments,
+    delta_oracle,
+    mamba2_arguments,
+    mamba2_oracle,
+)
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -28,33 +36,41 @@ TYPES = {"float": 0, "prefixkit::BFloat": 1, "prefixkit::Half": 2}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("states"), "states", {}, (*CONV_STEP.headers, *mamba2_unit(16).headers))
+def libraries(tmp_path_factory):
+    """By the number of threads of a block."""
+    headers = *CONV_STEP.headers, *mamba2_unit(16).headers, *delta_unit(32).headers
+    folders = {threads: tmp_path_factory.mktemp("states") for threads in (128, 256)}
+    return {
+        threads: build(folder, "states", {}, headers, f"-DEMULATED_THREADS={threads}")
+        for threads, folder in folders.items()
+    }
 
 
 class Gpu:
     """A GPU that has nothing but these kernels; remembers which were launched."""
 
-    def __init__(self, library):
-        self.library, self.launched = library, []
+    def __init__(self, libraries):
+        self.libraries, self.launched = libraries, []
 
     def load(self, unit, device):
-        assert unit in (CONV_STEP, *map(mamba2_unit, STATE_SIZES))
-        layout = layouts.CONV_STEP if unit == CONV_STEP else layouts.MAMBA2_STEP
+        rules = [*map(delta_unit, KEY_SIZES)]
+        assert unit in (CONV_STEP, *map(mamba2_unit, STATE_SIZES), *rules)
+        layout = layouts.DELTA_RULE if unit in rules else layouts.MAMBA2_STEP
+        layout = layouts.CONV_STEP if unit == CONV_STEP else layout
         return {name: SimpleNamespace(name=name, parameter_bytes=layout.size) for name in unit.names}
 
     def launch(self, function, layout, values, grid, block, shared, describe):
-        kernel, element, size = re.fullmatch(r"prefixkit::(\w+)_step<(.+), (\d+)>", function.name).groups()
-        assert block == 256 and shared == 0 and grid[1:] == (1, 1)
+        kernel, element, size = re.fullmatch(r"prefixkit::(\w+)_(?:step|rule)<(.+), (\d+)>", function.name).groups()
+        assert block == (128 if kernel == "delta" else 256) and shared == 0 and grid[1:] == (1, 1)
         packed = ctypes.create_string_buffer(layout.packer.pack(*values), layout.size)
-        run = getattr(self.library, f"{kernel}_on_cpu")
+        run = getattr(self.libraries[block], f"{kernel}_on_cpu")
         assert run(packed, TYPES[element], int(size), grid[0]) == layout.size
         self.launched.append(function.name)
 
 
 @pytest.fixture
-def gpu(library, monkeypatch):
-    gpu = Gpu(library)
+def gpu(libraries, monkeypatch):
+    gpu = Gpu(libraries)
     pretend(monkeypatch, (9, 0))
     pretend_to_launch(monkeypatch, state_steps, gpu.load, gpu.launch)
     return gpu
@@ -117,13 +133,35 @@ def test_a_recurrence_takes_a_token(dtype, size, changes, gpu, generator):
     assert gpu.launched[0].endswith(f", {size}>")
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (32, {"size": 10, "dim": 6, "tokens": 1}),  # fewer numbers than lanes for them
+        (32, {"size": 32, "dim": 34, "tokens": 5, "key_heads": 4}),  # two blocks a head, one of a single pair
+        (64, {"size": 48, "dim": 32, "rows": 3, "tokens": 17}),  # more than are staged at once
+        (128, {"size": 128, "dim": 64, "rows": 3, "heads": 2, "key_heads": 1, "tokens": 2}),
+        (256, {"size": 192, "dim": 8, "rows": 3, "heads": 2, "normalize": False}),
+    ],
+)
+def test_a_delta_rule_takes_tokens(dtype, size, changes, gpu, generator):
+    given = delta_arguments(generator, dtype, **changes)
+    exact, target = delta_oracle(given), given[-1]
+    out, states = state_steps.delta_rule(*given), given[6].double()
+    assert gpu.launched[0].endswith(f", {size}>")
+    real, tiny = target != 0, 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert torch.allclose(out.double()[real], exact.out[real], rtol=tiny, atol=1e-5) and not out[~real].any()
+    assert torch.allclose(states, exact.states, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_whose_slots_do_not_exist_are_none(gpu, generator):
     for given, step, more in (
         (conv_arguments(generator, torch.float32, 3), state_steps.conv_step, (True,)),
         (mamba2_arguments(generator, torch.float32, 3), state_steps.mamba2_step, ()),
+        (delta_arguments(generator, torch.float32, 3), state_steps.delta_rule, ()),
     ):
         given[-2:] = torch.tensor([-1, 9, 2**40]), torch.tensor([1, 2, 2**40])
-        states = next(of for of in given if of is not None and len(of) == 9)
+        states = next(of for of in given if isinstance(of, torch.Tensor) and len(of) == 9)
         before = states.clone()
         assert not step(*given, *more).any() and torch.equal(states, before)
 
@@ -141,10 +179,11 @@ def test_sizes_that_no_kernel_is_for_run_in_plain_torch_after_a_line_in_the_log(
         (conv_arguments(generator, torch.float32, width=5), state_steps.conv_step, conv_oracle, (True,)),
         (mamba2_arguments(generator, torch.float32, size=24), state_steps.mamba2_step, mamba2_oracle, ()),
         (mamba2_arguments(generator, torch.float32, dim=257), state_steps.mamba2_step, mamba2_oracle, ()),
+        (delta_arguments(generator, torch.float32, dim=5), state_steps.delta_rule, delta_oracle, ()),
     ):
         wanted, real = oracle(given, *more), given[-1] != 0
         assert torch.allclose(step(*given, *more).double()[real], wanted.out[real], rtol=1e-4, atol=1e-4)
         step(*given, *more)
     assert not gpu.launched
     said = [record.message for record in caplog.records if "plain torch" in record.message]
-    assert len(said) == len(set(said)) == 3 and "width of 5" in said[0] and "10 x 24" in said[1]
+    assert len(said) == len(set(said)) == 4 and "width of 5" in said[0] and "10 x 24" in said[1]

@@ -1,10 +1,12 @@
 // Steps of states on the CPU, one block after the other.
 #include "states/conv_step.cu"
+#include "states/delta_rule.cu"
 #include "states/mamba2_step.cu"
 
 namespace prefixkit {
 static ConvStep convolution;
 static Mamba2Step recurrence;
+static DeltaRule rule;
 
 void each(int blocks, void (*kernel)()) {
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) emulation::run(1, kernel);
@@ -20,6 +22,12 @@ template <class T> void recur(int size, int blocks) {
     if (size == 64) each(blocks, [] { mamba2_step<T, 64>(recurrence); });
     if (size == 128) each(blocks, [] { mamba2_step<T, 128>(recurrence); });
     if (size == 256) each(blocks, [] { mamba2_step<T, 256>(recurrence); });
+}
+template <class T> void apply(int size, int blocks) {
+    if (size == 32) each(blocks, [] { delta_rule<T, 32>(rule); });
+    if (size == 64) each(blocks, [] { delta_rule<T, 64>(rule); });
+    if (size == 128) each(blocks, [] { delta_rule<T, 128>(rule); });
+    if (size == 256) each(blocks, [] { delta_rule<T, 256>(rule); });
 }
 template <class F> void of_type(int type, F f) {
     if (type == 0) f(float{});
@@ -38,4 +46,9 @@ extern "C" int mamba2_on_cpu(const Mamba2Step* a, int type, int size, int blocks
     recurrence = *a;
     of_type(type, [&](auto x) { recur<decltype(x)>(size, blocks); });
     return sizeof(Mamba2Step);
+}
+extern "C" int delta_on_cpu(const DeltaRule* a, int type, int size, int blocks) {
+    rule = *a;
+    of_type(type, [&](auto x) { apply<decltype(x)>(size, blocks); });
+    return sizeof(DeltaRule);
 }

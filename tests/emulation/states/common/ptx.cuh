@@ -1,6 +1,8 @@
 // What steps of states take of a GPU, on the CPU.  Takes the place of csrc/common/ptx.cuh.
 #pragma once
+#ifndef EMULATED_THREADS
 #define EMULATED_THREADS 256
+#endif
 #define EMULATED_BLOCKS 1
 #include "fibers.cuh"
 

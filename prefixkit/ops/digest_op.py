@@ -1,0 +1,28 @@
+"""The contract of the op that makes digests of memory (see ``library``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefixkit.ops.arguments import expect
+
+
+def digest(words: Tensor, start: int, total: Tensor) -> None:
+    """Add each word, times an odd number that depends on its place, to a sum modulo 2**64.
+
+    A change of one word always changes the sum, and exchanging words does but by chance.  Which odd numbers these are is
+    the backend's choice: sums of two devices are not compared.
+
+    Args:
+        words: ``[count]`` int64 or uint8, contiguous.
+        start: The place of the first word.
+        total: ``[1]`` int64, the sum; written.
+
+    Raises:
+        BadShape, BadDtype, BadDevice: an argument does not fit.
+    """
+    op = "digest"
+    fits = words.ndim == 1 and words.is_contiguous()
+    expect(op, "words", words, "[count], contiguous", fits, (torch.int64, torch.uint8))
+    expect(op, "total", total, "[1]", total.shape == (1,), (torch.int64,), words.device)
