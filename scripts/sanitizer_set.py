@@ -202,6 +202,15 @@ def states() -> None:
         dt, held = torch.randn(5, heads, device=GPU).to(dtype), torch.randn(6, heads, dim, size, device=GPU)
         given = inputs, dt, -torch.rand(heads, device=GPU), inward, outward, dt[0], dt[1], gate, held, source, target
         assert bool(torch.isfinite(torch.ops.prefixkit.mamba2_step(*given)).all()) and bool(torch.isfinite(out).all())
+        query, key = torch.randn(2, 5, 18, heads // 2, size, device=GPU).to(dtype) / size
+        value, beta = (torch.randn(*of, device=GPU).to(dtype) for of in ((5, 18, heads, 2 * dim), (5, 18, heads)))
+        held = torch.randn(6, heads, size, 2 * dim, device=GPU)
+        given = query, key, value, -torch.rand(5, 18, heads, device=GPU), beta, True, held, source, target
+        assert bool(torch.isfinite(torch.ops.prefixkit.delta_rule(*given)).all())
+        assert bool(torch.isfinite(torch.ops.prefixkit.rms_norm(x[:, 1:], x[0, 1:], x[:, 1:], 1e-6, 1.0)).all())
+    total = torch.zeros(1, dtype=torch.int64, device=GPU)
+    torch.ops.prefixkit.digest(torch.arange(5000, device=GPU), 0, total)
+    assert int(total)
 
 
 def plan_tree() -> None:

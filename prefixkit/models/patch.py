@@ -34,6 +34,7 @@ from prefixkit.models.generate.generating_class import (
     wrap_forward,
 )
 from prefixkit.models.kv_dtype import KV_BITS, KVDtype, check_kv_dtype, set_kv_dtype, with_kv_dtype
+from prefixkit.models.norms import norm_modules, norms_class
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.tensor_parallel import check_split
@@ -61,7 +62,8 @@ def patch(
 ) -> Model:
     """Let ``model`` attend over prefix trees: for prefixkit's calls, and for its own ``generate``.
 
-    Only the classes of the model, its attention modules and its experts change, to subclasses of themselves.
+    Only the classes of the model, its attention modules, its experts and the norms of a model with states change, to
+    subclasses of themselves.
     Parameters, state dict, config, hooks and adapters stay as they are, and with other caches than a tree the model
     computes exactly what it did before.
 
@@ -144,6 +146,10 @@ def patch(
             if not is_tree_class(type(module)):
                 modules.append(module)
                 become(module, body_class(type(module)))  # type: ignore[arg-type]
+        for module, norm in norm_modules(whole.modules() if mixers(whole) else ()).items():
+            if not is_tree_class(type(module)):
+                modules.append(module)
+                become(module, norms_class(type(module), norm))  # type: ignore[arg-type]
         for module in expert_modules(whole.modules()):
             if not is_tree_class(type(module)):
                 modules.append(module)

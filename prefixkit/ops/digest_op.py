@@ -11,8 +11,8 @@ from prefixkit.ops.arguments import expect
 def digest(words: Tensor, start: int, total: Tensor) -> None:
     """Add each word, times an odd number that depends on its place, to a sum modulo 2**64.
 
-    A change of one word always changes the sum, and exchanging words does but by chance.  Which odd numbers these are is
-    the backend's choice: sums of two devices are not compared.
+    A change of one word always changes the sum; an exchange of words, and a change of several, do except by chance.
+    Which odd numbers these are is the backend's choice: sums of two devices are not compared.
 
     Args:
         words: ``[count]`` int64 or uint8, contiguous.

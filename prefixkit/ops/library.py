@@ -18,10 +18,9 @@ from torch import Tensor
 
 from prefixkit.attention.gpu.capacity import scratch_ints
 from prefixkit.attention.gpu.gpu_cost import COST_NUMBERS, GpuCost
-from prefixkit.ops import arguments, digest_op, shared_parts, state_ops
+from prefixkit.ops import arguments, digest_op, latent_ops, shared_parts, state_ops
 from prefixkit.ops.attention_ops import classify_blocks, tree_attention
 from prefixkit.ops.backend import backend_for
-from prefixkit.ops.latent_ops import latent_attention, merge_states
 from prefixkit.ops.sampling_records import MOST_VOCAB, RECORD_INTS, words
 
 
@@ -326,8 +325,8 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (linear_pair, (), (_refuse_gradients,)),
     (tree_attention, (), ()),
     (classify_blocks, (), ()),
-    (latent_attention, (), ()),
-    (merge_states, (), (merge_states,)),
+    (latent_ops.latent_attention, (), ()),
+    (latent_ops.merge_states, (), (latent_ops.merge_states,)),
     (advance, ("length", "tokens", "positions", "slots"), (advance,)),
     (sample, ("records", "seen", "tokens", "logprobs", "drawn"), (sample,)),
     (plan_tree, (*arguments.PACKED, "scratch"), (plan_tree,)),
@@ -335,6 +334,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (state_ops.conv_step, ("states",), (_refuse_gradients, state_ops.check_conv_step)),
     (state_ops.mamba2_step, ("states",), (_refuse_gradients, state_ops.check_mamba2_step)),
     (state_ops.delta_rule, ("states",), (_refuse_gradients, state_ops.check_delta_rule)),
+    (state_ops.rms_norm, (), (_refuse_gradients, state_ops.rms_norm)),
     (digest_op.digest, ("total",), (digest_op.digest,)),
     (shared_parts.sum_parts, (), (_refuse_gradients, shared_parts.sum_parts)),
     (shared_parts.gather_parts, (), (_refuse_gradients, shared_parts.gather_parts)),

@@ -126,8 +126,8 @@ def delta_rule(
 ) -> Tensor:
     """Tokens of each row, one after another, through the gated delta rule (arXiv:2412.06464, section 3.1).
 
-    Of each head of a row, with the state ``S``: ``S = exp(decay) * S``, ``S = S + key (outer) beta * (value - key . S)``,
-    and ``y = query . S / sqrt(K)``.  Computed in float32, and rounded once.
+    Of each head of a row, with the state ``S``: ``S = exp(decay) * S``; ``S = S + key (outer) beta * (value - key .
+    S)``; ``y = query . S / sqrt(K)``.  Computed in float32, and rounded once.
 
     Args:
         query, key: ``[B, tokens, key_heads, K]`` in value's dtype; ``heads / key_heads`` consecutive heads share one.
@@ -158,6 +158,34 @@ def delta_rule(
     expect(op, "states", states, shape, fits, (torch.float32,), device)
     _check_slots(op, value, source, target)
     return value.new_empty(value.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float) -> Tensor:
+    """A norm by the root mean square (arXiv:1910.07467), as layers have it beside their states.
+
+    ``x / sqrt(mean(x * x) + eps) * (weight + offset)`` of each row, times ``silu(gate)`` if there is a gate.  Computed
+    in float32, and rounded once.
+
+    Args:
+        x: ``[..., dim]``.
+        weight: ``[dim]``, contiguous, float32, bfloat16 or float16.
+        gate: Like ``x``, or None.
+        eps: Added to the mean.
+        offset: Added to weights.
+
+    Returns:
+        Like ``x``, contiguous.
+
+    Raises:
+        BadShape, BadDtype, BadDevice, NoBackward: as ``conv_step``.
+    """
+    op, device = "rms_norm", x.device
+    expect(op, "x", x, "[..., dim]", x.ndim > 0 and x.shape[-1] > 0, FLOATS)
+    fits = weight.shape == x.shape[-1:] and weight.is_contiguous()
+    expect(op, "weight", weight, f"[{x.shape[-1]}], contiguous", fits, FLOATS, device)
+    if gate is not None:
+        expect(op, "gate", gate, list(x.shape), gate.shape == x.shape, (x.dtype,), device, " like x")
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
 def _check_slots(op: str, x: Tensor, source: Tensor, target: Tensor) -> None:

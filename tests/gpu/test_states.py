@@ -1,4 +1,4 @@
-"""Layers that keep a state on a GPU: steps of one token, decode steps in graphs, forks, calls that go on from calls."""
+"""Layers that keep a state on a GPU: ops of few tokens, decode steps in graphs, forks, calls that go on from calls."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from tests.ops.state_steps import (
     conv_arguments,
     conv_by_torch,
     conv_oracle,
+    delta_arguments,
+    delta_by_torch,
+    delta_oracle,
     mamba2_arguments,
     mamba2_by_torch,
     mamba2_oracle,
+    norm_oracle,
 )
 
 ops = torch.ops.prefixkit
@@ -89,6 +93,54 @@ def test_recurrences_err_no_more_than_torch_and_graphs_hold_them(
         ours += run_and_replay(ops.mamba2_step, given, 8).errors(exact, given[-1])
         torchs += by_torch.errors(exact, given[-1])
     assert (ours <= 1.5 * torchs).all(), (ours, torchs)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": 32, "key_heads": 16, "size": 128, "dim": 128, "tokens": 1},  # Qwen3-Next's
+        {"heads": 6, "key_heads": 6, "size": 96, "dim": 192, "tokens": 16},  # Olmo hybrid's
+        {"heads": 4, "key_heads": 2, "size": 128, "dim": 128, "tokens": 70},
+        {"tokens": 5, "size": 256, "dim": 34},
+        {"tokens": 3, "dim": 5},  # no kernel is for it
+    ],
+    ids=["Qwen3-Next", "Olmo hybrid", "long", "wide", "plain torch"],
+)
+def test_delta_rules_err_no_more_than_torch_and_graphs_hold_them(
+    sizes: dict[str, Any], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    ours, torchs = torch.zeros(2, 2, dtype=torch.float64)
+    for _ in range(2):
+        given: list[Any] = delta_arguments(generator, dtype, device=GPU, **sizes)
+        exact, by_torch = delta_oracle(given), delta_by_torch(given)
+        ours += run_and_replay(ops.delta_rule, given, 6).errors(exact, given[-1])
+        torchs += by_torch.errors(exact, given[-1])
+    assert (ours <= 1.5 * torchs).all(), (ours, torchs)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "dim", "gated"), [(3, 4096, False), (1000, 128, True), (2, 515, True)])
+def test_norms_have_the_numbers_of_the_oracle(
+    rows: int, dim: int, gated: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, gate = (torch.randn(rows, 2, dim, generator=generator).to(GPU, dtype)[:, 1] for _ in range(2))
+    weight, given = torch.randn(dim, generator=generator).to(GPU, dtype), gate if gated else None
+    exact = norm_oracle(x, weight, given, 1e-6, float(gated))
+    error = (ops.rms_norm(x, weight, given, 1e-6, float(gated)).double() - exact).abs()
+    assert (error <= max(1e-5, torch.finfo(dtype).eps / 1.9) * exact.abs() + 1e-6).all()
+
+
+def test_digests_change_with_any_word() -> None:
+    words, sums = torch.arange(1 << 20, device=GPU), torch.zeros(1, dtype=torch.int64, device=GPU)
+    for _ in range(2):
+        ops.digest(words, 0, sums)
+    once, twice = torch.zeros_like(sums), int(sums)
+    ops.digest(words, 0, once)
+    assert 2 * int(once) % 2**64 == twice % 2**64
+    words[77] ^= 1 << 40
+    ops.digest(words, 0, once)
+    assert int(once) != twice
 
 
 def test_checked_mode_refuses_slots_that_meet(checked: None, generator: torch.Generator) -> None:

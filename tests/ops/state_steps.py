@@ -162,12 +162,23 @@ def delta_arguments(
     if not normalize:  # else a state grows from token to token
         key = key / size
     query, key = (of.unflatten(2, (key_heads, size)) for of in (query, key))
-    return [query, key, value.unflatten(2, (heads, dim)), decay, beta, normalize, states, *moves(rows, generator, device)]
+    return [
+        query,
+        key,
+        value.unflatten(2, (heads, dim)),
+        decay,
+        beta,
+        normalize,
+        states,
+        *moves(rows, generator, device),
+    ]
 
 
 def delta_oracle(given: Sequence[Any]) -> Step:
     """In float64, from the arguments before the call, a head of a row at a time."""
-    query, key, value, decay, beta, _, states = (of.cpu().double() if isinstance(of, Tensor) else of for of in given[:7])
+    query, key, value, decay, beta, _, states = (
+        of.cpu().double() if isinstance(of, Tensor) else of for of in given[:7]
+    )
     source, target = (of.cpu() for of in given[7:])
     (rows, tokens, heads, _), share = value.shape, value.shape[2] // key.shape[2]
     if given[5]:
@@ -197,6 +208,13 @@ def delta_by_torch(given: Sequence[Any]) -> Step:
     gates = {"g": decay, "beta": beta, "initial_state": states[source], "use_qk_l2norm_in_kernel": normalize}
     out, held = rule(query, key, value, **gates, output_final_state=True)
     return Step(out.double().cpu(), states.double().index_copy(0, target.clamp(min=0), held.double()).cpu())
+
+
+def norm_oracle(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Of ``rms_norm``, in float64."""
+    wide = x.double()
+    y = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)
+    return y if gate is None else y * F.silu(gate.double())
 
 
 def conv_by_torch(given: Sequence[Tensor | None], silu: bool) -> Step:

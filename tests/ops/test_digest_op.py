@@ -43,7 +43,7 @@ def test_digests_are_added():
 def test_opcheck_and_what_is_refused():
     words, total = torch.arange(5), torch.zeros(1, dtype=torch.int64)
     torch.library.opcheck(digest.default, (words, 0, total))
-    with pytest.raises(BadDtype, match="words must be torch.int64"):
+    with pytest.raises(BadDtype, match=r"words must be torch\.int64"):
         digest(words.float(), 0, total)
     with pytest.raises(BadShape, match="contiguous"):
         digest(words[::2], 0, total)

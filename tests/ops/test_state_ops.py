@@ -23,6 +23,7 @@ from tests.ops.state_steps import (
     mamba2_arguments,
     mamba2_by_torch,
     mamba2_oracle,
+    norm_oracle,
 )
 
 ops = torch.ops.prefixkit
@@ -100,6 +101,31 @@ def test_a_delta_rule_takes_tokens_and_errs_no_more_than_torchs(dtype, changes, 
     assert (ours <= 1.5 * torchs).all(), (ours, torchs)
 
 
+@DTYPES
+@pytest.mark.parametrize(("gated", "offset"), [(True, 0.0), (False, 1.0)])
+def test_a_norm_errs_no_more_than_torchs(dtype, gated, offset, generator):
+    x, gate = (torch.randn(40, 3, 64, generator=generator).to(dtype)[:, 1:] for _ in range(2))
+    weight, gate = torch.randn(64, generator=generator).to(dtype), gate if gated else None
+    exact = norm_oracle(x, weight, gate, 1e-5, offset)
+    by_torch = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    by_torch = by_torch * (offset + weight.float()) if offset else weight * by_torch.to(dtype)
+    by_torch = (by_torch if gate is None else by_torch * torch.nn.functional.silu(gate.float())).to(dtype)
+    out = ops.rms_norm(x, weight, gate, 1e-5, offset)
+    assert out.dtype == dtype and out.shape == x.shape and out.is_contiguous()
+    assert (out.double() - exact).abs().sum() <= 1.5 * (by_torch.double() - exact).abs().sum()
+
+
+def test_what_does_not_fit_a_norm_is_refused():
+    x, weight = torch.zeros(2, 8), torch.ones(8)
+    for given, error, message in (
+        ((x.int(), weight, None), BadDtype, "x must be torch.float32"),
+        ((x, weight[:7], None), BadShape, r"weight must have shape \[8\]"),
+        ((x, weight, x.half()), BadDtype, "gate must be torch.float32 like x"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.rms_norm(*given, 1e-6, 0.0)
+
+
 def test_rows_of_large_states_are_taken_one_at_a_time(generator):
     given = mamba2_arguments(generator, torch.float32, heads=64, dim=33, size=128)
     wanted, real = mamba2_oracle(given), at(given, "target") != 0
@@ -123,6 +149,7 @@ def test_gradients_are_refused(generator):
 def test_opcheck(generator):
     torch.library.opcheck(ops.conv_step.default, (*conv_arguments(generator, torch.float32), True))
     torch.library.opcheck(ops.mamba2_step.default, tuple(mamba2_arguments(generator, torch.float32, gate=True)))
+    torch.library.opcheck(ops.rms_norm.default, (torch.ones(2, 3, 4), torch.ones(4), None, 1e-6, 1.0))
     torch.library.opcheck(ops.delta_rule.default, tuple(delta_arguments(generator, torch.float32)))
 
 

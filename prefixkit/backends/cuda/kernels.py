@@ -10,7 +10,14 @@ from prefixkit.attention.sharing import DECODE_ROWS
 from prefixkit.attention.variants import CAUSAL, Variant, alibi, attention_sinks, compose, sliding_window, soft_cap
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.layouts import FLOATS, Maps
-from prefixkit.backends.cuda.states.state_units import CONV_STEP, KEY_SIZES, STATE_SIZES, delta_unit, mamba2_unit
+from prefixkit.backends.cuda.states.state_units import (
+    CONV_STEP,
+    KEY_SIZES,
+    RMS_NORM,
+    STATE_SIZES,
+    delta_unit,
+    mamba2_unit,
+)
 from prefixkit.backends.cuda.variants import variant_header
 from prefixkit.cuda.nvrtc import Unit
 from prefixkit.threads import once
@@ -324,5 +331,5 @@ def compiled_ahead(arch: str) -> tuple[Unit, ...]:
     varied.append(classify_unit(kernels[128], 128, every))
     experts = map(expert_unit, (False, True))
     merges = (merge_unit(*of) for of in product((False, True), repeat=2))
-    states = CONV_STEP, *map(mamba2_unit, STATE_SIZES), *map(delta_unit, KEY_SIZES)
+    states = CONV_STEP, RMS_NORM, *map(mamba2_unit, STATE_SIZES), *map(delta_unit, KEY_SIZES)
     return APPEND, ROTARY, ADVANCE, DIGEST, *PLANNERS, SAMPLE, *experts, *merges, *states, SHARED_PARTS, *plain, *varied

@@ -252,6 +252,16 @@ DELTA_RULE = define(
     ("int", "beta_kind", "see Kind in numbers.cuh"),
 )
 
+RMS_NORM = define(
+    "RmsNorm",
+    ("const void*", "x weight gate", "[rows, D], [D], [rows, D] or null"),
+    ("void*", "out", "[rows, D]"),
+    ("long long", "rows x_row gate_row", "their number, and strides of a row"),
+    ("int", "dim", "D"),
+    ("int", "weight_kind", "see Kind in numbers.cuh"),
+    ("float", "eps offset"),
+)
+
 # ---- memory ----
 
 DIGEST = define(

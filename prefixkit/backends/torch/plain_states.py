@@ -94,6 +94,12 @@ def delta_rule(
     return out[..., 0, :].to(value.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float) -> Tensor:
+    """``rms_norm``, likewise."""
+    y = F.rms_norm(x.float(), x.shape[-1:], weight.float() + offset, eps)
+    return (y if gate is None else y * F.silu(gate.float())).to(x.dtype).contiguous()
+
+
 def _some(rows: int, states: Tensor) -> Iterator[slice]:
     each = max(1, _AT_ONCE.get(states.device.type, _AT_ONCE["cuda"]) // max(1, states[0].numel()))
     for begin in range(0, rows, each):

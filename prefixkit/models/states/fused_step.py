@@ -81,12 +81,13 @@ def _fused(cls: type[nn.Module]) -> FusedStep | str:
     if getattr(cls.forward, "__code__", None) not in (own.__code__, _HOOKED):
         return "its forward is wrapped in another way"
     used = {name: own.__globals__.get(name) for name in MADE if name in own.__code__.co_names}
-    replaced, code = dict[str, Function](), {name: _torchs(of) for name, of in used.items() if of is not None}
-    for name, (torchs, runs) in code.items():
-        if torchs is not None and (runs or MADE[name].over_kernels):
+    replaced = dict[str, Function]()
+    for name, of in used.items():
+        torchs, runs = (None, False) if of is None else _torchs(of)
+        if of is not None and torchs is not None and (runs or MADE[name].over_kernels):
             if how := differs(name, torchs):
                 return f"{name} {how}"
-            replaced[name] = used[name]
+            replaced[name] = of
     if not replaced:
         return "kernels are installed"
     functions = {name: MADE[name].instead(of) for name, of in replaced.items()}

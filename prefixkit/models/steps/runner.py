@@ -17,6 +17,7 @@ from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rot
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.model_calls import logits_of, no_lm_head, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
+from prefixkit.models.norms import norms_by_ops
 from prefixkit.models.steps.layer_pages import layer_pages
 from prefixkit.models.steps.step_cache import StepCache
 
@@ -159,7 +160,7 @@ class ModelRunner:
                 "the tree a spelling (prefixkit.tree.spelling), and choose_queries both"
             )
         experts = experts_by_ops() if step.num_rows <= self._most_rows else nullcontext()
-        with self._turn, experts, torch.inference_mode():
+        with self._turn, experts, norms_by_ops(), torch.inference_mode():
             try:
                 self.cache.begin(step)
                 made = compute(**self.cache.inputs())

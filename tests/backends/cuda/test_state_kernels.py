@@ -16,7 +16,14 @@ pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.states import state_steps
-from prefixkit.backends.cuda.states.state_units import CONV_STEP, KEY_SIZES, STATE_SIZES, delta_unit, mamba2_unit
+from prefixkit.backends.cuda.states.state_units import (
+    CONV_STEP,
+    KEY_SIZES,
+    RMS_NORM,
+    STATE_SIZES,
+    delta_unit,
+    mamba2_unit,
+)
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch
 from tests.ops.state_steps import (
@@ -26,6 +33,7 @@ from tests.ops.state_steps import (
     delta_oracle,
     mamba2_arguments,
     mamba2_oracle,
+    norm_oracle,
 )
 
 if shutil.which("g++") is None:
@@ -38,7 +46,7 @@ TYPES = {"float": 0, "prefixkit::BFloat": 1, "prefixkit::Half": 2}
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """By the number of threads of a block."""
-    headers = *CONV_STEP.headers, *mamba2_unit(16).headers, *delta_unit(32).headers
+    headers = *CONV_STEP.headers, *mamba2_unit(16).headers, *delta_unit(32).headers, *RMS_NORM.headers
     folders = {threads: tmp_path_factory.mktemp("states") for threads in (128, 256)}
     return {
         threads: build(folder, "states", {}, headers, f"-DEMULATED_THREADS={threads}")
@@ -53,14 +61,16 @@ class Gpu:
         self.libraries, self.launched = libraries, []
 
     def load(self, unit, device):
-        rules = [*map(delta_unit, KEY_SIZES)]
-        assert unit in (CONV_STEP, *map(mamba2_unit, STATE_SIZES), *rules)
-        layout = layouts.DELTA_RULE if unit in rules else layouts.MAMBA2_STEP
-        layout = layouts.CONV_STEP if unit == CONV_STEP else layout
+        of = {CONV_STEP: layouts.CONV_STEP, RMS_NORM: layouts.RMS_NORM}
+        of |= dict.fromkeys(map(mamba2_unit, STATE_SIZES), layouts.MAMBA2_STEP)
+        of |= dict.fromkeys(map(delta_unit, KEY_SIZES), layouts.DELTA_RULE)
+        layout = of[unit]
         return {name: SimpleNamespace(name=name, parameter_bytes=layout.size) for name in unit.names}
 
     def launch(self, function, layout, values, grid, block, shared, describe):
-        kernel, element, size = re.fullmatch(r"prefixkit::(\w+)_(?:step|rule)<(.+), (\d+)>", function.name).groups()
+        kernel, element, size = re.fullmatch(
+            r"prefixkit::(\w+)_(?:step|rule|norm)<(.+), (\d+)>", function.name
+        ).groups()
         assert block == (128 if kernel == "delta" else 256) and shared == 0 and grid[1:] == (1, 1)
         packed = ctypes.create_string_buffer(layout.packer.pack(*values), layout.size)
         run = getattr(self.libraries[block], f"{kernel}_on_cpu")
@@ -152,6 +162,18 @@ def test_a_delta_rule_takes_tokens(dtype, size, changes, gpu, generator):
     real, tiny = target != 0, 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert torch.allclose(out.double()[real], exact.out[real], rtol=tiny, atol=1e-5) and not out[~real].any()
     assert torch.allclose(states, exact.states, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize(("dim", "gated", "offset"), [(20, True, 0.0), (512, False, 1.0), (700, True, 1.0)])
+def test_a_norm_takes_rows_that_are_parts_of_longer_ones(dtype, dim, gated, offset, gpu, generator):
+    x, gate = (torch.randn(3, 5, dim + 3, generator=generator).to(dtype)[..., 1 : dim + 1] for _ in range(2))
+    weight, gate = torch.randn(dim, generator=generator).to(dtype), gate if gated else None
+    exact = norm_oracle(x, weight, gate, 1e-5, offset)
+    out = state_steps.rms_norm(x, weight, gate, 1e-5, offset)
+    assert out.shape == x.shape and out.is_contiguous() and gpu.launched[0].endswith(f", {32 if dim <= 512 else 256}>")
+    tiny = max(1e-5, torch.finfo(dtype).eps / 1.9)
+    assert ((out.double() - exact).abs() <= tiny * exact.abs() + 1e-6).all()
 
 
 def test_rows_whose_slots_do_not_exist_are_none(gpu, generator):

@@ -2,11 +2,13 @@
 #include "states/conv_step.cu"
 #include "states/delta_rule.cu"
 #include "states/mamba2_step.cu"
+#include "states/rms_norm.cu"
 
 namespace prefixkit {
 static ConvStep convolution;
 static Mamba2Step recurrence;
 static DeltaRule rule;
+static RmsNorm norm;
 
 void each(int blocks, void (*kernel)()) {
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) emulation::run(1, kernel);
@@ -28,6 +30,10 @@ template <class T> void apply(int size, int blocks) {
     if (size == 64) each(blocks, [] { delta_rule<T, 64>(rule); });
     if (size == 128) each(blocks, [] { delta_rule<T, 128>(rule); });
     if (size == 256) each(blocks, [] { delta_rule<T, 256>(rule); });
+}
+template <class T> void normalize(int lanes, int blocks) {
+    if (lanes == 32) each(blocks, [] { rms_norm<T, 32>(norm); });
+    if (lanes == 256) each(blocks, [] { rms_norm<T, 256>(norm); });
 }
 template <class F> void of_type(int type, F f) {
     if (type == 0) f(float{});
@@ -51,4 +57,9 @@ extern "C" int delta_on_cpu(const DeltaRule* a, int type, int size, int blocks) 
     rule = *a;
     of_type(type, [&](auto x) { apply<decltype(x)>(size, blocks); });
     return sizeof(DeltaRule);
+}
+extern "C" int rms_on_cpu(const RmsNorm* a, int type, int lanes, int blocks) {
+    norm = *a;
+    of_type(type, [&](auto x) { normalize<decltype(x)>(lanes, blocks); });
+    return sizeof(RmsNorm);
 }

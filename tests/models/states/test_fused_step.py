@@ -1,4 +1,4 @@
-"""One token of Mamba 2 from states in a pool: the modules' own code with ops in place of two functions."""
+"""Tokens of Mamba 2 and of gated delta nets from states in a pool: the modules' own code, some functions of it ops."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOTH = {"causal_conv1d_update", "mamba2_selective_state_update"}
+RULES = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"}
 # Rows go on in their slot, begin in one that several read, write nothing, and are none.
 SOURCE, TARGET = [1, 5, 5, 2, 0], [1, 3, 4, -1, 0]
 CPU = torch.device("cpu")
@@ -57,20 +58,21 @@ def generator() -> torch.Generator:
 def mixer_of(family: str, dtype: torch.dtype) -> nn.Module:
     from scripts.tiny_models import tiny_config, tiny_model
 
-    name, changes = FAMILIES[family]
+    name, changes = FAMILIES.get(family, (family, {}))
     torch.manual_seed(0)
     found = mixers(tiny_model(tiny_config(name, **changes), ""))
     return next(iter(found.values())).to(dtype)
 
 
 def width_of(mixer: Any) -> int:
-    width: int = mixer.in_proj.in_features
+    out = mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
+    width: int = out.out_features
     return width
 
 
 def states_of(mixer: Any, slots: int, generator: torch.Generator) -> StatePool:
     """A pool of states after texts of seven random tokens."""
-    texts = torch.randn(slots + 1, 7, width_of(mixer), generator=generator).to(mixer.in_proj.weight.dtype)
+    texts = torch.randn(slots + 1, 7, width_of(mixer), generator=generator).to(next(mixer.parameters()).dtype)
     _, cache = run_texts(mixer, (texts.flatten(0, 1)[None], CACHE), {}, texts.shape[0] * 7, lambda _: texts)
     states = cache.found()
     pool = StatePool((tuple(states),), [torch.device("cpu")])
@@ -80,19 +82,19 @@ def states_of(mixer: Any, slots: int, generator: torch.Generator) -> StatePool:
     return pool
 
 
-def by_step(mixer: nn.Module, tokens: Tensor, pool: StatePool, writes: bool) -> Tensor:
-    """``[rows, width]`` that a step of a tree makes, whose rows write all, or as :data:`TARGET` says."""
+def by_step(mixer: nn.Module, tokens: Tensor, pool: StatePool, writes: bool, length: int = 1) -> Tensor:
+    """``[rows * length, width]`` that a step of a tree makes, whose rows write all, or as :data:`TARGET` says."""
     target = torch.tensor(TARGET)
     written = None if writes else (target >= 0).nonzero()[:, 0]
     if written is not None:
         target = target[written]
-    batch = StateBatch(1, None, torch.tensor(SOURCE), target, written)
-    step: Any = SimpleNamespace(states=(batch,), num_rows=len(SOURCE))
+    batch = StateBatch(length, None, torch.tensor(SOURCE), target, written)
+    step: Any = SimpleNamespace(states=(batch,), num_rows=len(tokens))
     out: Tensor = run_step(mixer, (tokens[None], CACHE), {}, step, pool, 0)[0]
     return out
 
 
-def by_itself(mixer: nn.Module, tokens: Tensor, pool: StatePool) -> tuple[Tensor, list[Tensor]]:
+def by_itself(mixer: nn.Module, tokens: Tensor, pool: StatePool, length: int = 1) -> tuple[Tensor, list[Tensor]]:
     """The same by the module's own code, and the states of all rows after it."""
     states = pool.states[0]
     before = [tensor[SOURCE] for tensor in pool.tensors[0]]
@@ -101,30 +103,29 @@ def by_itself(mixer: nn.Module, tokens: Tensor, pool: StatePool) -> tuple[Tensor
         of if state.recurrent and dtype != torch.float64 else of.to(dtype)
         for state, of in zip(states, before, strict=True)
     ]
-    out, cache = run_texts(mixer, (tokens[None], CACHE), {}, len(tokens), lambda _: tokens[:, None], states, before)
-    if out.shape != (len(tokens), 1, out.shape[-1]):  # Falcon-H1 with a norm in 5.17
-        pytest.skip(f"transformers {transformers.__version__} returns {list(out.shape)} for {len(tokens)} texts")
-    return out[:, 0], cache.values(states)
+    texts = tokens.unflatten(0, (-1, length))
+    out, cache = run_texts(mixer, (tokens[None], CACHE), {}, len(tokens), lambda _: texts, states, before)
+    if out.shape != texts.shape:  # Falcon-H1 with a norm in 5.17
+        pytest.skip(f"transformers {transformers.__version__} returns {list(out.shape)} for {len(texts)} texts")
+    return out.flatten(0, 1), cache.values(states)
 
 
-@pytest.mark.parametrize(("dtype", "writes"), [*((dtype, True) for dtype in DTYPES), (DTYPES[0], False)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, writes, dtype, generator):
-    mixer = mixer_of(family, dtype)
-    fused = fused_step(mixer, 1, CPU)
-    assert fused is not None and fused.replaced.keys() == BOTH
+def assert_errs_no_more(
+    mixer: nn.Module, dtype: torch.dtype, generator: torch.Generator, writes: bool, length: int = 1
+) -> None:
+    """Compare a step with the module's own code: what is returned, both states, and the slots that no row writes."""
     double = copy.deepcopy(mixer).double()
     # Of what is returned and of both states: our errors, theirs, and the numbers themselves.
     sums = torch.zeros(3, 3, dtype=torch.float64)
     for _ in range(8):  # norms magnify some rows of small numbers
         pool = states_of(mixer, 5, generator)
-        tokens = torch.randn(len(SOURCE), width_of(mixer), generator=generator).to(dtype)
-        own, own_states = by_itself(mixer, tokens, pool)
-        exact, exact_states = by_itself(double, tokens.double(), pool)
+        tokens = torch.randn(len(SOURCE) * length, width_of(mixer), generator=generator).to(dtype)
+        own, own_states = by_itself(mixer, tokens, pool, length)
+        exact, exact_states = by_itself(double, tokens.double(), pool, length)
         before = copy.deepcopy(pool.tensors[0])
-        out = by_step(mixer, tokens, pool, writes)
+        out = by_step(mixer, tokens, pool, writes, length)
         assert out.dtype == dtype
-        judged = [(out[:4], own[:4], exact[:4])]
+        judged = [(out[: 4 * length], own[: 4 * length], exact[: 4 * length])]
         for mine, was, theirs, right in zip(pool.tensors[0], before, own_states, exact_states, strict=True):
             assert torch.equal(mine[[2, 5]], was[[2, 5]]), "slots that no row writes stay as they are"
             judged.append((mine[[1, 3, 4]], theirs[:3], right[:3]))
@@ -134,13 +135,40 @@ def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, write
     assert (sums[:, 0] <= 1.5 * sums[:, 1] + slack * sums[:, 2]).all(), sums
 
 
+@pytest.mark.parametrize(("dtype", "writes"), [*((dtype, True) for dtype in DTYPES), (DTYPES[0], False)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, writes, dtype, generator):
+    mixer = mixer_of(family, dtype)
+    fused = fused_step(mixer, 1, CPU)
+    assert fused is not None and fused.replaced.keys() == BOTH
+    assert_errs_no_more(mixer, dtype, generator, writes)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*(("qwen3_next", dtype) for dtype in DTYPES), ("qwen3_5_text", DTYPES[1]), ("olmo_hybrid", DTYPES[0])],
+    ids=str,
+)
+def test_tokens_of_a_delta_net_err_no_more_than_by_its_own_code(family, dtype, generator):
+    mixer = mixer_of(family, dtype)
+    fused = fused_step(mixer, 5, CPU)
+    assert fused is not None and fused.replaced.keys() == RULES
+    for length, writes in ((1, True), (5, False)):
+        assert_errs_no_more(mixer, dtype, generator, writes, length)
+
+
+def test_a_delta_net_runs_many_tokens_by_its_own_code_and_mamba_2_more_than_one():
+    assert fused_step(mixer_of("qwen3_next", torch.float32), 33, CPU) is None
+    assert fused_step(mixer_of("mamba2", torch.float32), 2, CPU) is None
+
+
 @pytest.mark.parametrize("weights", [torch.float64, torch.float32], ids=str)
 def test_what_the_ops_do_not_take_runs_by_the_modules_functions(weights, generator):
     """Numbers of float64, and weights of a convolution that are more exact than its inputs."""
     mixer: Any = mixer_of("mamba2", torch.float64 if weights == torch.float64 else torch.bfloat16)
     mixer.conv1d.to(weights)
     pool = states_of(mixer, 5, generator)
-    tokens = torch.randn(len(SOURCE), width_of(mixer), generator=generator).to(mixer.in_proj.weight.dtype)
+    tokens = torch.randn(len(SOURCE), width_of(mixer), generator=generator).to(next(mixer.parameters()).dtype)
     before = [tensor[SOURCE] for tensor in pool.tensors[0]]
     wanted, cache = run_texts(mixer, (tokens[None], CACHE), {}, 5, lambda _: tokens[:, None], pool.states[0], before)
     out = by_step(mixer, tokens, pool, writes=True)
@@ -154,7 +182,7 @@ def test_what_the_ops_do_not_take_runs_by_the_modules_functions(weights, generat
 def test_no_other_class_has_such_a_step():
     from scripts.tiny_models import tiny_config, tiny_model
 
-    for family in ("mamba", "lfm2", "qwen3_next"):
+    for family in ("mamba", "lfm2"):
         for mixer in mixers(tiny_model(tiny_config(family), "")).values():
             assert fused_step(mixer, 1, CPU) is None
 

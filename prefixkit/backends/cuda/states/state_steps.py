@@ -1,4 +1,4 @@
-"""``conv_step``, ``mamba2_step`` and ``delta_rule`` by our kernels; plain torch computes sizes that no kernel supports."""
+"""The ops of ``ops.state_ops`` by our kernels; plain torch computes sizes that no kernel supports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from prefixkit.backends.cuda.states.state_units import (
     CONV_STEP,
     CONV_WIDTHS,
     KEY_SIZES,
+    NORM_LANES,
+    RMS_NORM,
     STATE_SIZES,
     conv_name,
     delta_name,
     delta_unit,
     mamba2_name,
     mamba2_unit,
+    norm_name,
 )
 from prefixkit.backends.torch import plain_states
 from prefixkit.cuda import jit
@@ -31,6 +34,7 @@ _THREADS = 256
 _MOST_DIM = 256  # MOST_DIM of mamba2_step.cu
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Kind of csrc/states/numbers.cuh
 _VECTOR = 16
+_SHORT = 512  # a warp takes a row of up to so many elements
 _RULE_THREADS, _RULE_COLUMNS, _PAIR = 128, 32, 8  # of delta_rule.cu: threads and columns of a block, bytes of a pair
 
 
@@ -111,6 +115,31 @@ def delta_rule(
     values = (*map(_address, tensors), *strides, *sizes)
     launch(layouts.DELTA_RULE.check(function), layouts.DELTA_RULE, values, grid, _RULE_THREADS, 0, what.__str__)
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float) -> Tensor:
+    """``rms_norm``, likewise."""
+    dim = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, gate = _flat(x), None if gate is None else _flat(gate)
+    lanes = NORM_LANES[dim > _SHORT]
+    if not len(x):
+        return out
+    values = (
+        *map(_address, (x, weight, gate, out)),
+        *(len(x), x.stride(0), 0 if gate is None else gate.stride(0)),
+        *(dim, _KINDS[weight.dtype], eps, offset),
+    )
+    function = jit.load(RMS_NORM, x.device.index)[norm_name(_name(x.dtype), lanes)]
+    grid, what = (-(-len(x) // (_THREADS // lanes)), 1, 1), f"rms_norm on {x.device}: {list(x.shape)} {x.dtype}"
+    launch(layouts.RMS_NORM.check(function), layouts.RMS_NORM, values, grid, _THREADS, 0, what.__str__)
+    return out
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[rows, dim]``, each row contiguous."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

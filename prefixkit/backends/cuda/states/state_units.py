@@ -26,10 +26,22 @@ def delta_name(dtype: str, key_size: int) -> str:
     return f"prefixkit::delta_rule<{FLOATS[dtype]}, {key_size}>"
 
 
+def norm_name(dtype: str, lanes: int) -> str:
+    """The kernel of norms by the root mean square."""
+    return f"prefixkit::rms_norm<{FLOATS[dtype]}, {lanes}>"
+
+
 CONV_STEP = Unit(
     "states/conv_step.cu",
     tuple(conv_name(dtype, width) for dtype in FLOATS for width in CONV_WIDTHS),
     headers=(layouts.CONV_STEP.header,),
+)
+
+NORM_LANES = (32, 256)  # threads of a row
+RMS_NORM = Unit(
+    "states/rms_norm.cu",
+    tuple(norm_name(dtype, lanes) for dtype in FLOATS for lanes in NORM_LANES),
+    headers=(layouts.RMS_NORM.header,),
 )
 
 
