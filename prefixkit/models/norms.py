@@ -87,16 +87,11 @@ def _measured(module: nn.Module, epsilon: str, size: int) -> Norm | None:
         norm, given = Norm(epsilon, offset, gated), (x, gate) if gated else (x,)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             try:
-                wanted = original_class(module).forward(alike, *given)
+                wanted, got = original_class(module).forward(alike, *given), _run(alike, norm, *given)
+                if wanted.shape == got.shape and torch.allclose(wanted, got, rtol=1e-4, atol=1e-5):
+                    return norm
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-                continue
-            got = _run(alike, norm, *given)
-        if (
-            isinstance(wanted, Tensor)
-            and wanted.shape == got.shape
-            and torch.allclose(wanted, got, rtol=1e-4, atol=1e-5)
-        ):
-            return norm
+                continue  # it takes something else
     return None
 
 
@@ -123,6 +118,7 @@ def _fits(module: Any, norm: Norm, args: tuple[Any, ...]) -> bool:
     weight = module.weight
     return (
         len(args) == 1 + norm.gated
+        and args[0].shape[-1:] == weight.shape
         and all(isinstance(of, Tensor) and of.dtype == weight.dtype and of.shape == args[0].shape for of in args)
         and weight.dtype in FLOATS
         and type(weight) is nn.Parameter

@@ -163,7 +163,7 @@ def _delta_rule(theirs: Function) -> Function:
         if not isinstance(state, PoolState):
             return theirs(query, key, value, initial_state=state, **given)
         alike = query.dtype == key.dtype == value.dtype and all(of.dtype in FLOATS for of in (value, beta))
-        if not alike or g.dtype != torch.float32 or cu_seqlens is not None:
+        if not alike or g.dtype != torch.float32 or cu_seqlens is not None or kwargs.get("scale") is not None:
             out, after = theirs(query, key, value, initial_state=state.copy(), **given)
             state.store(after)
         else:
