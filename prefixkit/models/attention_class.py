@@ -113,9 +113,9 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
 
 
 def subclass(
-    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Callable[..., Any]]
+    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Any]
 ) -> type[nn.Module]:
-    """A subclass of a module's class with the same name, whose ``methods`` override the original's; see ``unpatch``.
+    """A subclass of a module's class with the same name, with ``methods`` and attributes of its own; see ``unpatch``.
 
     Pickle and deepcopy find the original class by that name, so they rebuild a module from ``blank(original)``.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,9 @@ import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.models.attention_class import original_class, subclass
 from prefixkit.ops.arguments import FLOATS
 
+log = logging.getLogger("prefixkit")
+
+_FORM = "_prefixkit_norm"  # of patched classes: what they compute
 _EPSILONS = ("eps", "variance_epsilon")  # attributes that hold epsilon
 # Whether this thread is running a step in which the op runs norms.
 _serving = ContextVar("_serving_norms", default=False)
@@ -52,6 +56,13 @@ def norms_by_ops() -> Iterator[None]:
         yield
     finally:
         _serving.reset(token)
+
+
+def log_norms(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Log which norms among a model's modules are patched, for a model that has such."""
+    patched = [module for module in modules if _FORM in vars(type(module))]
+    if patched:
+        log.info("%d norms run by prefixkit's rms_norm on %s", len(patched), device)
 
 
 def norm_modules(modules: Iterable[nn.Module]) -> dict[nn.Module, Norm]:
@@ -105,7 +116,7 @@ def norms_class(original: type[nn.Module], norm: Norm) -> type[nn.Module]:
             return _run(self, norm, *args)
         return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
 
-    return subclass(original, functools.partial(_blank, norm=norm), {"forward": forward})
+    return subclass(original, functools.partial(_blank, norm=norm), {"forward": forward, _FORM: norm})
 
 
 def _blank(original: type[nn.Module], norm: Norm) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -66,6 +67,16 @@ def test_only_in_steps_the_op_runs_with_the_epsilon_of_the_moment(dtype):
         assert torch.allclose(made.float(), own(x).float(), rtol=0.01, atol=1e-6) and other.dtype == torch.float64
     for again in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert original_class(again) is Qwen3NextRMSNorm and type(again) is type(norm)
+
+
+def test_the_log_says_how_many_run_by_the_op(caplog):
+    caplog.set_level(logging.INFO, "prefixkit")
+    model = prefixkit.patch(make_hybrid("qwen3_next"))
+    with prefixkit.Session(model) as session:
+        session.generate([[3, 4, 5]], max_new_tokens=2)
+    (said,) = [record.message for record in caplog.records if "norms" in record.message]
+    assert said == f"{len(norm_modules(model.modules()))} norms run by prefixkit's rms_norm on cpu"
+    assert any("states of up to 32 tokens of a row stay in their pool" in line.message for line in caplog.records)
 
 
 def test_models_with_states_alone_have_such_norms_until_they_are_unpatched():

@@ -63,11 +63,13 @@ def fused_step(module: nn.Module, tokens: int, device: torch.device) -> FusedSte
 
 
 def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Log for each class of Mamba 2 or gated delta nets among a model's modules what runs its single tokens."""
+    """Log for each class of Mamba 2 or gated delta nets among a model's modules what runs one token, or few."""
     for cls in dict.fromkeys(map(original_class, modules)):
         found = _fused(cls)  # type: ignore[arg-type]
         if isinstance(found, FusedStep):
-            log.info("%s: states of single tokens stay in their pool on %s, by ops", cls.__name__, device)
+            most = max(MADE[name].most_tokens.get(device.type, 1) for name in found.replaced)
+            tokens = "single tokens" if most == 1 else f"up to {most} tokens of a row"
+            log.info("%s: states of %s stay in their pool on %s, by ops", cls.__name__, tokens, device)
         elif found:
             log.info("%s: single tokens run by transformers' code: %s", cls.__name__, found)
 

@@ -14,6 +14,7 @@ from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
+from prefixkit.models.norms import log_norms
 from prefixkit.models.states.fused_step import log_fused
 from prefixkit.models.steps.runner import ModelRunner
 from prefixkit.models.tensor_parallel import agreement_of
@@ -94,6 +95,7 @@ def runner_of(
     )
     log_experts(facts.state.modules, device, pool.spec.compute_dtype)
     log_fused(facts.state.modules, device)
+    log_norms(facts.state.modules, device)
     plain = ModelRunner(model, pool, call=call, facts=facts)
     if device.type == "cuda":
         _log_plain(facts.layers)
