@@ -30,7 +30,7 @@ def run_step(
     states, tensors = pool.states[number], pool.tensors[number]
     made: list[Any] = []
     for batch in step.states:
-        fused = None if batch.source is None else fused_step(module, batch.length, pool.device)
+        fused = None if batch.source is None else fused_step(module, batch.length, pool.devices[number])
         before = None if batch.source is None else _before(pool, number, batch, batch.source, fused)
         forward = None if fused is None else fused.forward
         run = partial(run_texts, module, args, kwargs, step.num_rows, partial(_select, batch))
@@ -55,7 +55,7 @@ def _before(
         target = torch.full_like(source, -1).index_copy_(0, batch.writes, target)
     return [
         PoolState(tensor, source, target)
-        if fused is not None and fused.takes(state, batch.length, pool.device)
+        if fused is not None and fused.takes(state, batch.length, pool.devices[number])
         else tensor.index_select(0, source)
         for state, tensor in zip(pool.states[number], pool.tensors[number], strict=True)
     ]
