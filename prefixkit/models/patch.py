@@ -34,9 +34,9 @@ from prefixkit.models.generate.generating_class import (
     wrap_forward,
 )
 from prefixkit.models.kv_dtype import KV_BITS, KVDtype, check_kv_dtype, set_kv_dtype, with_kv_dtype
-from prefixkit.models.norms import norm_modules, norms_class
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.states.mixer_class import mixer_class, mixers
+from prefixkit.models.states.norms import norm_modules, norms_class
 from prefixkit.models.tensor_parallel import check_split
 from prefixkit.models.variants.layer_variants import (
     LAYER_VARIANT,

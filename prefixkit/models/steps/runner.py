@@ -17,7 +17,7 @@ from prefixkit.models.facts import ModelFacts, patched_facts, warn_of_moving_rot
 from prefixkit.models.families import pretrained_model
 from prefixkit.models.model_calls import logits_of, no_lm_head, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
-from prefixkit.models.norms import norms_by_ops
+from prefixkit.models.states.norms import norms_by_ops
 from prefixkit.models.steps.layer_pages import layer_pages
 from prefixkit.models.steps.step_cache import StepCache
 

@@ -14,8 +14,8 @@ from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.compile.packed_weights import moves
 from prefixkit.models.experts import log_experts
 from prefixkit.models.facts import ModelFacts
-from prefixkit.models.norms import log_norms
 from prefixkit.models.states.fused_step import log_fused
+from prefixkit.models.states.norms import log_norms
 from prefixkit.models.steps.runner import ModelRunner
 from prefixkit.models.tensor_parallel import agreement_of
 from prefixkit.models.weights.state import weights_places

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 
 import prefixkit
 from prefixkit.models.attention_class import original_class
-from prefixkit.models.norms import Norm, norm_modules, norms_by_ops, norms_class
+from prefixkit.models.states.norms import Norm, norm_modules, norms_by_ops, norms_class
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.states.hybrids import make_hybrid
 
