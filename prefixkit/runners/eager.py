@@ -20,6 +20,7 @@ from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, TokenMasks
 from prefixkit.runners.sampler import Sampler, top_tokens
+from prefixkit.runners.targets import score_targets
 from prefixkit.tree.state_slots import StateMoves
 
 
@@ -118,9 +119,7 @@ class EagerRunner:
             results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
         if len(outputs.targets):
             with torch.inference_mode():
-                at, tokens = upload([np.searchsorted(wanted, outputs.target_rows), outputs.targets], logits.device)
-                logprobs = torch.log_softmax(logits.float(), -1)[at, tokens]
-                greedy = logits.argmax(-1)[at] == tokens
+                logprobs, greedy = score_targets(logits, np.searchsorted(wanted, outputs.target_rows), outputs.targets)
             self.agreement.broadcast(logprobs, greedy)
             results = replace(results, target_logprobs=logprobs, target_greedy=greedy)
         self._unread.append(results)

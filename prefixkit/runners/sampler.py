@@ -18,6 +18,8 @@ from prefixkit.ops import library  # noqa: F401  defines the op
 from prefixkit.ops.sampling_records import ACTIVE, MOST_VOCAB, RECORD_INTS, STEP, mask, records, words
 from prefixkit.sampling.specification import Ids, SamplingBatch
 
+_BLOCK = 128  # tokens that top_tokens ranks by their maximum first
+
 
 class Sampler:
     """Parameters and state of up to ``rows`` sequences that are sampled together.
@@ -147,10 +149,18 @@ def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor
 
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """``[n, count]`` ids; a GPU ranks only the blocks of 128 tokens with the largest maxima, which contain them."""
-    if logits.device.type != "cuda" or logits.shape[1] % 128 or logits.shape[1] < 256 * count:
+    """``[n, count]`` ids.  Only the blocks of ``_BLOCK`` tokens with the largest maxima, which contain them, are ranked
+    token by token.
+    """
+    rows, vocab = logits.shape
+    if not count or vocab % _BLOCK or vocab < 2 * _BLOCK * count:
         return logits.topk(count).indices
-    parts = logits.reshape(len(logits), -1, 128)
+    parts = logits.reshape(rows, -1, _BLOCK)
     block = parts.amax(2).topk(count).indices
-    index = parts.gather(1, block[:, :, None].expand(-1, -1, 128)).flatten(1).topk(count).indices
-    return block.gather(1, index // 128) * 128 + index % 128
+    if logits.device.type == "cuda":
+        some = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))
+    else:  # copies whole blocks
+        first = torch.arange(0, rows * parts.shape[1], parts.shape[1], device=logits.device)
+        some = parts.flatten(0, 1).index_select(0, (block + first[:, None]).flatten())
+    index = some.view(rows, -1).topk(count).indices
+    return block.gather(1, index // _BLOCK) * _BLOCK + index % _BLOCK

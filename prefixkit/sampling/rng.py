@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Words = NDArray[np.uint32]
+Lanes = NDArray[np.uint64]
 
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio, sqrt(3) - 1: the Weyl sequences of the key schedule
-_ROUNDS = 10
+_MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), np.uint64)
+_KEY_STEPS = np.array((0x9E3779B9, 0xBB67AE85), np.uint64)  # golden ratio, sqrt(3) - 1: Weyl sequences of the keys
+_SCHEDULE = np.multiply.outer(np.arange(10, dtype=np.uint64), _KEY_STEPS)  # ``[rounds, 2]``
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -39,15 +40,21 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
     ``counter [..., 4]`` and ``key [..., 2]``, whose leading dimensions broadcast, give ``[..., 4]`` random words.
     """
-    # Words are held in 64-bit lanes: a 32 x 32 bit product fits a lane exactly.
-    c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
-    k0, k1 = np.moveaxis(key.astype(np.uint64), -1, 0)
-    for turn in range(_ROUNDS):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        r0 = (k0 + np.uint64(turn * _KEY_STEPS[0])) & _LOW
-        r1 = (k1 + np.uint64(turn * _KEY_STEPS[1])) & _LOW
-        c0, c1, c2, c3 = (second >> _HALF) ^ c1 ^ r0, second & _LOW, (first >> _HALF) ^ c3 ^ r1, first & _LOW
-    return np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1).astype(np.uint32)
+    lead = np.broadcast_shapes(counter.shape[:-1], key.shape[:-1])
+    words = np.broadcast_to(counter, (*lead, 4)).reshape(-1, 4).T.astype(np.uint64)
+    even, odd = _rounds(words[::2], words[1::2], np.broadcast_to(key, (*lead, 2)).reshape(-1, 2).T.astype(np.uint64))
+    return np.stack((even[0], odd[0], even[1], odd[1]), axis=-1).astype(np.uint32).reshape(*lead, 4)
+
+
+def _rounds(even: Lanes, odd: Lanes, key: Lanes) -> tuple[Lanes, Lanes]:
+    """The rounds on words 0 and 2, on words 1 and 3, and on the key's words: each ``[2, n]``.
+
+    Words are held in 64-bit lanes: a 32 x 32 bit product fits a lane exactly.
+    """
+    for of_round in (key + _SCHEDULE[:, :, None]) & _LOW:
+        product = (even * _MULTIPLIERS[:, None])[::-1]
+        even, odd = (product >> _HALF) ^ odd ^ of_round, product & _LOW
+    return even, odd
 
 
 def sample_key(seed: int, index: int, tokens: ArrayLike, occurrence: int = 0) -> np.uint64:
@@ -76,9 +83,9 @@ def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]) -> NDArr
         keys: ``[rows]`` from :func:`sample_key`.
         steps: ``[rows]`` number of tokens that the sample has sampled before; at least 0.
     """
-    keys, steps = np.broadcast_arrays(np.asarray(keys, dtype=np.uint64), np.asarray(steps).astype(np.uint64))
-    zeros = np.zeros_like(steps)
-    counter = np.stack([steps & _LOW, steps >> _HALF, zeros, zeros], axis=-1)
-    words = philox4x32(counter.astype(np.uint32), np.stack([keys & _LOW, keys >> _HALF], axis=-1).astype(np.uint32))
-    high, low = words[..., 0] >> np.uint32(5), words[..., 1] >> np.uint32(6)
-    return (high * 2.0**26 + low) * 2.0**-53
+    keys, steps = np.asarray(keys, dtype=np.uint64), np.asarray(steps).astype(np.uint64)
+    even, odd, key = np.zeros((3, 2, len(keys)), dtype=np.uint64)
+    even[0], odd[0] = steps & _LOW, steps >> _HALF
+    key[0], key[1] = keys & _LOW, keys >> _HALF
+    high, low = _rounds(even, odd, key)
+    return ((high[0] >> np.uint64(5)) * 2.0**26 + (low[0] >> np.uint64(6))) * 2.0**-53

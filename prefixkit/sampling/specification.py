@@ -56,7 +56,7 @@ Positions = NDArray[np.intp]
 GREEDY = SamplingParams(temperature=0)  # of beams: the likeliest token's log-probability gives those of the others
 _ELEMENTS_AT_ONCE = 2**19  # 2 MiB of float32: the softmax of a few rows stays in the cache
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-_scratch = Scratch()  # at most five times _ELEMENTS_AT_ONCE, or one row of each use
+_scratch = Scratch()  # at most six times _ELEMENTS_AT_ONCE, or a few times one row
 _SPARE = 0.01  # margin of an exponent of 2: larger than its rounding errors, down to 2**-64
 _SHRINK = 1 - 1e-6  # lowers bounds by more than the rounding of float32, which then never excludes a token
 
@@ -252,7 +252,7 @@ def _sample_rows(
     if whole:
         some_scores = scores if len(whole) == len(params) else scores[whole]
         weights = weigh(some_scores, [params[row].temperature for row in whole], _scratch)
-        sums = block_sums(weights)
+        sums = block_sums(weights, _scratch)
         for row, score, weight, blocks in zip(whole, some_scores, weights, sums, strict=True):
             tokens[row], left = _sample_weighed(score, weight, blocks, params[row], float(uniforms[row]))
             if drawn is not None:

@@ -28,6 +28,7 @@ EXP2 = tuple(
 _SCALED = tuple(np.float32(TOP) * factor for factor in EXP2)  # scaled by a power of 2, without rounding
 FLOOR = -64.0  # lower bound of exponents; below -39 every weight is 0
 _BLOCK = 256  # tokens per block of the two-level cumulative sum
+_SUMMED_AT_ONCE = 2**17  # 1 MiB of float64: the weights of some rows stay in the cache
 
 
 def rate(temperature: float) -> np.float32:
@@ -85,15 +86,23 @@ def weigh(scores: Floats, temperatures: Sequence[float], scratch: Scratch | None
     return np.floor(weights, out=weights)
 
 
-def block_sums(weights: Floats) -> NDArray[np.int64]:
-    """``[rows, blocks]`` cumulative block sums of weights ``[rows, tokens]``, of at least one token."""
+def block_sums(weights: Floats, scratch: Scratch | None = None) -> NDArray[np.int64]:
+    """``[rows, blocks]`` cumulative block sums of weights ``[rows, tokens]``, of at least one token.
+
+    ``scratch``: workspace for the weights of some rows in float64; None: it is allocated.
+    """
     rows, tokens = weights.shape
     blocks = np.empty((rows, -(-tokens // _BLOCK)))
     inside = tokens // _BLOCK * _BLOCK
     # Integers below 2**53, so float64 adds them without rounding.
     if inside:
-        full = torch.from_numpy(weights)[:, :inside].view(rows, -1, _BLOCK)
-        torch.sum(full, 2, dtype=torch.float64, out=torch.from_numpy(blocks)[:, : inside // _BLOCK])
+        space, most = Scratch() if scratch is None else scratch, max(1, min(rows, _SUMMED_AT_ONCE // inside))
+        wide = torch.from_numpy(space.rows("wide", most, 2 * inside).view(np.float64)).view(most, -1, _BLOCK)
+        narrow, sums = torch.from_numpy(weights), torch.from_numpy(blocks)
+        for begin in range(0, rows, most):
+            some = narrow[begin : begin + most, :inside].unflatten(1, (-1, _BLOCK))
+            count = len(some)
+            torch.sum(wide[:count].copy_(some), 2, out=sums[begin : begin + count, : inside // _BLOCK])
     if inside < tokens:
         blocks[:, -1] = weights[:, inside:].sum(1, dtype=np.float64)
     return blocks.astype(np.int64).cumsum(1)

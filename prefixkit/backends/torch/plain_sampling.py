@@ -74,7 +74,8 @@ def _sample_rows(
 
     A row that cannot be sampled from gets -1 and NaN, or -1 and -inf if no token is allowed, and NaN in ``drawn``.
     """
-    params, numbers = params_of(table), uniforms(table["key"], table["step"])
+    greedy = not table["temperature"].any()  # greedy rows, such as those of beams, read no random numbers
+    params, numbers = params_of(table), np.zeros(len(table)) if greedy else uniforms(table["key"], table["step"])
     histories = [np.zeros(0, dtype=np.int64)] * len(params)
     for row in np.flatnonzero(table["penalty"] != 1).tolist():
         histories[row] = tokens_of(seen[row])
