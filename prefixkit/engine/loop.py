@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.request import Request, Sample
+from prefixkit.engine.request import Request, Sample, token_count
 from prefixkit.engine.running import RunningBatch
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.scheduler import Scheduler
@@ -90,7 +90,7 @@ class Loop:
         report = self.call.report
         report.tokens_plain_batch += run.tokens_of_plain_batch(samples)
         report.samples += len(samples)
-        report.new_tokens += sum(len(sample.tokens) for sample in samples)
+        report.new_tokens += sum(map(token_count, samples))
         self.scheduler.finish(run)
         if self.call.return_samples:
             self._finished += samples

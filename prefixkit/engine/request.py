@@ -204,8 +204,9 @@ class Sample:
     def __repr__(self) -> str:
         score = "" if self.score is None else f", score={self.score:.4g}"
         which, text = f"prompt_index={self.prompt_index}, index={self.index}", shortened(self.text)
-        tokens = len(self.__dict__["tokens"])
-        return f"Sample({which}, {tokens} tokens, text={text!r}, finish_reason={self.finish_reason!r}{score})"
+        return (
+            f"Sample({which}, {token_count(self)} tokens, text={text!r}, finish_reason={self.finish_reason!r}{score})"
+        )
 
 
 class _Packed:
@@ -225,6 +226,11 @@ class _Packed:
 for _name, _dtype in (("tokens", np.int32), ("logprobs", np.float32), ("masses", np.float32)):
     # Set after the class is made, because a dataclass would take the descriptor for a default.
     setattr(Sample, _name, _Packed(_name, _dtype))
+
+
+def token_count(sample: Sample) -> int:
+    """The number of a sample's tokens, without making a list of them."""
+    return len(sample.__dict__["tokens"])
 
 
 @dataclass(frozen=True)

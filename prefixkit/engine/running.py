@@ -214,10 +214,18 @@ class RunningBatch:
             states = stop_filter.advance(self._stop_state[rows[followed]], tokens[followed])
             self._stop_state[rows[followed]] = states
             asked[followed[states == MET]] = True
-        for i in rows[asked].tolist():
-            new = slice(int(self._accepted[i]), self._read)
-            own, self._accepted[i] = self._tokens[new, i].tolist(), self._read
-            run, likely = self._streaming[i], self._likely[new, i]
+        which = rows[asked]
+        accepted = self._accepted[which]
+        new = slice(int(accepted.min(initial=self._read)), self._read)
+        # Rows of consecutive numbers: columns would read a cache line for each number.
+        columns = (
+            accepted - new.start,
+            self._tokens[new, which].T.copy(),
+            self._likely[new, which].swapaxes(0, 1).copy(),
+        )
+        for i, begin, of_tokens, of_likely in zip(which.tolist(), *columns, strict=True):
+            own, likely, run = of_tokens[begin:].tolist(), of_likely[begin:], self._streaming[i]
+            self._accepted[i] = self._read
             ran_out = own[-1] < 0
             accept = run.run_out if ran_out else run.accept
             if (sample := accept(own[: -1 if ran_out else None], likely, self.call.on_token)) is not None:

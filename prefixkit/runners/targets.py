@@ -32,7 +32,7 @@ def score_targets(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.in
     space = logits.new_empty((at_once, logits.shape[1]))
     for begin, first, last in zip(range(0, len(logits), at_once), bounds, bounds[1:], strict=False):
         some, mine = logits[begin : begin + at_once].float(), order[first:last]
-        at, ids = rows[mine] - begin, tokens[mine]  # numpy's argmax takes a quarter of the time of torch's
-        logprobs.numpy()[mine] = torch.log_softmax(some, -1, out=space[: len(some)]).numpy()[at, ids]
-        greedy.numpy()[mine] = some.numpy().argmax(1)[at] == ids
+        own, wanted = rows[mine] - begin, tokens[mine]  # numpy's argmax takes a quarter of the time of torch's
+        logprobs.numpy()[mine] = torch.log_softmax(some, -1, out=space[: len(some)]).numpy()[own, wanted]
+        greedy.numpy()[mine] = some.numpy().argmax(1)[own] == wanted
     return logprobs, greedy

@@ -88,4 +88,5 @@ def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.integer[Any]]) -> NDArr
     even[0], odd[0] = steps & _LOW, steps >> _HALF
     key[0], key[1] = keys & _LOW, keys >> _HALF
     high, low = _rounds(even, odd, key)
-    return ((high[0] >> np.uint64(5)) * 2.0**26 + (low[0] >> np.uint64(6))) * 2.0**-53
+    uniform: NDArray[np.float64] = ((high[0] >> np.uint64(5)) * 2.0**26 + (low[0] >> np.uint64(6))) * 2.0**-53
+    return uniform

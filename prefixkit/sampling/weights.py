@@ -100,7 +100,7 @@ def block_sums(weights: Floats, scratch: Scratch | None = None) -> NDArray[np.in
         wide = torch.from_numpy(space.rows("wide", most, 2 * inside).view(np.float64)).view(most, -1, _BLOCK)
         narrow, sums = torch.from_numpy(weights), torch.from_numpy(blocks)
         for begin in range(0, rows, most):
-            some = narrow[begin : begin + most, :inside].unflatten(1, (-1, _BLOCK))
+            some = torch.unflatten(narrow[begin : begin + most, :inside], 1, (-1, _BLOCK))
             count = len(some)
             torch.sum(wide[:count].copy_(some), 2, out=sums[begin : begin + count, : inside // _BLOCK])
     if inside < tokens:

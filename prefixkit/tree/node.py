@@ -266,7 +266,8 @@ class Node:
 
     def grow(self, tokens: Ints, pages: Ints) -> None:
         """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
-        self.reserve(pages)
+        if len(pages):
+            self.reserve(pages)
         before = self.num_pages
         self.token_buffer = appended(self.token_buffer, self.length, tokens)
         self.length += len(tokens)

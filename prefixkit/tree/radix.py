@@ -286,7 +286,8 @@ class PrefixTree(TreeEdits):
         node = above_gaps(self._node_of(sequence))
         while node.parent is not None and not node.computed:
             node = node.parent
-        self.trim(sequence, node.start + node.computed)
+        if (end := node.start + node.computed) < sequence.length:
+            self.trim(sequence, end)
         node = sequence.node
         if node.parent is None:
             self.release(sequence)
@@ -296,8 +297,7 @@ class PrefixTree(TreeEdits):
             self.allocator.release(node.drop_reserved())
             self.version += 1
         node = join(self, node)
-        self.num_cached += not node.cached
-        node.cached = True
+        self.num_cached, node.cached = self.num_cached + (not node.cached), True
         self._drop(sequence)
         return node
 

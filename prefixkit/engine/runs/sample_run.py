@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.call import Call
-from prefixkit.engine.request import FinishReason, Sample, TokenEvent
+from prefixkit.engine.request import FinishReason, Sample, TokenEvent, token_count
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.grammar_masks import GrammarPlace
 from prefixkit.engine.runs.run_protocol import Floats, RowSampling
@@ -43,7 +43,7 @@ class SampleRun:
         grammar: Its grammar state; None without a grammar.
         stop_filter: Finds steps in which it may have met a stop string; None: with stop strings, each token is checked.
         stop_state: The filter's state for the sample.
-        tokens, logprobs, masses: Tokens sampled so far, their log-probabilities, and their masses where wanted.
+        tokens: Tokens sampled so far.
     """
 
     streams: ClassVar[bool] = True
@@ -59,9 +59,9 @@ class SampleRun:
     stop_filter: StopFilter | None = None
     stop_state: int = 0
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    masses: list[float] = field(default_factory=list)
     recomputing: bool = False
+    _likely: list[Floats] = field(default_factory=list)  # parts of the log-probabilities of the tokens, and masses
+    _sampled: NDArray[np.int32] | None = None  # all tokens, once it has ended
     _accepted: int = 0  # tokens that `stop` has seen
     _ran_out: bool = False  # no token could be sampled after its last one, which has then run
 
@@ -177,7 +177,7 @@ class SampleRun:
         if on_token is not None:
             text = self.stop.delta() + ("" if reason is None else self.stop.rest())
             index = self.state.request.prompt_index
-            on_token(TokenEvent(index, self.index, tokens[-1], self.logprobs[-1], text, reason))
+            on_token(TokenEvent(index, self.index, tokens[-1], float(likely[-1, 0]), text, reason))
         if reason is not None:
             return self._sample(reason)
         self.stop_filter = None  # the filter may have found a stop string that was none
@@ -197,41 +197,45 @@ class SampleRun:
 
     def _take(self, tokens: list[int], likely: Floats) -> None:
         self.tokens += tokens
-        self.logprobs += likely[:, 0].tolist()
-        if self.params.logprobs == "sampled":
-            self.masses += likely[:, 1].tolist() if self.params.drawn else [1.0] * len(tokens)
+        self._likely.append(likely.copy())  # a view would keep those of all runs
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
         """Remove its sequence from the tree; with ``retain``, the KV of tokens that have run stays in the cache."""
-        (sequence,), (sample,) = self.sequences, samples
+        (sequence,), sampled = self.sequences, self._sampled
         if not retain:
             return store.tree.release(sequence)
+        assert sampled is not None, "it has ended"
         held = sequence.length - len(self.state.request.tokens)
         own, states, state = sequence.node, store.tree.states, -1
         if held and states is not None:  # the row's state is that after its last token, or after later ones
             state, own.state = -1 if states.ahead else own.state, -1
-        ran = sample.tokens if self._ran_out else sample.tokens[:-1]
-        if more := ran[held:]:
+        more = sampled[held : len(sampled) - (not self._ran_out)]
+        if len(more):
             store.tree.extend(sequence, more)
-        store.tree.mark_computed([sequence.node], [sequence.node.length])
+        store.tree.mark_all_computed(sequence.node)
         if held and states is not None:
             sequence.node.state = state
         store.retain(sequence)
 
     def tokens_of_plain_batch(self, samples: list[Sample]) -> int:
-        return len(self.state.request.tokens) + len(samples[0].tokens) - (not self._ran_out)
+        return len(self.state.request.tokens) + token_count(samples[0]) - (not self._ran_out)
 
     def _sample(self, reason: FinishReason) -> Sample:
         """Make the finished sample, and drop the run's own lists: an ended run may stay in a batch for long."""
+        tokens: Any = np.array(self.tokens, np.int32)  # a sample makes lists of its arrays
+        likely: Any = np.concatenate(self._likely)
+        masses = None
+        if self.params.logprobs == "sampled":
+            masses = likely[:, 1] if self.params.drawn else np.ones_like(likely[:, 0])
         sample = Sample(
             prompt_index=self.state.request.prompt_index,
             index=self.index,
-            tokens=self.tokens,
-            logprobs=self.logprobs,
+            tokens=tokens,
+            logprobs=likely[:, 0],
             text=self.stop.text(),
             finish_reason=reason,
-            masses=self.masses if self.params.logprobs == "sampled" else None,
+            masses=masses,
         )
-        self.tokens, self.logprobs, self.masses = [], [], []
+        self._sampled, self.tokens, self._likely = tokens, [], []
         del self.stop
         return sample

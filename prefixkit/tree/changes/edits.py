@@ -73,6 +73,11 @@ class TreeEdits:
         sequence.node = node
         self.sequences_version += 1
 
+    def mark_all_computed(self, node: Node) -> None:
+        """Declare that all tokens of a node of the tree have KV in the pool."""
+        node.set_computed(node.length)
+        self.touched.add(node)
+
     def _slot_donor(self, parent: Node | None) -> Node | None:
         """The node in whose last page a new child of ``parent`` begins; None: the child begins on a page of its own.
 
