@@ -150,12 +150,11 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
         ValueError: a format does not have one limit for each query of its rows of kind LIMIT, or limits descend within
             a row; or several formats have runs.
     """
-    none = np.zeros(0, dtype=np.int64)
     q_begin, q_end, kind, node, begin, end, first, last = (
-        np.concatenate([none, *(getattr(bsr, name) for bsr in formats)])
+        _joined([getattr(bsr, name) for bsr in formats])
         for name in ("q_begin", "q_end", "kind", "node", "begin", "end", "first", "last")
     )
-    seg_count = np.concatenate([none, *(np.diff(bsr.indptr) for bsr in formats)])
+    seg_count = _joined([bsr.indptr[1:] - bsr.indptr[:-1] for bsr in formats])
     seg_begin = np.cumsum(seg_count) - seg_count
     every_run = [bsr.runs for bsr in formats if bsr.runs is not None]
     if len(every_run) > 1:
@@ -173,6 +172,13 @@ def gather_rows(formats: Sequence[BSR], length: Ints) -> BsrRows:
     columns = q_begin, q_end, kind, first, last, seg_begin, seg_count
     seen_from = np.concatenate([no_ints(), *map(_seen_from, formats)])
     return BsrRows(*columns, segments, before, limit_begin, limits, seen_from, skip, runs)
+
+
+def _joined(arrays: Sequence[Ints]) -> Longs:
+    """One array after another, as int64."""
+    if len(arrays) == 1:
+        return arrays[0].astype(np.int64)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
 
 
 def _seen_from(bsr: BSR) -> Ints:

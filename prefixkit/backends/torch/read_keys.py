@@ -71,12 +71,12 @@ def read_keys(call: Call, pages: Tensor, use: int) -> Tensor:
     """``[batch, kv_heads, length, head_dim]`` float32 keys or values, a view of token-major pages if possible."""
     kv_heads, head_dim = pages.shape[2:]
     tokens, width = call.batch * call.length, kv_heads * head_dim
-    slots = _slots(pages)
     if isinstance(call.slot, int):
-        keys = slots.narrow(0, call.slot, tokens)
+        step = pages.stride(1)
+        keys = pages.as_strided((tokens, width), (step, 1), pages.storage_offset() + call.slot * step)
     else:
-        keys = scratch.matrix(use, tokens, width, slots.dtype)
-        torch.index_select(slots, 0, call.slot, out=keys)
+        keys = scratch.matrix(use, tokens, width, pages.dtype)
+        torch.index_select(_slots(pages), 0, call.slot, out=keys)
     if keys.dtype == FP8:  # by a table, because torch's own conversion of e4m3 is four times as slow
         index = scratch.matrix(use, tokens, width, torch.int32).copy_(keys.view(torch.uint8))
         keys = scratch.matrix(use, tokens, width, torch.float32)

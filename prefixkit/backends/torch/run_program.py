@@ -269,4 +269,4 @@ def _kernel(
         empty = hidden_rows(mask)
     if empty is not None:
         lse.masked_fill_(empty, -torch.inf)
-    return out[..., : heads.value_dim], lse
+    return out if out.shape[3] == heads.value_dim else out[..., : heads.value_dim], lse

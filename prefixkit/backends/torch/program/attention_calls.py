@@ -205,9 +205,11 @@ def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant:
     # With a mask, ``causal`` changes no result, but the kernel then skips blocks of keys.
     causal = triangle and (plain or call.rows >= heads.tuning.group_rows)
     grouped = not causal and heads.gqa_group > 1 and call.rows < heads.tuning.group_rows
-    call = replace(call, causal=causal, grouped=grouped)
     if causal and plain:
-        return replace(call, mask=None, places=None)
+        return replace(call, causal=True, mask=None, places=None)
+    call = replace(call, causal=causal, grouped=grouped)
+    if call.mask is None and call.places is None:
+        return call
     bias = None
     if variant.score_mods and call.places is not None:
         if call.batch * call.rows * call.length * (heads.heads if variant.reads("h") else 1) > room:
