@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -57,8 +58,10 @@ def first_tokens(rows: list[Row]) -> Scheduled | None:
     """Sample the first tokens of samples and beam searches whose prompts are computed; None if ``rows`` is empty."""
     if not rows:
         return None
-    logits = [run.state.first_logits for _, run in rows]
-    return Scheduled(rows, _sampling(rows), logits=torch.stack([each for each in logits if each is not None]))
+    # Runs of one request are adjacent: a tensor for each of a thousand runs would take milliseconds to concatenate.
+    of_each = [(state.first_logits, len([*own])) for state, own in groupby(run.state for _, run in rows)]
+    logits = torch.cat([each.expand(count, -1) for each, count in of_each if each is not None])
+    return Scheduled(rows, _sampling(rows), logits=logits)
 
 
 def next_step(

@@ -54,8 +54,11 @@ class StopChecker:
         self._stop = tuple(stop)
         self._follows = text or bool(stop)  # whether tokens are decoded one by one
         special = special_tokens or {}
-        self._special_stop = tuple(string for string in stop if any(text in string for text in special.values()))
-        self._plain_stop = tuple(string for string in stop if string not in self._special_stop)
+        self._special_stop: tuple[str, ...] = ()
+        self._plain_stop: tuple[str, ...] = ()
+        if stop:
+            self._special_stop = tuple(string for string in stop if any(text in string for text in special.values()))
+            self._plain_stop = tuple(string for string in stop if string not in self._special_stop)
         self._special = special if self._special_stop else {}
         self._inserted: list[tuple[int, str]] = []  # the last special tokens: offset in the text, own text
         self._longest = max(map(len, self._stop), default=0)
