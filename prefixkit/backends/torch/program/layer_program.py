@@ -151,7 +151,8 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) 
     longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
-    longest = np.where(tiles.mask == LIMITED, np.minimum(longest, np.maximum(1, most // tiles.rows)), longest)
+    if (limited := tiles.mask == LIMITED).any():
+        longest = np.where(limited, np.minimum(longest, np.maximum(1, most // tiles.rows)), longest)
     if scored is not None:
         np.minimum(longest, np.maximum(1, scored // (heads.heads * tiles.rows)), out=longest)
     return longest
