@@ -59,16 +59,15 @@ def check_tensors(op: str, **given: object) -> None:
 
 def check_pages(op: str, k_pages: Tensor, v_pages: Tensor) -> None:
     """Pages of K and V of one layer: alike except for ``head_dim``, with the elements of a head adjacent."""
-    if k_pages.ndim == v_pages.ndim == 4 and k_pages.stride(3) == v_pages.stride(3) == 1:
-        alike = k_pages.dtype == v_pages.dtype and k_pages.device == v_pages.device
-        if alike and k_pages.dtype in STORED and k_pages.shape[:3] == v_pages.shape[:3]:
-            return  # each layer of a step comes here, and the texts below are for errors only
+    near = k_pages.stride()[3:] == v_pages.stride()[3:] == (1,)  # both have four dimensions
+    alike = k_pages.device == v_pages.device and k_pages.shape[:3] == v_pages.shape[:3]
+    if near and alike and k_pages.dtype == v_pages.dtype and k_pages.dtype in STORED:
+        return  # each layer of a step comes here, and the texts below are for errors only
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         expect(op, name, pages, "[pages, page_size, kv_heads, head_dim]", pages.ndim == 4, STORED)
         if pages.stride(3) != 1:
             raise BadShape(f"{op}: {name} must have stride 1 over head_dim, got strides {list(pages.stride())}")
-    like = " like k_pages"
-    num_pages, page_size, kv_heads, _ = k_pages.shape
+    like, (num_pages, page_size, kv_heads, _) = " like k_pages", k_pages.shape
     shape, fits = f"[{num_pages}, {page_size}, {kv_heads}, v_dim]{like}", v_pages.shape[:3] == k_pages.shape[:3]
     expect(op, "v_pages", v_pages, shape, fits, (k_pages.dtype,), k_pages.device, like)
 
@@ -86,12 +85,11 @@ def check_append(
     check_slots(op, "slots", slots, k_pages.device)
     tokens = slots.shape[0]
     for name, tensor, pages in (("key", key, k_pages), ("value", value, v_pages)):
-        kv_heads, head_dim = pages.shape[2:]
-        like_pages = tensor.dtype == pages.dtype != FP8 and tensor.device == k_pages.device
-        if like_pages and tensor.shape == (tokens, kv_heads, head_dim):
+        kv_heads, head_dim, fits = *pages.shape[2:], tensor.shape == (tokens, *pages.shape[2:])
+        if fits and tensor.dtype == pages.dtype != FP8 and tensor.device == k_pages.device:
             continue
         expected = f"[{tokens}, {kv_heads}, {head_dim}] (slots, then kv_heads and head_dim of the pages)"
-        _expect_like(k_pages, op, name, tensor, expected, tensor.shape == (tokens, kv_heads, head_dim), key)
+        _expect_like(k_pages, op, name, tensor, expected, fits, key)
 
 
 def check_index_append(keys: Tensor, pages: Tensor, slots: Tensor) -> None:
