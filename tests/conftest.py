@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ pytest.register_assert_rewrite("prefixkit.testing")
 gc.disable()
 # torch's memory of what ops make of fake tensors: where sizes are open, keeping it takes longer than it saves.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# The compiler would collect garbage after every graph; thresholds below say when that is worth it.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +52,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
     gc.enable()
+    # The compiler would measure how long guards take, for a log, and for that empty the CPU's caches at each graph.
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda *given: 0.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a module's tests leave stays too, such as what they import: later collections visit what is new alone."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect(1)
+        gc.freeze()
+    return done
+
+
+def pytest_sessionfinish() -> None:
+    """What is left goes with the process: pytest would look for garbage in it five times."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -184,11 +184,11 @@ def test_so_are_those_of_rloo_for_whole_completions(made):
 
 
 @pytest.mark.parametrize(("adapter", "release"), [(False, False), (True, True)], ids=["held", "lora, released"])
-def test_no_kv_of_old_weights_is_used_over_20_steps(made, release, adapter):
+def test_no_kv_of_old_weights_is_used_over_10_steps(made, release, adapter):
     model = tiny_llama(initializer_range=0.2)
     if adapter:
         model = get_peft_model(model, LoraConfig(**LORA))
-    trainer = made(model=model, rollouts=Rollouts(release_memory=release), max_steps=20, learning_rate=0.05)
+    trainer = made(model=model, rollouts=Rollouts(release_memory=release), max_steps=10, learning_rate=0.05)
     compute, worst, weights = trainer._compute_loss, [], []
 
     def compute_loss(model, inputs):
@@ -202,9 +202,9 @@ def test_no_kv_of_old_weights_is_used_over_20_steps(made, release, adapter):
 
     trainer._compute_loss = compute_loss
     trainer.train()
-    assert len(worst) == 20 and max(worst) < 1e-3
+    assert len(worst) == 10 and max(worst) < 1e-3
     moved = [float((after - before).abs().max()) for before, after in itertools.pairwise(weights)]
-    assert sum(most > 1e-3 for most in moved) > 12  # once in a while all rewards of the groups are equal
+    assert sum(most > 1e-3 for most in moved) > 4  # once in a while all rewards of the groups are equal
 
 
 def test_the_samples_of_a_prompt_differ_and_those_of_a_later_step_too(made):

@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.guards  # by now, for tests/conftest.py changes it
 from torch import Tensor, nn
-from torch._dynamo import guards
 from transformers import PreTrainedModel
 
 from tests.models.driver import TreeDriver, dense
@@ -52,10 +52,6 @@ def scaled_twice(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None
 
 
 @pytest.fixture
-def dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler without what earlier tests have left in it.
-
-    It does not measure how long guards take, for a log: it would empty the CPU's caches each time that it compiles.
-    """
+def dynamo() -> None:
+    """The compiler without what earlier tests have left in it."""
     torch._dynamo.reset()
-    monkeypatch.setattr(guards, "profile_guard_manager", lambda *given: 0.0, raising=False)

@@ -28,6 +28,7 @@ from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints, main
 from tests.covering import cover
 
 PORTABLE, HOPPER = "attention/sm80/tree_attention.cu", "attention/sm90/tree_attention.cu"
+PLANNER = "planner/plan_tree.cu"
 
 
 def nvrtc_is_there() -> bool:
@@ -133,29 +134,35 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
     """
     portable: dict[tuple[str, str, tuple[str, bool, bool]], Unit] = {}
     hopper: dict[tuple[str, str, tuple[tuple[str, str], ...]], Unit] = {}
-    sampling, others = [], list[tuple[str, Unit]]()
+    planners: dict[tuple[str, ...], tuple[str, Unit]] = {}
+    sampling: dict[tuple[str, bool], str] = {}
+    others = list[tuple[str, Unit]]()
     for arch in ARCHS:
         for unit in compiled_ahead(arch):
             defines = dict(unit.defines)
             if unit is SAMPLE:
-                sampling += [(arch, dtype, cached) for dtype in FLOATS for cached in (True, False)]
+                sampling |= {(dtype, cached): arch for dtype in FLOATS for cached in (True, False)}
             elif unit.file == PORTABLE:
                 kind = defines["PREFIXKIT_HALF"], "PREFIXKIT_VARIANT" in defines, "PREFIXKIT_KV_FP8" in defines
                 portable[arch, defines["PREFIXKIT_HEAD_DIM"], kind] = unit
             elif unit.file == HOPPER:
                 of = defines.pop("PREFIXKIT_HEAD_DIM"), defines.pop("PREFIXKIT_HALF")
                 hopper[*of, tuple(defines.items())] = unit
+            elif unit.file == PLANNER:
+                planners.setdefault(tuple(defines.values()), (arch, unit))
             else:
                 others.append((arch, unit))
     for of in cover(hopper, 1):
         yield hopper[of], "sm_90a"
-    for arch, unit in cover(others, 1):
+    for arch, unit in [*(planners[of] for of in cover(planners, 1)), *cover(others, 1)]:
         yield unit, arch
     # Variants in heads of 128 spill the most; each of the four takes as long as all others of its target.
-    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True, False))]):
+    # Pages in e4m3 exist for two head sizes, of which one then needs no other kernel.
+    e4m3 = [(arch, "64", (half, False, True)) for arch, half in (("sm_89", "0"), ("sm_100", "1"))]
+    for case in cover(portable, 1, always=[("sm_80", "128", ("0", True, False)), *e4m3]):
         yield portable[case], case[0]
-    for arch, dtype, cached in cover(sampling, 1):
-        yield replace(SAMPLE, names=(sample_name(dtype, cached),)), arch
+    for dtype, cached in cover(sampling, 1):
+        yield replace(SAMPLE, names=(sample_name(dtype, cached),)), sampling[dtype, cached]
 
 
 @pytest.mark.slow
