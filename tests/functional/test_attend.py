@@ -38,8 +38,7 @@ def set_up(
     return tree, samples, OwnModel(prefixkit.TreeAttention(pool, HEADS), rng)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dtype", "page_size"), zip([*DTYPES, torch.float8_e4m3fn], (1, 3, 16), strict=True), ids=str)
 def test_samples_that_grow_fork_and_end_attend_as_dense_attention_does(dtype: torch.dtype, page_size: int) -> None:
     errors = Errors()
     for seed in range(2):

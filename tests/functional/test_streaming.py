@@ -78,8 +78,14 @@ def grow(rng: np.random.Generator, texts: Texts, page_size: int, errors: Errors,
             prefixkit.release_unseen(attention, tree, samples)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("sinks", "window", "page_size"), [(4, 16, 4), (1, 1, 1), (3, 9, 16), (5, 40, 8), (20, 7, 4)])
+@pytest.mark.parametrize(
+    ("sinks", "window", "page_size", "dtype"),
+    [
+        *((4, 16, 4, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((1, 1, 1, torch.float32), (3, 9, 16, torch.bfloat16), (5, 40, 8, torch.float32), (20, 7, 4, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_each_row_is_that_of_a_cache_that_is_rotated_anew(
     sinks: int, window: int, page_size: int, dtype: torch.dtype
 ) -> None:

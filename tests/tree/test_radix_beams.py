@@ -110,8 +110,7 @@ class TestFreeSlotsOfAncestors:
         assert tree.allocator.free == 8
 
 
-@pytest.mark.parametrize("every", [0, 16])
-@pytest.mark.parametrize("skew", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("skew", "every"), [(0.1, 0), (0.5, 16), (1.0, 0), (1.0, 16)])
 def test_tokens_of_beams_fill_most_of_their_pages(skew: float, every: int) -> None:
     """The beam of rank ``r`` is continued by each new beam with a probability that falls as ``exp(-skew * r)``.
 

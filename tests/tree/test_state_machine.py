@@ -264,7 +264,7 @@ def test_random_histories(page_size: int) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=25,
+            max_examples=16,
             phases=[Phase.generate, Phase.shrink],
             stateful_step_count=40,
             deadline=None,

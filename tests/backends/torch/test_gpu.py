@@ -76,7 +76,7 @@ def plan_as(kind: str, rng: np.random.Generator, case: Case, seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("kind", ["whole", "for the kernels", "split"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)

@@ -127,7 +127,7 @@ def test_a_sequence_is_trimmed_on_either_side_of_a_gap_but_not_into_it() -> None
     assert one.tokens().tolist() == [*range(6)]
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_trees_with_gaps_stay_consistent(seed: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
