@@ -72,7 +72,7 @@ def test_a_missing_extra_names_the_remedy():
 
 @pytest.mark.slow
 def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
-    """Each weight of the file is in the model, and no other: of every tenth layer bit by bit, else by shape."""
+    """Each weight of the file is in the model, and no other: of some layers and tokens bit by bit, else by shape."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -88,11 +88,12 @@ def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
         assert list(found.shape) == tensor.shape.tolist()[::-1], tensor.name
         if block and int(block.removeprefix("blk.")) % 10:
             continue
-        theirs = dequantize(tensor.data, tensor.tensor_type)
+        some = slice(None) if block else slice(None, None, 16)
+        theirs = dequantize(tensor.data[some], tensor.tensor_type)
         if name in ("attn_q", "attn_k"):  # a GGUF has the two halves of a head's rotation one beside the other
             heads = ours.config.num_attention_heads if name == "attn_q" else ours.config.num_key_value_heads
             theirs = theirs.reshape(heads, -1, 2, theirs.shape[-1]).swapaxes(1, 2).reshape(theirs.shape)
-        assert torch.equal(found, torch.from_numpy(theirs.copy())), tensor.name
+        assert torch.equal(found[some], torch.from_numpy(theirs.copy())), tensor.name
     assert not weights
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == ours.generation_config.eos_token_id == model.EOS_ID
     assert tokenizer.decode([model.EOS_ID]) == "<|im_end|>"
