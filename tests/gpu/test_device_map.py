@@ -13,6 +13,7 @@ import torch
 
 import prefixkit
 from prefixkit import MemoryPolicy, SamplingParams, Session, variants
+from prefixkit.attention.variants import compose
 from prefixkit.testing.tiny import tiny_llama
 from tests.dispatched import dispatched
 from tests.gpu.test_generation import ENDS, NEW, errors, padded  # noqa: F401 - a fixture
@@ -102,7 +103,7 @@ def test_variants_that_capture_tensors_are_applied_on_both_gpus() -> None:
     """Documents and ALiBi, by our kernels; a tensor that does not follow the scores to their GPU is an error."""
     numbers = torch.arange(2048, device=PLACES[0]) // 300
     documents = prefixkit.variant(mask_mod=lambda *at: follows(numbers)(*at) & (at[3] <= at[2]), name="documents")
-    variant = variants.compose(documents, variants.alibi([2.0**-n for n in range(1, 9)]))
+    variant = compose(documents, variants.alibi([2.0**-n for n in range(1, 9)]))
     model = model_of(128, torch.bfloat16)
     spread = dispatched(copy.deepcopy(model), *PLACES)
     samples = prefixkit.generate(prefixkit.patch(spread, variant=variant), None, prompts(21), **GREEDY)
