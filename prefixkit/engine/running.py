@@ -217,14 +217,10 @@ class RunningBatch:
         which = rows[asked]
         accepted = self._accepted[which]
         new = slice(int(accepted.min(initial=self._read)), self._read)
-        # Rows of consecutive numbers: columns would read a cache line for each number.
-        columns = (
-            accepted - new.start,
-            self._tokens[new, which].T.copy(),
-            self._likely[new, which].swapaxes(0, 1).copy(),
-        )
-        for i, begin, of_tokens, of_likely in zip(which.tolist(), *columns, strict=True):
-            own, likely, run = of_tokens[begin:].tolist(), of_likely[begin:], self._streaming[i]
+        # Copied, so that a run's numbers are adjacent: else each would be read from a cache line of its own.
+        parts = self._tokens[new, which].T.tolist(), self._likely[new, which].swapaxes(0, 1).copy()
+        for i, begin, own, likely in zip(which.tolist(), (accepted - new.start).tolist(), *parts, strict=True):
+            own, likely, run = own[begin:], likely[begin:], self._streaming[i]
             self._accepted[i] = self._read
             ran_out = own[-1] < 0
             accept = run.run_out if ran_out else run.accept

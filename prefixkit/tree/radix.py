@@ -326,8 +326,8 @@ class PrefixTree(TreeEdits):
         """Declare that no token has KV: the prefix cache is emptied, and tokens of sequences will be recomputed."""
         nodes = self.every_node()
         for node in nodes:
-            node.computed, node.cached = 0, False
-            node.state, node.checkpoints = -1, {}
+            node.cached = False
+            node.forget_kv()
         self.num_cached = 0
         self.version += 1
         for node in reversed(nodes):

@@ -63,6 +63,16 @@ class TestForget:
         assert structure_of(whole) == [6], "splits for what was kept are undone"
         assert tree.allocator.free == 14
 
+    def test_what_nodes_hold_later_is_not_what_they_held(self) -> None:
+        """What was made of a node's KV, such as K and V of latents, is known by the number of its content."""
+        tree = PrefixTree(16, page_size=4)
+        sequence = tree.insert([1, 2, 3, 4, 5])
+        tree.mark_computed([sequence.node], [5])
+        before = tree.snapshot().content
+        tree.invalidate_kv()
+        tree.mark_computed([sequence.node], [5])
+        assert before is not None and not np.isin(before, tree.snapshot().content).any()
+
     def test_what_is_kept_later_is_what_was_computed_since(self) -> None:
         tree = PrefixTree(16, page_size=4)
         sequence = tree.insert([1, 2, 3, 4, 5])

@@ -76,6 +76,7 @@ class ModelRunner:
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
         self._device, self._spread = pool.spec.device, facts.is_spread
+        self._norms = norms_by_ops if facts.mixers else nullcontext
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
         self._has_lm_head = inner.can_generate()
         warn_of_moving_rotary(inner)
@@ -160,7 +161,7 @@ class ModelRunner:
                 "the tree a spelling (prefixkit.tree.spelling), and choose_queries both"
             )
         experts = experts_by_ops() if step.num_rows <= self._most_rows else nullcontext()
-        with self._turn, experts, norms_by_ops(), torch.inference_mode():
+        with self._turn, experts, self._norms(), torch.inference_mode():
             try:
                 self.cache.begin(step)
                 made = compute(**self.cache.inputs())

@@ -21,12 +21,8 @@ from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.steps.layer_pages import LayerPages
+from prefixkit.models.steps.other_devices import OTHER_POSITIONS, OtherDevices
 from prefixkit.models.variants.masked_plans import masked_plan
-
-_OTHER_POSITIONS = (
-    "StepCache: the model ran with position_ids other than the step's, so its position embeddings are wrong; call "
-    "model(**cache.inputs())"
-)
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -71,8 +67,7 @@ class StepCache(LayeredCache):
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
         self._step: Step | None = None
-        self._elsewhere: dict[torch.device, Step] = {}  # the step on other devices than the first layer's,
-        self._unequal: dict[torch.device, Tensor] = {}  # and whether layers there got other positions
+        self._others: OtherDevices | None = None  # the step in progress on other devices than the first layer's
         self._mixers_elsewhere = [None if of == pool.spec.device else of for of in pool.states.devices]
         self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
         self.turned: dict[Hashable, Angles] = {}  # the angles that rotate the step's queries
@@ -97,25 +92,17 @@ class StepCache(LayeredCache):
         if self.compiled is not None:
             self.compiled.begin(step)
         self._step, self.blocks, self.equal_blocks, self.masked_plans, self.turned = step, {}, {}, {}, {}
-        self._elsewhere, self._unequal = {}, {}
-        self.given_positions = step.positions[None]
+        self.given_positions, self._others = step.positions[None], None
         self.attended = [0] * len(self.attended)
 
     def step_on(self, device: torch.device | None) -> Step:
         """The step in progress for layers on another device than the first layer's (None: on that); copied once."""
-        if device is None:
-            return self.step
-        if device not in self._elsewhere:
-            self._elsewhere[device] = self.step.on(device)
-        return self._elsewhere[device]
+        return self.step if device is None else self.others().step_on(device)
 
-    def compare_later(self, device: torch.device, position_ids: Tensor, positions: Tensor) -> None:
-        """Let :meth:`end` compare the positions that layers on another device got, copied there, with the step's.
-
-        The host does not wait for the copy here.  Those of the first of these layers are compared.
-        """
-        if device not in self._unequal:
-            self._unequal[device] = (position_ids != positions).any()
+    def others(self) -> OtherDevices:
+        """The step in progress on other devices."""
+        self._others = self._others or OtherDevices(self.step)
+        return self._others
 
     def inputs(self) -> dict[str, Any]:
         """The keywords to call the model with: ``input_ids``, ``position_ids`` int64 ``[1, T]``, a mask, this cache."""
@@ -161,10 +148,10 @@ class StepCache(LayeredCache):
         """
         if self._step is None:
             raise ValueError("StepCache.end: no step in progress; call cache.begin(step) first")
-        unequal = any(map(bool, self._unequal.values()))
+        others = self._others
         self.abandon()
-        if unequal:
-            raise ValueError(_OTHER_POSITIONS)
+        if others is not None:
+            others.check()
         missed = [layer for layer, calls in enumerate(self.attended) if calls != 1]
         if missed:
             raise IncompleteStep(
@@ -176,8 +163,7 @@ class StepCache(LayeredCache):
     def abandon(self, step: Step | None = None) -> None:
         """Drop the step in progress without a check, after an error; with ``step``, only if that is in progress."""
         if step is None or self._step is step:
-            self._step = self.given_positions = None
-            self._elsewhere, self._unequal = {}, {}
+            self._step = self.given_positions = self._others = None
             self.blocks, self.equal_blocks, self.masked_plans, self.turned = {}, {}, {}, {}
 
     def __repr__(self) -> str:
@@ -298,16 +284,14 @@ class CacheLayer(PlainLayer):
         positions = self.step.positions  # several rows of positions are for images, which a step has none of
         fits, elsewhere = position_ids.shape[-1:] == positions.shape, self.own.elsewhere
         if fits and elsewhere is not None:
-            return self.cache.compare_later(elsewhere, position_ids, positions)
+            return self.cache.others().compare_later(elsewhere, position_ids)
         if not fits or not bool((position_ids == positions).all()):
-            raise ValueError(_OTHER_POSITIONS)
+            raise ValueError(OTHER_POSITIONS)
 
 
 def _repeats(position_ids: Tensor, given: Tensor) -> bool:
     """Whether positions are a view that repeats the ``[1, T]`` positions ``given``, found without reading values."""
     here = position_ids.data_ptr() == given.data_ptr() and position_ids.dtype == given.dtype
     same = here and position_ids.shape[-1:] == given.shape[-1:] and position_ids.stride(-1) == given.stride(-1)
-    return same and all(
-        size == 1 or not stride
-        for size, stride in zip(position_ids.shape[:-1], position_ids.stride()[:-1], strict=True)
-    )
+    sizes = zip(position_ids.shape[:-1], position_ids.stride()[:-1], strict=True)
+    return same and all(size == 1 or not stride for size, stride in sizes)

@@ -17,9 +17,9 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.reference import reference_attention
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.backends.cuda.device_planner import PLAN_TENSORS
-from prefixkit.backends.cuda.latents.expansion import PAGE, Expansion, expand, expanded_tokens
+from prefixkit.backends.cuda.latents.expansion import PAGE, ExpandedTokens, Expansion, expand, expanded_tokens
 from prefixkit.backends.cuda.latents.latent_planners import LatentPlanner
-from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded
+from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded, StaticExpansion
 from prefixkit.backends.torch.host_planner import bind
 from prefixkit.backends.torch.latent_attention import absorbed_state
 from prefixkit.backends.torch.run_program import tree_attention
@@ -213,3 +213,22 @@ def test_static_buffers_are_filled_when_other_tokens_come() -> None:
             own = [of[rows].flatten(0, 1)[: length[node]] for of in (one, other)]
             torch.testing.assert_close(*own)
     assert static.expansion.of(layer, maps) is made
+
+
+def test_k_and_v_are_made_again_after_steps_that_did_not_keep_them() -> None:
+    """Buffers then hold what was kept before these steps, also if the tokens have not changed since."""
+    part = LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY)
+    layer, maps = a_layer(4 * PAGE), maps_of(np.random.default_rng(5))
+    expansion = StaticExpansion(part, 2, CPU)
+    expansion.set_keeps(True)
+    with torch.inference_mode():
+        made = expansion.of(layer, maps)
+    first, second = (
+        ExpandedTokens([np.zeros(2, np.int32), np.full(2, PAGE, np.int32)], np.arange(at, at + PAGE), (key,))
+        for at, key in ((0, b"first"), (2 * PAGE, b"second"))
+    )
+    expansion.change(first, keeps=True)
+    expansion.change(second, keeps=False)
+    expansion.change(second, keeps=True)
+    for one, wanted in zip(made, expand(layer, maps, torch.from_numpy(second.slots)), strict=True):
+        torch.testing.assert_close(one[:1], wanted)

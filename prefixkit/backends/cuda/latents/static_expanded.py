@@ -56,9 +56,10 @@ class StaticExpansion(Expansion):
         self.set_keeps(keeps)
         (slots,) = upload([tokens.slots], self.slots.device)
         self.slots[: len(slots)].copy_(slots)
-        if tokens.key is not None and tokens.key == self.key:
+        key = tokens.key if self.keeps else None  # each graph makes them: those kept are of other tokens from now on
+        if key is not None and key == self.key:
             return
-        self.key = tokens.key
+        self.key = key
         if self.keeps and tokens.nodes[1].any():
             kept = len(tokens.slots) * made_bytes(self.part) * len(self._kept)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
