@@ -290,13 +290,17 @@ def grammar(data: Any) -> Table:
 
 
 def trl(data: Any) -> Table:
-    rows: Table = [("rollouts by", "rollout, s", "whole step, s", "first rollout, s", "peak, GiB")]
-    return rows + [
-        (row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
-        for run in data["runs"]
-        for row in run["systems"]
-        if "rollout_s" in row
-    ]
+    told = "prompts x completions", "of tokens", "rollouts by", "rollout, s", "whole step, s", "first rollout, s"
+    rows: Table = [(*told, "peak, GiB")]
+    for run in data["runs"]:
+        of = run["options"]
+        sizes = f"{of['prompts']} x {of['samples']}", of["new"]
+        rows += [
+            (*sizes, row["system"], row["rollout_s"], row["step_s"], row["first_rollout_s"], row["peak_gib"])
+            for row in run["systems"]
+            if "rollout_s" in row
+        ]
+    return rows
 
 
 def interval(ratio: float | None, limits: list[float] | None) -> str:
