@@ -178,6 +178,8 @@ def errors_of(model: Any, exact: Any, prompts: list[list[int]], samples: list[An
         ours.append((torch.tensor(one.logprobs, device="cuda") - right).abs())
         theirs.append((plain - right).abs())
     prefixkit.patch(model)
+    for one, error in sorted(zip(samples, ours, strict=True), key=lambda pair: -float(pair[1].mean()))[:5]:
+        print("prompt", one.prompt_index, "sample", one.index, "errors", [round(each, 4) for each in error.tolist()])
     return tuple(float(torch.cat(of).mean()) for of in (ours, theirs))  # type: ignore[return-value]
 
 
