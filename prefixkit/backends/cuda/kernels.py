@@ -91,7 +91,7 @@ def sum_name(dtype: str) -> str:
 
 
 def digest_name(word: int) -> str:
-    """The kernel that makes a digest of words of so many bytes."""
+    """The kernel that makes a digest of words of this many bytes."""
     return f"prefixkit::digest<{'prefixkit::u64' if word == 8 else 'unsigned char'}>"
 
 

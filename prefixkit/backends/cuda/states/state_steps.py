@@ -34,7 +34,7 @@ _THREADS = 256
 _MOST_DIM = 256  # MOST_DIM of mamba2_step.cu
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Kind of csrc/states/numbers.cuh
 _VECTOR = 16
-_SHORT = 512  # a warp takes a row of up to so many elements
+_SHORT = 512  # a warp takes a row of up to this many elements
 _RULE_THREADS, _RULE_COLUMNS, _PAIR = 128, 32, 8  # of delta_rule.cu: threads and columns of a block, bytes of a pair
 
 
