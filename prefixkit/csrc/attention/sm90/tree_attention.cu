@@ -91,8 +91,8 @@ DEVICE DecodeShared decode_shared(Shared& s, Stages stages) {
 
 // A launch first fetches its code from the L2, line by line, and a role's code lies far from the entry.  So warps go to
 // their role's code before they wait for the block's barriers and for the launch ahead, and read counts there.  The
-// decode warps initialise the barriers, and wait only for each other.  Every other place in the code has a barrier of its
-// own, because threads must not wait for one barrier at several places.
+// decode warps initialise the barriers, and wait only for each other.  Every other place in the code has a barrier of
+// its own, because threads must not wait for one barrier at several places.
 enum Begin { DECODING = 6, MULTIPLYING, LOADING_TILES = 10, LOADING_ITEMS };
 template <int ID, int WARPS> DEVICE void begin_role() {
     named_barrier<ID, 32 * WARPS + 128>();
