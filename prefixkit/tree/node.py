@@ -264,11 +264,6 @@ class Node:
             self.checkpoints[before] = self.state
         self.state = self.checkpoints.pop(computed, -1)
 
-    def forget_kv(self) -> None:
-        """Declare that no token has KV, nor a state after it."""
-        self.computed, self.content = 0, next(_contents)
-        self.state, self.checkpoints = -1, {}
-
     def grow(self, tokens: Ints, pages: Ints) -> None:
         """Append ``tokens``; ``pages`` are the `pages_to_add` they need."""
         if len(pages):

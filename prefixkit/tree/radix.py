@@ -327,7 +327,8 @@ class PrefixTree(TreeEdits):
         nodes = self.every_node()
         for node in nodes:
             node.cached = False
-            node.forget_kv()
+            node.set_computed(0)
+            node.state, node.checkpoints = -1, {}
         self.num_cached = 0
         self.version += 1
         for node in reversed(nodes):
