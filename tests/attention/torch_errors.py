@@ -7,8 +7,8 @@ is small and rounding is chance, so errors are counted in the unit of the chance
     unit = eps of the dtype x (1 + largest possible |score|) x largest |value|
 
 for a score is off by its own size times eps, and the output by as much relative to the values (for the log-sum-exp,
-which is always float32, the unit is eps of float32 x (1 + largest possible |score|)).  Over the forests of a dtype and
-a variant,
+which is always float32 and, of many small scores, larger than each, the unit is eps of float32 x (1 + the larger of
+|score| and itself)).  Over the forests of a dtype and a variant,
 
 - no error may exceed 1.5 times the largest one of torch, which adds up each forest in four orders of keys and of head
   elements, for its largest error is chance as well;
@@ -152,11 +152,13 @@ class Truth:
         dense = reference_attention(*where, case.q, case.k_pages, case.v_pages, case.scale, variant, sinks, numbers)
         score = case.scale * case.q.float().norm(dim=-1).max() * case.k_pages.float().nan_to_num().norm(dim=-1).max()
         seen = dense.lse[dense.lse > -torch.inf]
-        if variant.score_mods and len(seen):  # scores may be larger than products; the log-sum-exp is about as large
-            score = torch.maximum(score, seen.abs().max().float())
+        largest = seen.abs().max().float() if len(seen) else score.new_zeros(())
+        if variant.score_mods:  # scores may be larger than products; the log-sum-exp is about as large
+            score = torch.maximum(score, largest)
         value = case.v_pages.float().nan_to_num().abs().max()
         eps, eps32 = (torch.finfo(dtype).eps for dtype in (case.q.dtype, torch.float32))
-        truth = cls(dense, (float(eps * (1 + score) * value), float(eps32 * (1 + score))), [])
+        lse_unit = eps32 * (1 + torch.maximum(score, largest))
+        truth = cls(dense, (float(eps * (1 + score) * value), float(lse_unit)), [])
         out, lse = torch_attention(case, variant)
         if (
             case.q.dtype != torch.float32
