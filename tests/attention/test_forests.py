@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -41,7 +42,7 @@ from prefixkit.testing.forests import (
     random_split_plan,
     run_on,
 )
-from tests.attention.torch_errors import Errors, Truth
+from tests.attention.torch_errors import Errors, Truth, check_forests
 
 VARIANTS = ("causal", "window", "cap", "alibi", "sinks", "by_head", "composed")
 
@@ -99,27 +100,35 @@ RUNS = (
 def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_forests: int) -> None:
     """By the program for a CPU, with its costs and others; the first forests by the program for a GPU too."""
     share = num_forests // 4 if dtype == torch.float32 and variant == "causal" else num_forests * 3 // 4 // 20
-    on_cpu, on_gpu = Errors(), Errors()
-    for seed in range(max(share, 12)):
+
+    @functools.cache
+    def forest(seed: int) -> tuple[Case, Plan, Variant, Truth]:
         rng = np.random.default_rng([seed, VARIANTS.index(variant), dtype.itemsize])
         case = random_case(rng, dtype)
         plan, chosen = random_plan(rng, case), random_variant(rng, variant, case.q.shape[1])
-        truth = Truth.of(case, chosen)
-        on_cpu.add(seed, truth, *RUNS[seed % len(RUNS)](case, plan, chosen))
-        if seed < 8:
-            on_gpu.add(seed, truth, *as_on_a_gpu(case, plan, chosen))
-    on_cpu.check(), on_gpu.check()
+        return case, plan, chosen, Truth.of(case, chosen)
+
+    def on_cpu(errors: Errors, seed: int) -> None:
+        *given, truth = forest(seed)
+        errors.add(seed, truth, *RUNS[seed % len(RUNS)](*given))
+
+    def on_gpu(errors: Errors, seed: int) -> None:
+        *given, truth = forest(seed)
+        errors.add(seed, truth, *as_on_a_gpu(*given))
+
+    check_forests(on_cpu, max(share, 12))
+    check_forests(on_gpu, 8)
 
 
 @pytest.mark.parametrize("head_dim", [33, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
 def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None:
-    errors = Errors()
-    for seed in range(8):
+    def judge(errors: Errors, seed: int) -> None:
         rng = np.random.default_rng([seed, head_dim, group])
         case = random_case(rng, torch.float32, (2 * group, 2, head_dim))
         errors.add(seed, Truth.of(case, CAUSAL), *attend(case, random_plan(rng, case)))
-    errors.check()
+
+    check_forests(judge, 8)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +136,8 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
 )
 def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
     """Long shared prefixes, long runs, prefill of hundreds of rows, more keys than one block of the kernel holds."""
-    errors = Errors()
-    for seed in range(6 if variant == "causal" else 3):  # each shape of tree, with orderly pages and with others
+
+    def judge(errors: Errors, seed: int) -> None:
         rng = np.random.default_rng([seed, VARIANTS.index(variant)])
         lengths = [int(rng.integers(400, 700)), *rng.integers(1, 150, 4).tolist()]
         parents = [[-1, 0, 0, 0, 0], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3]][seed % 3]
@@ -136,7 +145,8 @@ def test_large_nodes_within_torchs_error(variant: str, split: float) -> None:
         case = fill(rng, snapshot, num_pages, prefill_or_decode(rng, lengths), (6, 2, 32), torch.float32)
         plan, chosen = random_plan(rng, case, split=split), random_variant(rng, variant, 6)
         errors.add(seed, Truth.of(case, chosen), *by_op(case, plan, chosen))
-    errors.check()
+
+    check_forests(judge, 6 if variant == "causal" else 3)  # each shape of tree, with orderly pages and with others
 
 
 def prefill_or_decode(rng: np.random.Generator, lengths: list[int]) -> Queries:
@@ -186,8 +196,8 @@ def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.dtype) -> None:
     """Share everything, nothing or some nodes, in any tiles and splits: equal up to rounding."""
-    errors = Errors()
-    for seed in range(12):
+
+    def judge(errors: Errors, seed: int) -> None:
         rng = np.random.default_rng(seed)
         case = random_case(rng, dtype)
         truth = Truth.of(case, CAUSAL)
@@ -200,4 +210,5 @@ def test_however_a_forest_is_cut_the_answer_is_within_torchs_error(dtype: torch.
             *(plan_of(case, CPU_COST, shared=s) for s in some),
         ):
             errors.add(seed, truth, *attend(case, plan))
-    errors.check()
+
+    check_forests(judge, 12)

@@ -42,7 +42,7 @@ from prefixkit.tree.snapshot import TreeSnapshot
 from tests.attention.path_steps import COSTS, SHAPE, marks, random_step
 from tests.attention.planners import PLANNERS, in_torch
 from tests.attention.plans import SMALL
-from tests.attention.torch_errors import Errors, Truth
+from tests.attention.torch_errors import Errors, Truth, check_forests
 from tests.attention.trees import expected_sight
 
 # Plans
@@ -153,8 +153,8 @@ def random_case(rng: np.random.Generator) -> Case:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_attention_by_paths_is_within_torchs_error(name: str) -> None:
     """By the op and by other programs, whole rows and items for a GPU, whatever is shared."""
-    errors = Errors()
-    for seed in range(9):
+
+    def judge(errors: Errors, seed: int) -> None:
         rng = np.random.default_rng([seed, sorted(VARIANTS).index(name)])
         case, chosen = random_case(rng), VARIANTS[name](rng)
         truth, tree = Truth.of(case, chosen), StepTree(case.snapshot, case.queries)
@@ -167,7 +167,8 @@ def test_attention_by_paths_is_within_torchs_error(name: str) -> None:
             errors.add(seed, truth, *attend(case, plan, register(chosen)))
             errors.add(seed, truth, *run_on(case, gpu_program_of(case, plan, chosen), chosen))
             errors.add(seed, truth, *run_on(case, program_of(case, plan, chosen, TUNINGS[seed % 2]), chosen))
-    errors.check()
+
+    check_forests(judge, 9)
 
 
 @pytest.mark.parametrize("name", ["comb d300 b1 t2 s5", "comb d40 b3 t20 s9"])

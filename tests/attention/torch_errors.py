@@ -16,11 +16,12 @@ which is always float32 and, of many small scores, larger than each, the unit is
 
 The rule is about sums over forests, but every forest's error is held against it, and the worst ones' seeds are printed.
 The largest error of some hundred forests is chance, ours and torch's: of the same size over thousands, they differ by
-half in one test of fifty.  A test whose seeds are new each time therefore judges more forests before it fails.
+half in one test of fifty.  ``check_forests`` therefore judges more forests before it fails.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -55,21 +56,11 @@ class Errors:
         self.ours.append(truth.error(out, lse))
         self.theirs.append(truth.theirs)
 
-    def check(self, *, only_out: bool = False, more: Callable[[], object] | None = None) -> None:
-        """Hold every error against torch's; ``only_out`` where log-sum-exps are held against something else.
+    def check(self, *, only_out: bool = False) -> None:
+        """Hold every error against torch's; ``only_out`` where log-sum-exps are held against something else."""
+        assert not (wrong := self.wrong(only_out)), wrong
 
-        ``more`` adds as many forests with other seeds.  It is called where an error is too large, at most three times;
-        those that were judged before stay.
-        """
-        wrong = self._wrong(only_out)
-        for _ in range(3):
-            if wrong and more is not None:
-                print("judged again with more forests:", wrong)
-                more()
-                wrong = self._wrong(only_out)
-        assert not wrong, wrong
-
-    def _wrong(self, only_out: bool) -> str:
+    def wrong(self, only_out: bool = False) -> str:
         """The first rule that is broken, and the worst forests, or nothing."""
         for column, name in enumerate(("out",) if only_out else ("out", "lse")):
             ours, theirs = np.array(self.ours)[:, column], np.array(self.theirs)[:, :, column]
@@ -82,6 +73,22 @@ class Errors:
             if _rms(ours) > ALLOWED * (natural := _rms(theirs[:, 0])):
                 return f"{name}: {_rms(ours):.2f}, torch {natural:.2f} rms"
         return ""
+
+
+def check_forests(judge: Callable[[Errors, int], object], count: int, *, first: int = 0) -> None:
+    """Let ``judge`` add the errors of ``count`` forests, by their seeds from ``first``, and hold them against torch's.
+
+    Where an error is too large, as many more forests are judged, at most four times; those judged before stay.
+    """
+    errors, seeds, wrong = Errors(), itertools.count(first), ""
+    print("seeds from", first)
+    for more in (1, 1, 2, 4, 8):
+        for seed in itertools.islice(seeds, more * count):
+            judge(errors, seed)
+        if not (wrong := errors.wrong()):
+            return
+        print(f"of {len(errors.seed)} forests:", wrong)
+    raise AssertionError(wrong)
 
 
 def _rms(errors: np.ndarray) -> float:

@@ -19,7 +19,7 @@ from prefixkit.attention.queries import Queries
 from prefixkit.attention.variants import Variant, compose, register, variant
 from prefixkit.testing.forests import SHARE_NONE, Case, attend, fill, make_snapshot, plan_of, random_case, random_plan
 from prefixkit.testing.random_variants import fitting
-from tests.attention.torch_errors import Errors, Truth
+from tests.attention.torch_errors import Errors, Truth, check_forests
 
 SEQUENCES, HEADS, LENGTH, TREES = 3, 4, 96, 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -172,23 +172,18 @@ def test_a_batch_of_prompts_is_as_exact_as_flex_attention(name: str, dtype: torc
 
 @DTYPES
 def test_trees_within_torchs_error(dtype: torch.dtype) -> None:
-    errors = Errors()
+    """Some trees for each entry, in turn."""
+    entries = [entry.make() for entry in ENTRIES.values()]
 
-    def judge() -> None:
-        first = int(torch.randint(1 << 30, ()))
-        print("seeds from", first, "in the order of the entries,", TREES, "each")
-        for number, entry in enumerate(ENTRIES.values()):
-            of = entry.make()
-            for seed in range(first + number * TREES, first + (number + 1) * TREES):
-                rng = np.random.default_rng(seed)
-                case = random_case(rng, dtype, (HEADS, 2, 32))
-                while int((case.snapshot.start + case.snapshot.length).max()) > LENGTH:
-                    case = random_case(rng, dtype, (HEADS, 2, 32))
-                case = fitting(rng, case, of, SEQUENCES)
-                errors.add(seed, Truth.of(case, of), *attend(case, random_plan(rng, case), register(of)))
+    def judge(errors: Errors, seed: int) -> None:
+        rng, of = np.random.default_rng(seed), entries[seed % len(entries)]
+        case = random_case(rng, dtype, (HEADS, 2, 32))
+        while int((case.snapshot.start + case.snapshot.length).max()) > LENGTH:
+            case = random_case(rng, dtype, (HEADS, 2, 32))
+        case = fitting(rng, case, of, SEQUENCES)
+        errors.add(seed, Truth.of(case, of), *attend(case, random_plan(rng, case), register(of)))
 
-    judge()
-    errors.check(more=judge)
+    check_forests(judge, TREES * len(entries), first=int(torch.randint(1 << 30, ())))
 
 
 @pytest.mark.parametrize(("height", "width", "kernel", "tile"), [(6, 8, (3, 5), (3, 2)), (5, 7, 5, 1), (8, 8, 7, 4)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from itertools import count, islice
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from prefixkit.attention.variants import register
 from prefixkit.backends.torch.tuning import CPU
 from prefixkit.testing.forests import attend, program_of, random_case, random_plan, run_on
 from prefixkit.testing.random_variants import fitting, random_variant
-from tests.attention.torch_errors import Errors, Truth
+from tests.attention.torch_errors import Errors, Truth, check_forests
 
 FORESTS = int(os.environ.get("PREFIXKIT_VARIANT_FORESTS", "120"))
 SEQUENCES = 5
@@ -32,21 +31,19 @@ def test_random_compositions_within_torchs_error(dtype: torch.dtype) -> None:
     """Rows that see nothing too: 0 and -inf, in one part or in all that are merged."""
     first = int(os.environ.get("PREFIXKIT_VARIANT_SEED", np.random.SeedSequence().generate_state(1)[0]))
     print("PREFIXKIT_VARIANT_SEED", first)
-    seeds, errors, hidden = count(first), Errors(), list[Tensor]()
+    hidden = list[Tensor]()
 
-    def judge() -> None:
-        for seed in islice(seeds, FORESTS // 2):
-            rng = np.random.default_rng([seed, dtype.itemsize])
-            case = random_case(rng, dtype, plain=seed % 2 == 1)
-            of = random_variant(seed, seed + 1, SEQUENCES, case.q.shape[1])
-            case = fitting(rng, case, of, SEQUENCES)
-            truth = Truth.of(case, of)
-            plan = random_plan(rng, case)
-            run = attend(case, plan, register(of)) if seed % 3 else run_on(case, program_of(case, plan, of, SMALL), of)
-            errors.add(seed, truth, *run)
-            hidden.append((truth.dense.lse == -torch.inf).flatten())
+    def judge(errors: Errors, seed: int) -> None:
+        rng = np.random.default_rng([seed, dtype.itemsize])
+        case = random_case(rng, dtype, plain=seed % 2 == 1)
+        of = random_variant(seed, seed + 1, SEQUENCES, case.q.shape[1])
+        case = fitting(rng, case, of, SEQUENCES)
+        truth = Truth.of(case, of)
+        plan = random_plan(rng, case)
+        run = attend(case, plan, register(of)) if seed % 3 else run_on(case, program_of(case, plan, of, SMALL), of)
+        errors.add(seed, truth, *run)
+        hidden.append((truth.dense.lse == -torch.inf).flatten())
 
-    judge()
-    errors.check(more=judge)
+    check_forests(judge, FORESTS // 2, first=first)
     blind = torch.cat(hidden)
     assert blind.any() and not blind.all(), "some rows see nothing, most do not"
