@@ -75,13 +75,15 @@ def prefill_once(model: Any, ids: Tensor, n: int, sample: Callable[[Tensor], Ten
     """The next tokens ``[n, 1]`` of ``n`` samples of the prompt ``ids [1, tokens]``, step after step."""
     from transformers import DynamicCache
 
+    from prefixkit.models.model_calls import CACHE
+
     cache: Any = DynamicCache(config=model.config)
-    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    logits = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
     cache.batch_repeat_interleave(n)
     logits = logits.expand(n, -1)
     while True:
         yield (tokens := sample(logits))
-        logits = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = model(tokens, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def run_prefixkit(model: Any, tokenizer: Any, prompts: list[list[int]], n: int, new: int) -> int:

@@ -20,6 +20,7 @@ from transformers import DynamicCache, GenerationConfig
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, failure, free_memory, wall_seconds
 from benchmarks.shapes import SHAPES
+from prefixkit.models.model_calls import CACHE
 
 RIVALS = ["stock", "expand", "batch", "session", "tree"]
 
@@ -72,10 +73,10 @@ def contender(name: str, model: Any, kind: str, count: int, new: int) -> Callabl
     def expanded(ids: torch.Tensor) -> Any:
         cache, rows = DynamicCache(config=model.config), ids.repeat(count, 1)
         with torch.no_grad():
-            model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, :-1], **{CACHE: cache}, logits_to_keep=1)
         cache.batch_repeat_interleave(count)
         how = given | {"num_return_sequences": 1}
-        return model.generate(rows, attention_mask=torch.ones_like(rows), past_key_values=cache, **how)
+        return model.generate(rows, attention_mask=torch.ones_like(rows), **{CACHE: cache}, **how)
 
     def batched(ids: torch.Tensor) -> Any:
         how = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1)

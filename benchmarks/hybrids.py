@@ -21,6 +21,7 @@ from transformers import DynamicCache
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, clocks, free_memory
 from benchmarks.shapes import HYBRIDS
+from prefixkit.models.model_calls import CACHE
 
 Call = Callable[[list[int], int, int], object]  # prompt, samples, new tokens
 FEW_SHOT, OWN = 4096, 16
@@ -50,12 +51,12 @@ def expand(model: Any) -> Call:
     @torch.inference_mode()
     def call(prompt: list[int], samples: int, new: int) -> object:
         ids, cache = torch.tensor([prompt], device=model.device), DynamicCache(config=model.config)
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
         cache.reorder_cache(torch.zeros(samples, dtype=torch.int64, device=model.device))
         tokens = [top_p(logits.expand(samples, -1))]
         for at in range(new - 1):
             positions = torch.full((samples, 1), len(prompt) + at, device=model.device)
-            given: Row = {"input_ids": tokens[-1], "past_key_values": cache, "use_cache": True}
+            given: Row = {"input_ids": tokens[-1], CACHE: cache, "use_cache": True}
             tokens.append(top_p(model(**given, position_ids=positions).logits[:, -1]))
         return torch.cat(tokens, 1).cpu()
 

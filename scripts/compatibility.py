@@ -35,6 +35,7 @@ from transformers.models.auto import modeling_auto
 import prefixkit
 from prefixkit.models import UnsupportedModel
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_calls import CACHE
 
 LENGTH, NEW = 40, 8
 CALLS: dict[str, dict[str, Any]] = {
@@ -89,7 +90,7 @@ def patched_call(change: Callable[[PreTrainedModel], nn.Module], model_type: str
     want = stock(adapted, **options)
     prefixkit.patch(model, tree_cache="always")
     got = generate(adapted, **options)
-    cache = got.get("past_key_values")
+    cache = got.get(CACHE)
     if not torch.equal(want, got.sequences):
         alone = stock(adapted, **options, use_cache=False)
         return "without a cache" if torch.equal(alone, got.sequences) else "differs"

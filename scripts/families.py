@@ -36,6 +36,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 import prefixkit
 from prefixkit.models import UnsupportedModel
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_calls import CACHE
 
 LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),
@@ -110,7 +111,7 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) 
     defaults = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": list(range(FIRST_WORD))}
     asked = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
     out: Any = model.generate(**inputs, **defaults | asked | options)  # type: ignore[operator]
-    cache = out.get("past_key_values")
+    cache = out.get(CACHE)
     return Output(out.sequences, torch.stack(out.logits).float(), cache)
 
 

@@ -22,6 +22,7 @@ from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layered_cache import LayerCache, LayeredCache
+from prefixkit.models.model_calls import CACHE, name_cache
 from prefixkit.models.own_attention.known import code_of
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
 
@@ -85,7 +86,7 @@ def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, 
     args = tuple([layer if value is cache else value for value in args])
     kwargs = {name: layer if value is cache else value for name, value in kwargs.items()}
     if own.forward is not None:
-        return own.forward(module, *args, **kwargs)
+        return own.forward(module, *args, **name_cache(kwargs))
     copy = shallow_copy(module, original, layer)
     if own.core is not None:
         copy.__dict__["_attn"] = functools.partial(own.core, copy, layer)
@@ -106,7 +107,7 @@ def cached_by(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
     """The cache that a module was called with, if it is one of ours."""
-    given = kwargs.get("past_key_values")  # its name in most models
+    given = kwargs.get(CACHE)
     if isinstance(given, LayeredCache):
         return given
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, LayeredCache)), None)

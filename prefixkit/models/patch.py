@@ -94,7 +94,7 @@ def patch(
             one.  Patching it again changes all settings, and drops the KV that ``generate`` retains from call to call.
         tree_cache: When ``model.generate`` uses a :class:`TreeCache`: ``"auto"`` where rows share prompt tokens, as
             with ``num_return_sequences`` and ``num_beams``, and on a GPU where steps can replay CUDA graphs;
-            ``"always"`` wherever a tree can be used; ``"never"`` unless the caller passes one as ``past_key_values``.
+            ``"always"`` wherever a tree can be used; ``"never"`` unless the caller passes one as the cache.
         compare_weights: What is compared before sessions and ``generate`` use KV of an earlier call, because torch does
             not count writes through ``tensor.data`` or a raw pointer: ``"auto"`` compares a sample of every tensor, and
             all weights where that takes little time relative to what the KV saves; ``"always"`` compares all weights,

@@ -21,10 +21,10 @@ from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import random_part
+from prefixkit.models.model_calls import CACHE, CACHE_KEYWORDS, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.states.taken_cache import cache_keyword
+from prefixkit.models.states.taken_cache import cache_keyword, has_attention
 from prefixkit.models.steps.step_runner import planners_of, plannings_of
 from prefixkit.models.weights.state import adapters_by_row
 from prefixkit.tree.rows import distinct_tokens
@@ -35,8 +35,8 @@ log = logging.getLogger("prefixkit")
 # this number of new tokens on if steps replay CUDA graphs, which are captured once.
 _FEWEST_SHARED, _SHARE, _FEWEST_REPLAYED = 32, 0.25, 32
 # Arguments of a forward pass that attention over a tree supports, and those that do not affect it.
-_UNDERSTOOD = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
-_UNDERSTOOD |= {"cache_params", "cache_position", "return_dict", "num_items_in_batch"}
+_UNDERSTOOD = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+_UNDERSTOOD |= {"cache_position", "return_dict", "num_items_in_batch"}
 # Arguments that generate() itself needs, and passes also to models whose forward does not name them.
 _OF_GENERATE = {"tokenizer", "assistant_tokenizer"}
 # Names of the kind of each token, which processors return: text has kind 0.
@@ -46,7 +46,7 @@ _REQUESTS = ("output_attentions", "output_hidden_states", "output_router_logits"
 
 @dataclass
 class _OutputWithStates(ModelOutput):
-    """The output of a model without attention."""
+    """The output of a model without attention, before transformers 5.24."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -64,7 +64,7 @@ class FedAgain(NotOnTree):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any], whole: Callable[..., Any]) -> Any:
     """A forward pass of a padded batch over the tree of its rows."""
-    given.pop("self")
+    given = {name: value for name, value in given.items() if name not in ("self", *CACHE_KEYWORDS)}
     if cache.fell_back:
         return whole(**given | {cache_keyword(model): cache.fallback})
     began = not cache.get_seq_length()
@@ -80,8 +80,9 @@ def forward_on_tree(model: PreTrainedModel, cache: TreeCache, given: dict[str, A
             cache.reset()
         return whole(**given | {cache_keyword(model): cache.fall_back()})
     logits = logits.to(cache.steps.dtype)
-    out: ModelOutput = CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-    if cache_keyword(model) != "past_key_values":
+    held: dict[str, Any] = {CACHE: cache}
+    out: ModelOutput = CausalLMOutputWithPast(logits=logits, **held)
+    if cache_keyword(model) == "cache_params":
         out = _OutputWithStates(logits=logits, cache_params=cache)
     returns = given.get("return_dict")
     return out if returns or (returns is None and getattr(model.config, "return_dict", True)) else out.to_tuple()
@@ -131,9 +132,7 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             f"the attention mask has shape {tuple(mask.shape)}, but {length} tokens of {len(tokens)} rows are in the "
             f"cache and {tokens.shape[1]} are to come"
         )
-    if (
-        mask is None and cache_keyword(model) != "past_key_values"
-    ):  # generate() passes these models a mask with prompts alone
+    if mask is None and not has_attention(model):
         pad = cache.padding
     elif mask is not None and cache.repeats:  # the first of these steps checked the mask before
         pad = cache.padding if bool(mask[:, length:].all()) else np.full(len(tokens), until)

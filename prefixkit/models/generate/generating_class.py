@@ -19,6 +19,7 @@ from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
+from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_stores import drop_stores, stores_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 
@@ -59,7 +60,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         **kwargs: Any,
     ) -> Any:
         """Let transformers make a cache, and replace it by a tree cache if a tree may pay."""
-        keyword = cache_keyword(self)
+        keyword = CACHE if CACHE == "cache" else cache_keyword(self)
         before, beams = model_kwargs.get(keyword), generation_config.num_beams or 1
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         done = inherited(self, *arguments, *args, **kwargs)

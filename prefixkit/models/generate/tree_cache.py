@@ -1,4 +1,4 @@
-"""The KV of a padded batch as a prefix tree: what ``model.generate()`` takes as ``past_key_values``."""
+"""The KV of a padded batch as a prefix tree: what ``model.generate()`` takes as its cache."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ log = logging.getLogger("prefixkit")
 class TreeCache(DynamicCache):
     """A cache for ``generate`` over a prefix tree: tokens that rows share are computed, stored and read once.
 
-    ``model.generate(..., past_key_values=prefixkit.TreeCache(model))`` runs on the tree, and so does a call of the
-    model; :func:`prefixkit.patch` says when ``generate`` makes one by itself.  Rows are left-padded, as for any batch
-    of ``generate``; shared tokens are found token by token.  No KV is copied when beams are reordered or rows are
-    repeated.  The cache can be cropped, continued and returned like another cache.  There is no backward.
+    ``model.generate(..., cache=prefixkit.TreeCache(model))`` runs on the tree, and so does a call of the model; before
+    transformers 5.24 the keyword is ``past_key_values``.  :func:`prefixkit.patch` says when ``generate`` makes one by
+    itself.  Rows are left-padded, as for any batch of ``generate``; shared tokens are found token by token.  No KV is
+    copied when beams are reordered or rows are repeated.  The cache can be cropped, continued and returned like another
+    cache.  There is no backward.
 
     From the first call until the cache is reset or deleted, the KV is held in the model's KV store, which sessions use
     too; the store is made, or copied to a larger one, where needed.  While another call uses that store, the cache has

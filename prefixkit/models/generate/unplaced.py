@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from prefixkit.models.attention_class import forward_below, original_class
 from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
-from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
+from prefixkit.models.states.taken_cache import cache_keyword, empty_cache, has_attention
 from prefixkit.models.tensor_parallel import is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
 from prefixkit.tree.arrays import Ints, Longs
@@ -75,7 +75,7 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
     """
     if tp_size(model) > 1:
         return False
-    if cache_keyword(model) != "past_key_values":
+    if not has_attention(model):
         return _unmoved(model, example, _PADDING)
     with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
@@ -114,7 +114,7 @@ def _states(model: PreTrainedModel, example: Tensor, pad: int, first: int | None
 def _call(
     model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, at: Tensor | None, cache: Cache, keep: int = 0
 ) -> Tensor:
-    if cache_keyword(model) != "past_key_values" and mask is not None and mask.shape[1] > tokens.shape[1]:
+    if not has_attention(model) and mask is not None and mask.shape[1] > tokens.shape[1]:
         mask = None  # as in generate(): such a model accepts a mask of new tokens alone
     given: dict[str, Any] = {
         "input_ids": tokens,
@@ -144,7 +144,7 @@ def _unmoved(model: PreTrainedModel, example: Tensor, pad: int) -> bool:
     single token the same bits.  Models without attention have no positions, and padding changes the rounding of their
     scans, so their bits are not compared.
     """
-    if cache_keyword(model) != "past_key_values":
+    if not has_attention(model):
         return _close(*(_states(model, example, of, None)[0] for of in (0, pad)))
     alone = (torch.equal(*(_states(model, example, of, None, 1)[0] for of in (0, pad))) for _ in range(_ATTEMPTS))
     return any(alone) and _close(*(_states(model, example, of, None)[0] for of in (0, pad)))

@@ -16,14 +16,14 @@ def bert(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
-    past_key_values: LayerCache | None = None,
+    cache: LayerCache | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``RemBertSelfAttention.forward``, and those of Megatron-BERT and BigBird."""
-    assert past_key_values is not None and encoder_hidden_states is None, "a decoder alone"
+    assert cache is not None and encoder_hidden_states is None, "a decoder alone"
     q, k, v = _heads(self, hidden_states)
-    return attended(self, past_key_values, q, k, v, attention_mask, 1 / math.sqrt(self.attention_head_size)), None
+    return attended(self, cache, q, k, v, attention_mask, 1 / math.sqrt(self.attention_head_size)), None
 
 
 def roformer(
@@ -32,18 +32,18 @@ def roformer(
     attention_mask: Tensor | None = None,
     sinusoidal_pos: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
-    past_key_values: LayerCache | None = None,
+    cache: LayerCache | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``RoFormerSelfAttention.forward``: rotary embedding of queries and keys, and of values if the config says so."""
-    assert past_key_values is not None and encoder_hidden_states is None, "a decoder alone"
+    assert cache is not None and encoder_hidden_states is None, "a decoder alone"
     q, k, v = _heads(self, hidden_states)
     if self.rotary_value:
         q, k, v = self.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)
     else:
         q, k = self.apply_rotary_position_embeddings(sinusoidal_pos, q, k)
-    return attended(self, past_key_values, q, k, v, attention_mask, 1 / math.sqrt(self.attention_head_size)), None
+    return attended(self, cache, q, k, v, attention_mask, 1 / math.sqrt(self.attention_head_size)), None
 
 
 def _heads(module: Any, hidden_states: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from prefixkit.models.attention_class import original_class, run_on, subclass
 from prefixkit.models.bound_forwards import become
 from prefixkit.models.families import text_config
 from prefixkit.models.layered_cache import Bias
+from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.variants.layer_scores import register_variant
@@ -66,7 +67,7 @@ def _run(call: Callable[..., Any], seen: _Seen, tokens: Tensor, length: int) -> 
     try:
         for module in before:
             become(module, _comparing_class(original_class(module), seen))
-        call(input_ids=tokens[at * at % len(tokens)][None], use_cache=True, past_key_values=DynamicCache())
+        call(input_ids=tokens[at * at % len(tokens)][None], use_cache=True, **{CACHE: DynamicCache()})
     finally:
         for module, cls in before.items():
             become(module, cls)

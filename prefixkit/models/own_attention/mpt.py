@@ -15,12 +15,12 @@ def mpt(
     self: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
-    past_key_values: LayerCache | None = None,
+    cache: LayerCache | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``MptAttention.forward``, whose mask is True where tokens are hidden."""
-    assert past_key_values is not None
+    assert cache is not None
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -28,4 +28,4 @@ def mpt(
     q, k, v = (part.reshape(shape).transpose(1, 2) for part in qkv.chunk(3, dim=2))
     mask = None if attention_mask is None else ~attention_mask
     bias = mpt_bias(self, self.n_heads)
-    return self.out_proj(attended(self, past_key_values, q, k, v, mask, float(self.softmax_scale), bias)), None
+    return self.out_proj(attended(self, cache, q, k, v, mask, float(self.softmax_scale), bias)), None

@@ -17,7 +17,7 @@ def griffin(
     position_ids: Tensor,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The body that runs in place of the ``forward`` of ``RecurrentGemmaRecurrentBlock``.
@@ -31,13 +31,13 @@ def griffin(
         position_ids: ``[batch or 1, tokens]``: a token at position 0 begins a text.
         attention_mask: For attention layers; ignored here, where no token is padding.
         use_cache: Ignored.
-        past_key_values: The cache that holds the states.
+        cache: The cache that holds the states.
         kwargs: Arguments for other layers; ignored.
 
     Returns:
         ``(outputs, None)`` as the original does; outputs are ``[batch, tokens, hidden_size]``.
     """
-    layer = layer_of(block, past_key_values)
+    layer = layer_of(block, cache)
     before = state_before(layer)
     inputs, convolution = block.linear_x(input_states).mT, block.conv_1d
     context = layer.update_conv_state(inputs, conv_kernel_size=block.conv1d_width - 1)

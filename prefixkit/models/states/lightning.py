@@ -16,7 +16,7 @@ def lightning(
     hidden_states: Tensor,
     position_embeddings: object = None,
     attention_mask: None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The body that runs in place of the ``forward`` of ``MiniMaxLightningAttention``.
@@ -27,7 +27,7 @@ def lightning(
     Returns:
         ``[batch, tokens, hidden_size]``, and None for the state, which no caller reads.
     """
-    layer = layer_of(attention, past_key_values)
+    layer = layer_of(attention, cache)
     heads = (attention.num_attention_heads, 3 * attention.head_dim)
     projected = attention.act_fn(attention.qkv_proj(hidden_states)).unflatten(-1, heads).transpose(1, 2)
     queries, keys, values = projected.chunk(3, -1)  # [batch, heads, tokens, head_dim]

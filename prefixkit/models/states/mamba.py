@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from prefixkit.models.model_calls import cache_keyword
 from prefixkit.models.states.held_states import hold, layer_of, state_before
 from prefixkit.models.states.own_scan import causal_conv, selective_scan
 
@@ -54,13 +55,11 @@ def mamba(original: Callable[..., Tensor], parameters: Parameters, heads: bool =
         heads: Whether the mixer has heads.
     """
 
-    def body(
-        mixer: Any, hidden_states: Tensor, cache_params: Any, attention_mask: None = None, **kwargs: Any
-    ) -> Tensor:
-        layer = layer_of(mixer, cache_params)
+    def body(mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: None = None, **kwargs: Any) -> Tensor:
+        layer = layer_of(mixer, cache)
         tokens, before = hidden_states.shape[1], state_before(layer)
         if tokens == 1 and before is not None:
-            return original(mixer, hidden_states, cache_params=cache_params, **kwargs)
+            return original(mixer, hidden_states, **{cache_keyword(original): cache}, **kwargs)
         projected = mixer.in_proj(hidden_states).mT
         # In mixers with heads, inputs and gates alternate.
         inputs, gate = projected.unflatten(1, (-1, 2)).unbind(2) if heads else projected.chunk(2, 1)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from prefixkit.models.model_calls import name_cache
 from prefixkit.models.states.griffin import griffin
 from prefixkit.models.states.lightning import lightning
 from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain
@@ -46,5 +47,10 @@ def states_body(cls: type[nn.Module]) -> Body | None:
     if (known := _KNOWN.get((folder, cls.__qualname__))) is None:
         return None
     make, read = known
-    body: Body = force_accelerate_hooks(read)(make(cls.forward))
+    own = make(cls.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **name_cache(kwargs))
+
+    body: Body = force_accelerate_hooks(read)(run)
     return body

@@ -1,4 +1,4 @@
-"""The cache that a model accepts: models without attention name it otherwise, some have a cache class of their own."""
+"""The cache that a model accepts: its keyword, its class where a model has one of its own, and what comes with it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from typing import Any
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from prefixkit.models import model_calls
 from prefixkit.models.attention_class import original_class
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """The keyword for the cache in a model's ``forward``: models without attention use another name."""
-    names = inspect.signature(original_class(model).forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    """The keyword for the cache in a model's ``forward``."""
+    return model_calls.cache_keyword(original_class(model).forward)
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has attention layers.  One that keeps states alone takes no positions, and ``generate()`` passes
+    it a mask with its prompts only.
+    """
+    stateful = getattr(original_class(model), "_is_stateful", False)
+    return not stateful or "position_ids" in model_calls.keywords(original_class(model).forward)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache for a model: of the model's own class if an annotation in its body names one, else the usual one."""
     try:
-        hint = typing.get_type_hints(inspect.unwrap(original_class(model.base_model).forward)).get("past_key_values")
+        hints = typing.get_type_hints(inspect.unwrap(original_class(model.base_model).forward))
     except (NameError, TypeError):  # annotations with undefined names
-        hint = None
+        hints = {}
+    hint = hints.get(cache_keyword(model.base_model))
     own = [one for one in typing.get_args(hint) if isinstance(one, type) and issubclass(one, DynamicCache)]
     if own and own[0] is not DynamicCache:
         return own[0]()
@@ -32,7 +41,7 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 
 def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a step: models without attention may accept no positions, and name the cache otherwise."""
-    keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
-    if keyword != "past_key_values":
+    if not has_attention(model):
+        names = model_calls.keywords(original_class(model).forward)
         given = {name: value for name, value in given.items() if name in names}
-    return {keyword: cache, **given}
+    return {cache_keyword(model): cache, **given}

@@ -74,7 +74,7 @@ class ModelRunner:
         self.model, self.call = model, model if call is None else call
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
-        self.cache.takes, self.cache.takes_offsets = None if facts.layers else inner, facts.probed.takes_offsets
+        self.cache.takes, self.cache.takes_offsets = inner, facts.probed.takes_offsets
         self._device, self._spread = pool.spec.device, facts.is_spread
         self._norms = norms_by_ops if facts.mixers else nullcontext
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)

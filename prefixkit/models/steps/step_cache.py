@@ -17,6 +17,7 @@ from prefixkit.models.indexing.indexers import Block
 from prefixkit.models.indexing.plain_layer import PlainLayer
 from prefixkit.models.indexing.text_positions import text_positions
 from prefixkit.models.layered_cache import Bias, LayeredCache
+from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
@@ -35,7 +36,7 @@ def empty_mask(device: torch.device) -> Tensor:
 
 
 class StepCache(LayeredCache):
-    """Takes a tree's KV pool into a patched model, as ``past_key_values``.
+    """Takes a tree's KV pool into a patched model, as its cache.
 
     One forward pass is one :class:`Step`::
 
@@ -112,7 +113,7 @@ class StepCache(LayeredCache):
             "attention_mask": self._no_mask,
             "use_cache": True,
         }
-        return {"past_key_values": self, **given} if self.takes is None else step_inputs(self.takes, self, given)
+        return {CACHE: self, **given} if self.takes is None else step_inputs(self.takes, self, given)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """0; for a model that counts positions from it, ``[T]`` the difference of each row's position and index."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.variants import Streaming, Variant, parts_of, register
 from prefixkit.kv.layer_kinds import LayerKind
+from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_errors import UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 
@@ -54,7 +55,7 @@ def refuse_without_tree(module: nn.Module) -> None:
             f"{type(module).__name__} was called without a prefix tree, and its variant "
             f"{module.__dict__[LAYER_VARIANT].name!r} would be left out: call prefixkit.generate, a Session, "
             "model.generate() with patch(..., tree_cache='auto'), or the model with "
-            "past_key_values=prefixkit.TreeCache(model); or take the variant away with prefixkit.patch(model)"
+            f"{CACHE}=prefixkit.TreeCache(model); or take the variant away with prefixkit.patch(model)"
         )
 
 

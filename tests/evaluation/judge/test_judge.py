@@ -97,7 +97,7 @@ class Recording(Judge):
 def test_programs_that_sleep_past_their_limit_run_once() -> None:
     sleepers = [f"import time\ntime.sleep(60 + {n})" for n in range(4)]
     with Recording(jobs=4) as judge:
-        limited = [(one, one, problem(streams(("", "x")), seconds=1)) for one in sleepers]
+        limited = [(one, one, problem(streams(("", "x")), seconds=3)) for one in sleepers]
         found = dict(judge.verdicts(limited))
         found |= dict(
             judge.verdicts([("f", "import time\ndef add(a, b): time.sleep(60)", replace(ADD, limits=LIMITS))])
