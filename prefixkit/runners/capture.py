@@ -70,8 +70,13 @@ class GraphOutput(NamedTuple):
 
 @dataclass(eq=False)
 class Captured:
-    """A captured step, and the logits that a replay writes if the graph does not sample from them."""
+    """A captured step, and the logits that a replay writes if the graph does not sample from them.
 
+    The graph holds the addresses of the step's tensors, not the tensors.  Those that planners make for each plan have
+    no other owner than ``step``: once they are freed, their memory may be that of other tensors, which replays read.
+    """
+
+    step: Step
     graph: Graph = field(init=False)
     logits: Tensor | None = None
 
@@ -155,7 +160,7 @@ def capture_step(
         RuntimeError: there is no memory for the graph, or the device has failed.
     """
     arrays.ring.allocate_top(arrays.most_top(output.top))
-    captured = Captured()
+    captured = Captured(step)
 
     def run() -> None:
         if output.uploads_batch:

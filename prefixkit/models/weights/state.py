@@ -49,12 +49,12 @@ class ModelState:
 
 
 def weights_places(model: nn.Module) -> Hashable:
-    """Addresses of parameters and buffers, and how modules use them; CUDA graphs of the model are stale if it changes.
+    """Addresses of the model's tensors, and how modules use them; CUDA graphs of the model are stale if it changes.
 
     Unlike the version, it changes when weights are packed, and stays when weights are written in place.
     """
     state = state_of(model)
-    tensors = state.tensors
+    tensors = [*state.tensors, *state.plain]
     if not WITH_MEMORY.issuperset(map(type, tensors)):
         tensors = [part for tensor in tensors for part in parts_of(tensor)]
     return *state.modes, *map(_address, tensors)

@@ -232,3 +232,21 @@ def test_k_and_v_are_made_again_after_steps_that_did_not_keep_them() -> None:
     expansion.change(second, keeps=True)
     for one, wanted in zip(made, expand(layer, maps, torch.from_numpy(second.slots)), strict=True):
         torch.testing.assert_close(one[:1], wanted)
+
+
+def test_k_and_v_that_memory_did_not_suffice_to_make_are_made_when_they_are_asked_for_again() -> None:
+    part = LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY)
+    plain = maps_of(np.random.default_rng(6))
+    layer, maps = a_layer(2 * PAGE), Scarce(plain, 4)  # read four times to make them first
+    expansion = StaticExpansion(part, 2, CPU)
+    expansion.set_keeps(True)
+    with torch.inference_mode():
+        made = expansion.of(layer, maps)
+    tokens = ExpandedTokens([np.zeros(2, np.int32), np.full(2, PAGE, np.int32)], np.arange(PAGE, 2 * PAGE), (b"key",))
+    maps.left = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        expansion.change(tokens, keeps=True)
+    maps.left = 4
+    expansion.change(tokens, keeps=True)
+    for one, wanted in zip(made, expand(layer, plain, torch.from_numpy(tokens.slots)), strict=True):
+        torch.testing.assert_close(one[:1], wanted)

@@ -59,13 +59,14 @@ class StaticExpansion(Expansion):
         key = tokens.key if self.keeps else None  # each graph makes them: those kept are of other tokens from now on
         if key is not None and key == self.key:
             return
-        self.key = key
+        self.key = None  # without memory for what making them takes, K and V stay unfinished
         if self.keeps and tokens.nodes[1].any():
             kept = len(tokens.slots) * made_bytes(self.part) * len(self._kept)
             log.info("attention over latents: K and V of %d tokens are kept, %.0f MB", len(tokens.slots), kept / 1e6)
             with torch.inference_mode():  # the buffers were made in inference mode
                 for pages, maps, made in self._kept.values():
                     expand(pages, maps, self.slots, made)
+        self.key = key
 
 
 class StaticExpanded:
