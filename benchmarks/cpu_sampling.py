@@ -75,7 +75,7 @@ def prefill_once(model: Any, ids: Tensor, n: int, sample: Callable[[Tensor], Ten
     """The next tokens ``[n, 1]`` of ``n`` samples of the prompt ``ids [1, tokens]``, step after step."""
     from transformers import DynamicCache
 
-    from prefixkit.models.model_calls import CACHE
+    from prefixkit.models.requirements import CACHE
 
     cache: Any = DynamicCache(config=model.config)
     logits = model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationConfig
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, failure, free_memory, wall_seconds
 from benchmarks.shapes import SHAPES
-from prefixkit.models.model_calls import CACHE
+from prefixkit.models.requirements import CACHE
 
 RIVALS = ["stock", "expand", "batch", "session", "tree"]
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 import prefixkit
 from benchmarks.runner import Row, Run, arguments, clocks, free_memory
 from benchmarks.shapes import HYBRIDS
-from prefixkit.models.model_calls import CACHE
+from prefixkit.models.requirements import CACHE
 
 Call = Callable[[list[int], int, int], object]  # prompt, samples, new tokens
 FEW_SHOT, OWN = 4096, 16

@@ -35,7 +35,7 @@ from transformers.models.auto import modeling_auto
 import prefixkit
 from prefixkit.models import UnsupportedModel
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import CACHE
+from prefixkit.models.requirements import CACHE
 
 LENGTH, NEW = 40, 8
 CALLS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 import prefixkit
 from prefixkit.models import UnsupportedModel
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import CACHE
+from prefixkit.models.requirements import CACHE
 
 LISTS = {
     "Text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AutoModelForCausalLM),

@@ -19,7 +19,7 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (
         VOCAB,
         "vocab_size audio_vocab_size decoder_vocab_size pronunciation_vocab_size shape_vocab_size n_token n_words "
-        "vocab_size_per_layer_input encoder_hash_byte_group_vocab",
+        "vocab_size_per_layer_input encoder_hash_byte_group_vocab unpadded_vocab_size",
     ),
     (
         64,

@@ -22,8 +22,8 @@ from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
 from prefixkit.models.layered_cache import LayerCache, LayeredCache
-from prefixkit.models.model_calls import CACHE, name_cache
 from prefixkit.models.own_attention.known import code_of
+from prefixkit.models.requirements import CACHE, name_cache
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
 
 NAME = "prefixkit"

@@ -1,37 +1,10 @@
-"""What every call needs to know of a model: what it names its cache, where its logits are, what it does at random."""
+"""What every call needs to know of a model: which part drops values at random, and where its logits are."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import fields
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
-# The keywords under which models and their layers take a cache: ``cache`` since transformers 5.24.  Before that models
-# without attention took ``cache_params``, and all others, as code of models from a hub still does, ``past_key_values``.
-CACHE_KEYWORDS = ("past_key_values", "cache", "cache_params")
-# The keyword of most models of the installed transformers, and the field of their outputs.
-CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in CACHE_KEYWORDS)
-
-
-@cache
-def keywords(forward: Callable[..., Any]) -> frozenset[str]:
-    """The names of the parameters of a class's ``forward``."""
-    return frozenset(inspect.signature(forward).parameters)
-
-
-def cache_keyword(forward: Callable[..., Any]) -> str:
-    """The keyword for the cache in the ``forward`` of a class."""
-    return next((name for name in CACHE_KEYWORDS if name in keywords(forward)), CACHE)
-
-
-def name_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a call of a model's layer, with the cache as ``cache``, for functions that replace its code."""
-    return {"cache" if name in CACHE_KEYWORDS else name: value for name, value in kwargs.items()}
 
 
 def logits_of(output: Any) -> Tensor | None:

@@ -1,12 +1,17 @@
-"""What prefixkit needs of transformers, probed once when ``prefixkit.models`` is imported."""
+"""What prefixkit needs of transformers, probed once when ``prefixkit.models`` is imported, and names that changed."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 MINIMUM = "5.17"
 
@@ -57,3 +62,26 @@ def _has(transformers: ModuleType, path: str) -> bool:
         return attrgetter(path)(transformers) is not None
     except AttributeError:
         return False
+
+
+# The keywords under which models and their layers take a cache: ``cache`` since transformers 5.24.  Before that models
+# without attention took ``cache_params``, and all others, as code of models from a hub still does, ``past_key_values``.
+CACHE_KEYWORDS = ("past_key_values", "cache", "cache_params")
+# The keyword of most models of the installed transformers, and the field of their outputs.
+CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in CACHE_KEYWORDS)
+
+
+@cache
+def keywords(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of the parameters of a class's ``forward``."""
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def cache_keyword(forward: Callable[..., Any]) -> str:
+    """The keyword for the cache in the ``forward`` of a class."""
+    return next((name for name in CACHE_KEYWORDS if name in keywords(forward)), CACHE)
+
+
+def name_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of a model's layer, with the cache as ``cache``, for functions that replace its code."""
+    return {"cache" if name in CACHE_KEYWORDS else name: value for name, value in kwargs.items()}

@@ -21,9 +21,10 @@ from prefixkit.kv.limits import DoesNotFit
 from prefixkit.models.attention_class import original_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import CACHE, CACHE_KEYWORDS, random_part
+from prefixkit.models.model_calls import random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.model_stores import kind_of, stores_of
+from prefixkit.models.requirements import CACHE, CACHE_KEYWORDS
 from prefixkit.models.states.taken_cache import cache_keyword, has_attention
 from prefixkit.models.steps.step_runner import planners_of, plannings_of
 from prefixkit.models.weights.state import adapters_by_row

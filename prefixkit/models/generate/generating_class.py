@@ -19,8 +19,8 @@ from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache
-from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_stores import drop_stores, stores_of
+from prefixkit.models.requirements import CACHE
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 
 log = logging.getLogger("prefixkit")

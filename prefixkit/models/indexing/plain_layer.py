@@ -94,6 +94,11 @@ def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
     return cast(SelectingLayer, layer)
 
 
+def row_offsets(positions: Tensor) -> Tensor:
+    """``[T]`` the difference of each row's position in its text and its index in the step."""
+    return positions - torch.arange(positions.shape[0], device=positions.device)
+
+
 class PlainLayer(Layer):
     """A step's layer whose attention is more than attention over K and V in pages.
 
@@ -150,9 +155,8 @@ class PlainLayer(Layer):
         return self.longest, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Tensor:
-        """``[T]`` the difference of each row's position and its index."""
-        positions = self.step.positions
-        return positions - torch.arange(positions.shape[0], device=positions.device)
+        """See :func:`row_offsets`."""
+        return row_offsets(self.step.positions)
 
     def add(self, bias: Tensor) -> None:
         """See :class:`BiasedLayer`.

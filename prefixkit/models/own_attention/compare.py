@@ -19,9 +19,9 @@ from prefixkit.models.attention_class import original_class, run_on, subclass
 from prefixkit.models.bound_forwards import become
 from prefixkit.models.families import text_config
 from prefixkit.models.layered_cache import Bias
-from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.requirements import CACHE
 from prefixkit.models.variants.layer_scores import register_variant
 
 _SHORT, _LONG = 12, 512  # tokens of a text; the long text exceeds windows shorter than it

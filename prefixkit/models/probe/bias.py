@@ -8,17 +8,18 @@ from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS
 
 
 def bias_fault(
-    bias: Tensor | None, asks: bool, length: int | None, cap: float | None, sinks: Tensor | None
+    bias: Tensor | None, asks: bool, measured: bool, length: int | None, cap: float | None, sinks: Tensor | None
 ) -> str | None:
     """What a layer does that a bias per row and position cannot express; None if nothing.
 
     Args:
         bias: The bias that the layer adds to its scores.
         asks: Whether the layer asks its cache how long texts are.
+        measured: Whether the layer or the model has asked, as masks do in passes that are not over a tree.
         length: Tokens before the rows of the probe; None: the rows are a step over a tree.
         cap, sinks: The arguments that the layer passes to its attention function.
     """
-    if asks != (bias is not None):
+    if asks if bias is None else not measured:
         return "asks how long texts are, or adds to its scores, but not one for the other"
     if bias is None:
         return "has sinks of each row, but no bias" if sinks is not None and sinks.ndim == 2 else None

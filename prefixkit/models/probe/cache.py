@@ -58,6 +58,7 @@ class ProbeCache(LayeredCache):
         self.cached: list[tuple[Tensor, ...]] = []  # per layer; empty if it attends over another's KV
         self.selections: list[Selection] = []  # of all indexers
         self.visible: dict[tuple[Any, int | None], Visible] = {}  # by mask (layers share masks) and window
+        self.measured = False  # whether the model, or a layer, has asked for the lengths of texts
         self.rows: list[Tensor] = []  # per layer: [ROWS, query, keys and values of a row]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -92,8 +93,9 @@ class ProbeCache(LayeredCache):
         """Where each of these modules keeps them."""
         return tuple(self._state_devices[module] for module in self.mixers if module in self._state_devices)
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.length or 0
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        self.measured = True
+        return self.offsets if self.length is None else self.length
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """0 for a long text if the model counts positions from it: few position tables have as many entries."""
@@ -114,8 +116,10 @@ class ProbeCache(LayeredCache):
         return text_positions(ROWS, device)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        self.measured = True
         new = len(query_length) if isinstance(query_length, Tensor) else query_length  # positions, before 5.20
-        return (self.length or 0) + new, 0
+        long = TOKENS if not self.shapes_only else new  # a model without values makes a mask of its rows
+        return (long if self.length is None else self.length + new), 0
 
 
 class ProbedLayer:
@@ -183,11 +187,11 @@ class ProbedLayer:
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         self._measures = True
-        return self._cache.get_mask_sizes(query_length, layer_idx) if self._cache.length is not None else (TOKENS, 0)
+        return self._cache.get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         self._measures = True
-        return self._cache.offsets if self._cache.length is None else self._cache.length
+        return self._cache.get_query_offset(layer_idx)
 
     def add(self, bias: Tensor) -> None:
         self._bias = bias
@@ -246,7 +250,7 @@ class ProbedLayer:
         (k, v), told = self._kv, self._visible(window)
         if self._indexed is not None and self._attended is None:
             self._refuse("has an indexer, but attends to all tokens")
-        fault = bias_fault(self._bias, self._measures, self._cache.length, cap, sinks)
+        fault = bias_fault(self._bias, self._measures, self._cache.measured, self._cache.length, cap, sinks)
         if fault is not None:
             self._refuse(fault)
         own = self._module.__dict__

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefixkit.models.model_calls import cache_keyword
+from prefixkit.models.requirements import cache_keyword
 from prefixkit.models.states.held_states import hold, layer_of, state_before
 from prefixkit.models.states.own_scan import causal_conv, selective_scan
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from prefixkit.models.model_calls import name_cache
+from prefixkit.models.requirements import name_cache
 from prefixkit.models.states.griffin import griffin
 from prefixkit.models.states.lightning import lightning
 from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain

@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from prefixkit.models import model_calls
+from prefixkit.models import requirements
 from prefixkit.models.attention_class import original_class
 
 
 def cache_keyword(model: nn.Module) -> str:
     """The keyword for the cache in a model's ``forward``."""
-    return model_calls.cache_keyword(original_class(model).forward)
+    return requirements.cache_keyword(original_class(model).forward)
 
 
 def has_attention(model: nn.Module) -> bool:
@@ -23,7 +23,7 @@ def has_attention(model: nn.Module) -> bool:
     it a mask with its prompts only.
     """
     stateful = getattr(original_class(model), "_is_stateful", False)
-    return not stateful or "position_ids" in model_calls.keywords(original_class(model).forward)
+    return not stateful or "position_ids" in requirements.keywords(original_class(model).forward)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
@@ -42,6 +42,6 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a step: models without attention may accept no positions, and name the cache otherwise."""
     if not has_attention(model):
-        names = model_calls.keywords(original_class(model).forward)
+        names = requirements.keywords(original_class(model).forward)
         given = {name: value for name, value in given.items() if name in names}
     return {cache_keyword(model): cache, **given}

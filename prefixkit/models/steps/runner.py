@@ -18,6 +18,7 @@ from prefixkit.models.families import pretrained_model
 from prefixkit.models.model_calls import logits_of, no_lm_head, random_part
 from prefixkit.models.model_errors import IncompleteStep, UnsupportedModel
 from prefixkit.models.states.norms import norms_by_ops
+from prefixkit.models.states.taken_cache import cache_keyword
 from prefixkit.models.steps.layer_pages import layer_pages
 from prefixkit.models.steps.step_cache import StepCache
 
@@ -74,7 +75,8 @@ class ModelRunner:
         self.model, self.call = model, model if call is None else call
         layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
         self.cache = StepCache(pool, layers, facts.mixers)
-        self.cache.takes, self.cache.takes_offsets = inner, facts.probed.takes_offsets
+        self.cache.keyword, self.cache.takes = cache_keyword(inner), None if facts.layers else inner
+        self.cache.takes_offsets = facts.probed.takes_offsets
         self._device, self._spread = pool.spec.device, facts.is_spread
         self._norms = norms_by_ops if facts.mixers else nullcontext
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)

@@ -15,12 +15,12 @@ from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models.attention_class import layer_number
 from prefixkit.models.indexing.indexers import Block
 from prefixkit.models.indexing.plain_layer import PlainLayer
-from prefixkit.models.indexing.text_positions import text_positions
-from prefixkit.models.layered_cache import Bias, LayeredCache
-from prefixkit.models.model_calls import CACHE
+from prefixkit.models.layered_cache import Bias
 from prefixkit.models.model_errors import IncompleteStep
+from prefixkit.models.requirements import CACHE
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
+from prefixkit.models.steps.asked_lengths import AskedLengths
 from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.steps.other_devices import OTHER_POSITIONS, OtherDevices
 from prefixkit.models.variants.masked_plans import masked_plan
@@ -35,7 +35,7 @@ def empty_mask(device: torch.device) -> Tensor:
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
-class StepCache(LayeredCache):
+class StepCache(AskedLengths):
     """Takes a tree's KV pool into a patched model, as its cache.
 
     One forward pass is one :class:`Step`::
@@ -53,21 +53,20 @@ class StepCache(LayeredCache):
         mixers: The modules that keep a state, with their indices in the pool.
         attended: ``[layers + mixers]`` how often each has run in the current step.
         given_positions: ``[1, T]`` int64 positions of the current step.
-        takes: The model whose keywords :meth:`inputs` uses; None: the keywords of most models.
-        takes_offsets: See ``Probed``.
+        keyword: The keyword for the cache in the model's ``forward``.
+        takes: The model whose keywords :meth:`inputs` uses, if it has no attention.
     """
 
     def __init__(self, pool: KVPool, layers: Sequence[LayerPages], mixers: Sequence[nn.Module] = ()) -> None:
         super().__init__(len(layers))
+        self.keyword = CACHE
         self.takes: nn.Module | None = None
-        self.takes_offsets = False
         self.pool, self.layer_pages = pool, layers
         self.places = {layer.index: place for place, layer in enumerate(layers)}
         self.mixers = {module: number for number, module in enumerate(mixers)}
         self.attended = [0] * (len(layers) + len(mixers))
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
-        self._step: Step | None = None
         self._others: OtherDevices | None = None  # the step in progress on other devices than the first layer's
         self._mixers_elsewhere = [None if of == pool.spec.device else of for of in pool.states.devices]
         self.masked_plans: dict[tuple[int, str], list[Tensor]] = {}  # the step's plans with classes of blocks
@@ -113,19 +112,7 @@ class StepCache(LayeredCache):
             "attention_mask": self._no_mask,
             "use_cache": True,
         }
-        return {CACHE: self, **given} if self.takes is None else step_inputs(self.takes, self, given)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """0; for a model that counts positions from it, ``[T]`` the difference of each row's position and index."""
-        if not self.takes_offsets or self._step is None:
-            return 0
-        positions = self._step.positions
-        return positions - torch.arange(positions.shape[0], device=positions.device)
-
-    def text_positions(self) -> Tensor:
-        """See :class:`LayeredCache`."""
-        longest = max((int(plan.tree.positions.max(initial=-1)) + 1 for plan in self.step.plans), default=0)
-        return text_positions(longest, self.pool.spec.device)
+        return {self.keyword: self, **given} if self.takes is None else step_inputs(self.takes, self, given)
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> CacheLayer:
         """The same, after a check that the positions are the step's."""

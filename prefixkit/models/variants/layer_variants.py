@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from prefixkit.attention.rotation import Rotation
 from prefixkit.attention.variants import Streaming, Variant, parts_of, register
 from prefixkit.kv.layer_kinds import LayerKind
-from prefixkit.models.model_calls import CACHE
 from prefixkit.models.model_errors import UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.models.requirements import CACHE
 
 log = logging.getLogger("prefixkit")
 

@@ -257,19 +257,19 @@ def test_a_layer_of_latents_may_have_no_rotary_keys(rng):
 
 def _unmasked(indexer: Any) -> type:
     class Unmasked(type(indexer)):  # type: ignore[misc]
-        def forward(self, hidden, q, embeddings, mask, positions, past_key_values=None):
+        def forward(self, hidden, q, embeddings, mask, positions, **cache):
             self.update_indexer = None
             shown = torch.ones_like(mask) if mask.dtype == torch.bool else torch.zeros_like(mask)
-            return super().forward(hidden, q, embeddings, shown, positions, past_key_values=past_key_values)
+            return super().forward(hidden, q, embeddings, shown, positions, **cache)
 
     return Unmasked
 
 
 def _of_masks(indexer: Any) -> type:
     class OfMasks(type(indexer)):  # type: ignore[misc]
-        def forward(self, *args: Any, past_key_values: Any = None) -> Any:
+        def forward(self, *args: Any, **cache: Any) -> Any:
             self.update_indexer = None
-            return super().forward(*args, past_key_values=past_key_values).bool()
+            return super().forward(*args, **cache).bool()
 
     return OfMasks
 

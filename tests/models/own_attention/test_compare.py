@@ -51,6 +51,8 @@ def test_another_forward_is_refused(case):
 def test_another_core_is_refused(case):
     model = own_model(case)
     cls = attention_of(model)
+    if not hasattr(cls, "_attn"):
+        pytest.skip("since transformers 5.24 the class follows the interface")
     before = cls._attn
 
     def scaled(self, query, *args, **kwargs):

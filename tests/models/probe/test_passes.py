@@ -12,6 +12,7 @@ from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
 from prefixkit.models import UnsupportedModel, facts_of, is_patched, kv_spec, patch
 from prefixkit.models.probe.measured import Probed
 from prefixkit.models.probe.passes import ignores_zeros, probe
+from prefixkit.models.requirements import CACHE
 from tests.models.tiny_families import WINDOW
 
 CPU = torch.device("cpu")
@@ -180,9 +181,9 @@ def test_a_layer_that_asks_for_the_length_of_its_cache_is_refused(tiny):
     class Asking(type(attention)):
         """As Llama-4's, for a scale that grows with the text."""
 
-        def forward(self, hidden_states, past_key_values, **kwargs):
-            past_key_values.get_seq_length()
-            past_key_values.update(hidden_states, hidden_states, self.layer_idx)
+        def forward(self, hidden_states, **kwargs):
+            kwargs[CACHE].get_seq_length()
+            kwargs[CACHE].update(hidden_states, hidden_states, self.layer_idx)
             return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
 
     attention.__class__ = Asking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -206,7 +207,7 @@ def test_the_log_says_once_what_runs(caplog):
 def changed(**functions: Any) -> nn.Module:
     """A Mamba 2 mixer of a file that has other functions."""
     theirs: Any = mamba2.Mamba2Mixer.forward
-    own = theirs.__wrapped__
+    own = inspect.unwrap(theirs)
     forward = FunctionType(own.__code__, own.__globals__ | functions, own.__name__, own.__defaults__, own.__closure__)
     cls = type("ChangedMixer", (mamba2.Mamba2Mixer,), {"forward": force_accelerate_hooks("conv1d")(forward)})
     mixer = mixer_of("mamba2", torch.float32)

@@ -28,7 +28,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": VARIANTS["qwen4_exp_text"]["embeddings of n-grams"],
     "glm5_next": {"text_config": {"layer_types": [_INDEXED] * 2, "indexer_types": ["full", "shared"]}},
     "inkling_text": {"rel_extent": 9},
-    "inkling2_text": {"rel_extent": 9, "log_scaling_n_floor": 6, "log_scaling_alpha": 0.5},
+    "inkling2_text": {
+        "rel_extent": 9,
+        "log_scaling_n_floor": 6,
+        "log_scaling_alpha": 0.5,
+        "unpadded_vocab_size": VOCAB,
+    },
 }
 IMAGES = ["glm5_next"]
 

@@ -13,6 +13,7 @@ import torch
 import prefixkit
 from prefixkit import MemoryPolicy, SamplingParams, Session
 from prefixkit.models import facts_of
+from prefixkit.models.requirements import CACHE
 from prefixkit.runners.batch import Pace
 from prefixkit.runners.graph import GraphRunner
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
@@ -153,9 +154,9 @@ def test_a_module_that_loses_its_state_is_refused():
     cls = type(mixer)
 
     class Forgets(cls):  # type: ignore[valid-type, misc]
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
-            if past_key_values is not None:
-                past_key_values.update_conv_state(hidden_states.mT, self.layer_idx, conv_kernel_size=3)
+        def forward(self, hidden_states, **kwargs):
+            if (cache := kwargs.get(CACHE)) is not None:
+                cache.update_conv_state(hidden_states.mT, self.layer_idx, conv_kernel_size=3)
             return super().forward(hidden_states)
 
     mixer.__class__ = Forgets

@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import prefixkit
 from prefixkit.models.compile.packed_weights import movable, pack, unpack
@@ -312,6 +313,7 @@ def test_adapters_that_are_added_and_removed():
 
 
 def test_adapters_that_transformers_adds(model):
+    pytest.importorskip("peft", MIN_PEFT_VERSION)
     version = kv_version(model)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     added = kv_version(model)
