@@ -73,7 +73,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 
     # If the user has compiled the layer, tracing this call would recompile it at each step, as the cache changes.
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
-    return subclass(original, _blank, {"forward": forward})
+    return subclass(original, tree_class, {"forward": forward})
 
 
 def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,18 +113,24 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
 
 
 def subclass(
-    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Any]
+    original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, methods: dict[str, Any], *arguments: Any
 ) -> type[nn.Module]:
     """A subclass of a module's class with the same name, with ``methods`` and attributes of its own; see ``unpatch``.
 
-    Pickle and deepcopy find the original class by that name, so they rebuild a module from ``blank(original)``.
+    Pickle and deepcopy find the original class by that name, so they rebuild a module of the class
+    ``made_by(original, *arguments)``, or of the original class where ``made_by`` is None.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
+        return _blank, (original, made_by, *arguments), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, _ORIGINAL: original})
+
+
+def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, *arguments: Any) -> nn.Module:
+    cls = original if made_by is None else made_by(original, *arguments)
+    return cls.__new__(cls)
 
 
 def is_tree_class(cls: type) -> bool:
@@ -158,11 +164,6 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without the patch."""
     original: type[nn.Module] = type(module).__dict__.get(_ORIGINAL, type(module))
     return original
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = tree_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
 
 
 def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache) -> nn.Module:

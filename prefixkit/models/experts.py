@@ -105,12 +105,7 @@ def experts_class(original: type[nn.Module]) -> type[nn.Module]:
             return _run(self, *args)
         return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
 
-    return subclass(original, _blank, {"forward": forward})
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = experts_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, experts_class, {"forward": forward})
 
 
 def _matrices(module: Any) -> tuple[Any, Any]:

@@ -110,9 +110,4 @@ def head_class(original: type[nn.Module]) -> type[nn.Module]:
         head = None if torch.compiler.is_compiling() else _head.get()
         return columns if head is None or head.module is not self else head.whole(columns)
 
-    return subclass(original, _blank, {"forward": forward})
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = head_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, head_class, {"forward": forward})

@@ -306,7 +306,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
         return cache.compiled.run(cache, self, args, kwargs)
 
     # Python's copies of a layer get the original class: they belong to no cache.
-    return subclass(original, object.__new__, {"forward": forward})
+    return subclass(original, None, {"forward": forward})
 
 
 def decoder_layers(model: nn.Module, parts: LocalParts) -> list[tuple[nn.Module, str]]:

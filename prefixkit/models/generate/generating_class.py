@@ -107,17 +107,12 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
-    return subclass(original, _blank, methods)
+    return subclass(original, generating_class, methods)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
     """The state of torch's generator, on which the tokens that ``generate()`` samples on a device depend."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
 
 
 def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:

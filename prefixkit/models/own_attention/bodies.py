@@ -70,13 +70,8 @@ def body_class(original: type[nn.Module]) -> type[nn.Module]:
         copy.__dict__.update(attributes(self, kwargs))
         return original.forward(copy, *args, **kwargs)
 
-    return subclass(original, _blank, {"forward": forward})
+    return subclass(original, body_class, {"forward": forward})
 
 
 def _key(cls: type[nn.Module]) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = body_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)

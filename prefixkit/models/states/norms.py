@@ -116,12 +116,7 @@ def norms_class(original: type[nn.Module], norm: Norm) -> type[nn.Module]:
             return _run(self, norm, *args)
         return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
 
-    return subclass(original, functools.partial(_blank, norm=norm), {"forward": forward, _FORM: norm})
-
-
-def _blank(original: type[nn.Module], norm: Norm) -> nn.Module:
-    cls = norms_class(original, norm)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, norms_class, {"forward": forward, _FORM: norm}, norm)
 
 
 def _fits(module: Any, norm: Norm, args: tuple[Any, ...]) -> bool:
