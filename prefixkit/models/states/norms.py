@@ -12,8 +12,8 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.models.attention_class import original_class, subclass
 from prefixkit.ops.arguments import FLOATS
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -48,14 +49,9 @@ class Norm:
     gated: bool
 
 
-@contextmanager
-def norms_by_ops() -> Iterator[None]:
+def norms_by_ops() -> AbstractContextManager[None]:
     """While this thread runs a step in this context, run patched norms by the op."""
-    token = _serving.set(True)
-    try:
-        yield
-    finally:
-        _serving.reset(token)
+    return set_within(_serving, True)
 
 
 def log_norms(modules: Iterable[nn.Module], device: torch.device) -> None:

@@ -8,8 +8,8 @@ that a variant's functions capture count as weights, so that a change in place i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
@@ -22,6 +22,7 @@ from prefixkit.attention.variants import Streaming, Variant, parts_of, register
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.model_errors import UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -33,16 +34,11 @@ LayerVariants = Variant | Mapping[int, Variant | None] | Callable[[int], Variant
 _measuring: ContextVar[bool] = ContextVar("prefixkit_measuring", default=False)
 
 
-@contextmanager
-def measuring() -> Iterator[None]:
+def measuring() -> AbstractContextManager[None]:
     """In this block layers may run without a tree, and then without their variants: the model's own attention is
     measured.
     """
-    token = _measuring.set(True)
-    try:
-        yield
-    finally:
-        _measuring.reset(token)
+    return set_within(_measuring, True)
 
 
 def refuse_without_tree(module: nn.Module) -> None:
