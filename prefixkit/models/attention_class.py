@@ -10,7 +10,8 @@ module itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -164,6 +165,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without the patch."""
     original: type[nn.Module] = type(module).__dict__.get(_ORIGINAL, type(module))
     return original
+
+
+def argument_names(model: nn.Module) -> Container[str]:
+    """The names of the arguments of a model's own ``forward``."""
+    return inspect.signature(original_class(model).forward).parameters
 
 
 def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache) -> nn.Module:

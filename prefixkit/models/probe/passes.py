@@ -10,7 +10,6 @@ the probe sees windows and chunks without having the text.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from prefixkit.agreement import everywhere
 from prefixkit.kv.layer_kinds import LayerKind
-from prefixkit.models.attention_class import forward_below, is_tree_class, original_class, tree_class
+from prefixkit.models.attention_class import argument_names, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.bound_forwards import become
 from prefixkit.models.device_map import is_spread
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
@@ -82,7 +81,7 @@ def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
 ) -> tuple[str | None, Probed]:
     """:func:`_look`; for a model without an argument for positions again, with offsets, if the first look fails."""
-    if _takes_positions(model):
+    if "position_ids" in argument_names(model):
         return _look(model, layers, states, text)
     first: UnsupportedModel | None = None
     try:
@@ -115,7 +114,7 @@ def _look(
     order = torch.tensor([ORDER], device=_device(model))
     step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
-    if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+    if "logits_to_keep" in argument_names(model):
         rows = [0, ROWS - 1]  # on several devices a tensor would lie on another device than the rows that it selects
         given["logits_to_keep"] = rows if is_spread(model) else torch.tensor(rows, device=order.device)
     logits = _run(model, step, text, **given)
@@ -281,13 +280,10 @@ def _length(model: PreTrainedModel) -> int:
     names = "attention_chunk_size", "sliding_window", SCALES_FROM
     chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
     most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
-    if not _takes_positions(model):  # it counts from the cache's length; an index beyond an embedding is fatal on a GPU
+    if "position_ids" not in argument_names(model):  # it counts from the cache's length
+        # An index beyond an embedding is fatal on a GPU.
         most = min(most, max(2 * ROWS, known_positions(model) - 4 * ROWS))
     return most - most % max(chunk, 1) - ROWS // 2
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(original_class(model).forward).parameters
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:

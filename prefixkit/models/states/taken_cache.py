@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from prefixkit.models.attention_class import original_class
+from prefixkit.models.attention_class import argument_names, original_class
 
 
 def cache_keyword(model: nn.Module) -> str:
     """The keyword for the cache in a model's ``forward``: models without attention use another name."""
-    names = inspect.signature(original_class(model).forward).parameters
+    names = argument_names(model)
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
@@ -32,7 +32,7 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 
 def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a step: models without attention may accept no positions, and name the cache otherwise."""
-    keyword, names = cache_keyword(model), inspect.signature(original_class(model).forward).parameters
+    keyword, names = cache_keyword(model), argument_names(model)
     if keyword != "past_key_values":
         given = {name: value for name, value in given.items() if name in names}
     return {keyword: cache, **given}
