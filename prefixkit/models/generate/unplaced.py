@@ -19,7 +19,7 @@ from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.models.tensor_parallel import is_sharded, tp_size
-from prefixkit.models.variants.layer_variants import measuring
+from prefixkit.models.variants.layer_variants import trial
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 
@@ -47,13 +47,12 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
     pad = min(_PADDING, reach - _TEXT, known_positions(model) - _TEXT - _RESERVED)
     if is_sharded(model) or tp_size(model) > 1 or pad < 1:  # one process's forward pass would wait for the others
         return False
-    before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
     try:
-        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with trial(model) as storing:
             if "position_ids" not in argument_names(model):
                 return _unmoved(model, example, pad)
             own, counted = _states(model, example, pad, None), _states(model, example, 0, 0)
-            if any(module.rope_deltas is not None for module in before):
+            if any(module.rope_deltas is not None for module in storing):
                 return False  # the model stores positions of a pass for the next
             return _equal(own, counted) or (
                 _equal(own, _states(model, example, 0, pad))
@@ -61,9 +60,6 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
             )
     except (IndexError, RuntimeError, TypeError, ValueError):
         return False
-    finally:
-        for module, deltas in before.items():
-            module.rope_deltas = deltas
 
 
 def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
@@ -76,7 +72,7 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
         return False
     if cache_keyword(model) != "past_key_values":
         return _unmoved(model, example, _PADDING)
-    with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with trial(model):
         return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
 
 

@@ -8,13 +8,14 @@ that a variant's functions capture count as weights, so that a change in place i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.rotation import Rotation
@@ -39,6 +40,24 @@ def measuring() -> AbstractContextManager[None]:
     measured.
     """
     return set_within(_measuring, True)
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """In this block, calls measure the model: without a tree, eagerly and without gradients.  What some models store of
+    a call for the next, their ``rope_deltas``, is restored afterwards.
+
+    Yields:
+        The modules that store it.
+    """
+    storing: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    before = [module.rope_deltas for module in storing]
+    try:
+        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield storing
+    finally:
+        for module, deltas in zip(storing, before, strict=True):
+            module.rope_deltas = deltas
 
 
 def refuse_without_tree(module: nn.Module) -> None:
