@@ -108,7 +108,7 @@ class RowSteps:
                 self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
         except BaseException:
-            self._stores.return_(self.store, self._rests)
+            self._stores.return_(self.store, self._retains_store)
             raise
 
     def _insert(
@@ -178,7 +178,7 @@ class RowSteps:
         self._version = self.store.version = None
 
     @property
-    def _rests(self) -> bool:
+    def _retains_store(self) -> bool:
         """Whether to retain the store for later calls: not for an unpatched model, nor in training, for its memory."""
         return takes_trees(self.model) and not self.model.training and self.store.version is not None
 
@@ -206,7 +206,7 @@ class RowSteps:
             current = False
         if not current:
             self.store.version = None
-        self._stores.return_(self.store, self._rests)
+        self._stores.return_(self.store, self._retains_store)
 
     # -- the rows ------------------------------------------------------------------------------------------------------
 
