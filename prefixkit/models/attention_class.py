@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
+from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, set_selected
 from prefixkit.models.layered_cache import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import code_of
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
@@ -144,7 +144,7 @@ def patched_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_tree_class(type(module))]
 
 
-def takes_trees(model: nn.Module) -> bool:
+def accepts_trees(model: nn.Module) -> bool:
     """Whether a model's class or one of its base classes is patched: wrappers such as FSDP make subclasses."""
     return any(map(is_tree_class, type(model).__mro__))
 
@@ -261,7 +261,7 @@ def tree_attention_forward(
     layer.check(key, value, attention_mask)
     scale = _scale(module, scaling, dropout, kwargs)
     if indices is not None:
-        take(layer, indices)
+        set_selected(layer, indices)
     if position_bias is not None:
         add(layer, position_bias)
     if sinks is not None:

@@ -84,7 +84,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         elif wanted and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache and type(made) is not type(empty_cache(self)):
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
-            elif _takes_caches(self):
+            elif _accepts_caches(self):
                 tree = TreeCache(self)
                 tree.fallback, tree.always = None if mode == ONLY else made, mode != "auto"
                 made = model_kwargs[keyword] = tree
@@ -126,12 +126,12 @@ def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:
 def wrap_forward(model: nn.Module) -> None:
     """Wrap a ``forward`` that was set on the model itself, as by accelerate for mixed precision."""
     forward = model.__dict__.get("forward")
-    if forward is not None and not _takes_caches(model):
+    if forward is not None and not _accepts_caches(model):
         model.__dict__[WRAPPED] = forward
         model.__dict__["forward"] = MethodType(type(model).forward, model)
 
 
-def _takes_caches(model: nn.Module) -> bool:
+def _accepts_caches(model: nn.Module) -> bool:
     """Whether a call of the model reaches the ``forward`` of its patched class."""
     held = "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
     ours, forward = type(model).forward, model.__dict__.get(held, type(model).forward)

@@ -55,7 +55,7 @@ def probe(model: nn.Module) -> Probed:
     inner, layers = pretrained_model(model), attention_layers(model)
     states, agreement = mixers(inner), agreement_of(inner)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
-    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
+    with measuring(), torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
             cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
             _run(inner, cache, [1] * ROWS)
@@ -167,7 +167,7 @@ def rows_at(model: nn.Module, positions: Tensor) -> list[Tensor]:
     inner, layers = pretrained_model(model), attention_layers(model)
     states = mixers(inner)
     cache = ProbeCache(layers, None, mixers=states)
-    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
+    with measuring(), torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()):
         _run(inner, cache, _tokens(inner, 0), position_ids=positions[None], attention_mask=empty_mask(positions.device))
     return cache.rows
 
@@ -192,7 +192,7 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
     if tp_size(inner) > 1:
         return False  # a process that sees a difference would run another pass without the others
     try:
-        with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
+        with torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
     except UnsupportedModel:
         return False
@@ -304,7 +304,7 @@ def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
 
 
 @contextmanager
-def _taking_trees(model: nn.Module, layers: Iterable[nn.Module], states: Iterable[nn.Module]) -> Iterator[None]:
+def _accepting_trees(model: nn.Module, layers: Iterable[nn.Module], states: Iterable[nn.Module]) -> Iterator[None]:
     """Let attention modules that are not patched take our caches, and layers that were compiled run as they are."""
     classes = {module: tree_class(original_class(module)) for module in layers}  # type: ignore[arg-type]  # classes hash
     classes |= {module: mixer_class(original_class(module)) for module in states}  # type: ignore[arg-type]
