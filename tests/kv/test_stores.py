@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from prefixkit.agreement import Alone, ProcessesDiffer
-from prefixkit.kv.kv_pool import KVPoolTooLarge, spec_of_alike
+from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.stores import ModelStores, StoreKind
+from prefixkit.testing.kv_specs import spec_of_alike
 
 SPEC = spec_of_alike(1, 1, 4)  # 32 bytes a token, 512 a page
 KIND = StoreKind(SPEC, "layers")

@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.kv.prefixes.file import PrefixFileError, open_prefixes
 from prefixkit.kv.prefixes.front_coding import front_coded
 from prefixkit.kv.prefixes.write import ARRAYS, BLOCK, Origin, arrays_of, checksum_of, write_prefixes
+from prefixkit.testing.kv_specs import spec_of_alike
 
 SPEC = spec_of_alike(num_layers=3, kv_heads=2, head_dim=4)
 VOCAB, MODEL = 1000, Origin("fingerprint of a model")
