@@ -51,7 +51,8 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.step import build_step
 from prefixkit.ops.backend import backend_for
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
+from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 gpu, bf16, snapshot = torch.device("cuda", 0), torch.bfloat16, tree_of("2L b8 p300 s1")
 tree = StepTree(snapshot, leaf_queries(snapshot))

@@ -19,11 +19,12 @@ from torch.nn.functional import linear
 import prefixkit.backends  # noqa: F401  (registers them)
 from benchmarks.runner import Replay, Row, Run, arguments, in_turns, input_sets, replay_us, wall_seconds
 from benchmarks.tree_attention.workloads import PAGE, READ_TBPS
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.ops import library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.sampling.specification import SamplingBatch
+from prefixkit.testing.kv_specs import spec_of_alike
 
 LAYERS = 8
 GROUPS = {"q, k, v": (4096, 1024, 1024), "k, v": (1024, 1024), "gate, up": (14336, 14336)}

@@ -18,10 +18,11 @@ from prefixkit.engine.memory import pages_needed
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scheduler import Scheduler
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.tree import PrefixTree, Sequence
 
 VOCABULARY = 50_000

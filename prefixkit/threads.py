@@ -1,9 +1,11 @@
-"""State that threads share: results that are made once, and counts that lose no event."""
+"""State of threads: results made once, counts that lose no event, and values that a thread sets for a block."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,3 +43,13 @@ class EventCount:
         with self._lock:
             self.count += 1
             return self.count
+
+
+@contextmanager
+def set_within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """In this block, and only in this thread, ``variable`` has ``value``."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)

@@ -110,7 +110,7 @@ def mark_dynamic(tensor: Tensor, dims: int | Sequence[int]) -> None:
     private("torch._dynamo", "maybe_mark_dynamic", lambda tensor, dims: None)(tensor, dims)
 
 
-def forget_compiled(code: CodeType) -> None:
+def drop_compiled(code: CodeType) -> None:
     """Drop what was compiled for a function's code; without torch's private name for that, drop all compiled code."""
     private("torch", "_C._dynamo.eval_frame.reset_code", lambda code: torch.compiler.reset())(code)
 

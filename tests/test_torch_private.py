@@ -20,7 +20,7 @@ def leave_modes():
 GRAPH = torch.fx.symbolic_trace(traced)
 LAZY = {
     "torch._dynamo.maybe_mark_dynamic": lambda: private.mark_dynamic(torch.zeros(3), 0),
-    "torch._C._dynamo.eval_frame.reset_code": lambda: private.forget_compiled(traced.__code__),
+    "torch._C._dynamo.eval_frame.reset_code": lambda: private.drop_compiled(traced.__code__),
     "torch._guards.detect_fake_mode": lambda: (
         private.fake_mode_of([torch.zeros(3), 1]) is None or pytest.fail("a mode")
     ),

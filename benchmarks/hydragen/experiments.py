@@ -17,9 +17,10 @@ from benchmarks.tree_attention.rivals import MOST_DIFFERENCE
 from prefixkit.attention.planner import Planner
 from prefixkit.attention.sharing import CostModel
 from prefixkit.backends.cuda.device_planner import CudaPlanner
-from prefixkit.kv.kv_pool import KVSpec, spec_of_alike
+from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.models import ModelRunner, patch
 from prefixkit.models.compile.layers import compile_layer
+from prefixkit.testing.kv_specs import spec_of_alike
 
 CHECKED, CHECKED_AT = Case(((1, 200), (4, 37)), batch=16, new=24, private=5), 11
 RESERVE_BYTES, CPU_BYTES = 12e9, 1 << 24  # left for activations, logits, graphs and libraries; KV on a CPU

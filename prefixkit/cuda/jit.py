@@ -23,6 +23,16 @@ class LoadError(RuntimeError):
     """The driver did not load machine code."""
 
 
+def arch_of(device: int | torch.device | None) -> str:
+    """The target of a GPU's kernels.
+
+    Raises:
+        NvrtcMissing: nothing can be compiled.
+        UnsupportedArch: no kernels are compiled for this GPU.
+    """
+    return arch_for(torch.cuda.get_device_capability(device), supported_archs())
+
+
 @dataclass(eq=False)
 class Function:
     """A kernel on one device; launches change :attr:`allowed_shared` alone."""
@@ -70,7 +80,7 @@ def load(unit: Unit, device: int) -> dict[str, Function]:
         UnsupportedArch: no kernels are compiled for this GPU.
         LoadError: the driver does not load the machine code.
     """
-    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    arch = arch_of(device)
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)
         return _load(binary(unit, arch), arch, device)

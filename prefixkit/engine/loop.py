@@ -79,7 +79,7 @@ class Loop:
             for run in self.scheduler.runs:  # all of them are samples
                 held.release(self._tree, run.sequences[0])
         self._running, self._ended = None, running
-        if (started := self.scheduler.take_started()) is not None:
+        if (started := self.scheduler.pop_started()) is not None:
             first = RunningBatch(self._tree, self.runner, started, self.call)
             first.read(self._finish)
             first.commit()

@@ -217,7 +217,7 @@ class Scheduler:
         if most <= free and not any(state.preempted or state.request.params.forks for state in self.in_flight):
             self.started += self._start_runs(pages)
 
-    def take_started(self) -> Scheduled | None:
+    def pop_started(self) -> Scheduled | None:
         """Sampling of the first tokens of runs that were started ahead; None if there are none."""
         started, self.started = self.started, []
         return first_tokens(started)
@@ -250,7 +250,7 @@ class Scheduler:
         self.admit(lookahead)
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:
-            self._give_back_reserved()
+            self._release_reserved()
             lookahead = self._lookahead(self.policy.longest)
             self.admit(lookahead)
             started += self._start_runs(lookahead)
@@ -281,14 +281,14 @@ class Scheduler:
             if self.store.cache.free_pages(self._lookahead(self.policy.shortest)):
                 return
             if self.store.tree.reserved:
-                self._give_back_reserved()
+                self._release_reserved()
                 continue
             free = allocator.free
             self._compact(free)
             if allocator.free <= free:
                 self._preempt()
 
-    def _give_back_reserved(self) -> None:
+    def _release_reserved(self) -> None:
         leaves = [one for run in self.runs for one in run.sequences if one.node.reserved]
         self.store.tree.reserve(leaves, [0] * len(leaves))
 

@@ -130,17 +130,6 @@ class KVSpec:
         return sum(tensor.bytes for module in self.states for tensor in module)
 
 
-def spec_of_alike(
-    num_layers: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> KVSpec:
-    """A spec of identical layers with K and V of equal size; ValueError as :class:`KVSpec`, or for a size below 1."""
-    return KVSpec(((CachedTensor(kv_heads, head_dim),) * 2,) * num_layers, dtype, torch.device(device))
-
-
 class KVPoolTooLarge(ValueError):
     """The device has too little free memory for a pool's pages."""
 

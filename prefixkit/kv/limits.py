@@ -17,8 +17,8 @@ SESSION_SHARE = 0.5
 CALL_SHARE = {"cpu": 0.5, "cuda": 0.95}
 # for the rows of a TreeCache, which all run at once: the rest is for logits and activations;
 ROWS_SHARE = {"cpu": 0.5, "cuda": 0.8}
-# and, on a CPU, for a store that no session holds and that rests between two calls of generate().
-REST_SHARE = 0.1
+# and, on a CPU, for a store that no session holds and that is idle between two calls of generate().
+IDLE_SHARE = 0.1
 # Share for all stores of a model together, of the memory that was free when the first of them was made.
 LIMIT_SHARE = 0.95
 
@@ -84,7 +84,7 @@ def call_pages(spec: KVSpec, kv_budget: float | str | None, page_size: int, free
     return _pages_in(left, spec, kv_budget, page_size, workspace)
 
 
-def beside_pages(spec: KVSpec, workspace: int) -> int:
+def bytes_for_workspace(spec: KVSpec, workspace: int) -> int:
     """The free bytes of each device of which :func:`call_pages` leaves ``workspace`` bytes to steps."""
     return 0 if spec.device.type == "cpu" else int(workspace / CALL_SHARE[spec.device.type])
 

@@ -56,13 +56,8 @@ class StatePool:
         self.tensors = self.made(0)
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's state in all modules."""
-        return sum(tensor.bytes for module in self.states for tensor in module)
-
-    @property
     def bytes(self) -> int:
-        return self.slots * self.bytes_per_slot
+        return self.slots * sum(tensor.bytes for module in self.states for tensor in module)
 
     def grow(self, slots: int, larger: list[list[Tensor]] | None = None) -> None:
         """Grow to ``slots`` states, in tensors that :meth:`made` returned or makes now; existing states are copied to

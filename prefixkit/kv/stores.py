@@ -16,7 +16,7 @@ from prefixkit.attention.spans import LooksAhead
 from prefixkit.kv.device_memory import free_for
 from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, KVSpec
-from prefixkit.kv.limits import LIMIT_SHARE, REST_SHARE, DoesNotFit, check_rows
+from prefixkit.kv.limits import IDLE_SHARE, LIMIT_SHARE, DoesNotFit, check_rows
 from prefixkit.kv.store import KVStore
 from prefixkit.tree.arrays import Ints
 
@@ -62,7 +62,7 @@ class ModelStores:
     """The KV stores of one model.
 
     A shared store is *lent* to one call at a time; another call of its kind gets another store meanwhile.  It lives
-    while a session holds it, while it is lent, and while it *rests* for the next call of ``generate()``.
+    while a session holds it, while it is lent, and while it is *idle* until the next call of ``generate()``.
     All stores together take at most ``LIMIT_SHARE`` of the memory that was free when the first of them was made.
 
     A copied or unpickled model starts without stores.
@@ -80,7 +80,7 @@ class ModelStores:
         self._lock = threading.RLock()
         self._all: weakref.WeakSet[KVStore] = weakref.WeakSet()
         self._shared: weakref.WeakKeyDictionary[KVStore, _Shared] = weakref.WeakKeyDictionary()
-        self._resting: set[KVStore] = set()  # stores that no session holds and no call uses
+        self._idle: set[KVStore] = set()  # stores that no session holds and no call uses
         self._limit = 0
         self.epoch = 0
 
@@ -115,7 +115,7 @@ class ModelStores:
             self._align()
             need = pages * kind.page_size * kind.spec.bytes_per_token
             if need > self.free(kind.spec):
-                self._resting.clear()
+                self._idle.clear()
             if need > (free := self.free(kind.spec)) and self._all:
                 raise DoesNotFit(
                     f"a KV store of {need / 2**30:.2f} GiB is above what the other stores of the model leave "
@@ -146,7 +146,7 @@ class ModelStores:
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     def hold(self, kind: StoreKind, holder: object, size: Callable[[int], int]) -> KVStore:
-        """The shared store of a kind, which the holder holds until it is garbage collected or calls :meth:`let_go`.
+        """The shared store of a kind, which the holder holds until it is garbage collected or :meth:`release_holder`.
 
         ``size``: maps free bytes to the store's number of pages; not called if another session holds the store.
 
@@ -157,10 +157,10 @@ class ModelStores:
             self._align()
             store = self._to_hold(kind, size)
             if store is None:
-                self._clear_resting(kind)
+                self._drop_idle(kind)
                 store = self._make_shared(kind, size(self.free(kind.spec)))
             self._shared[store].holders.add(holder)
-            self._resting.discard(store)
+            self._idle.discard(store)
             return store
 
     def _to_hold(self, kind: StoreKind, size: Callable[[int], int]) -> KVStore | None:
@@ -178,7 +178,7 @@ class ModelStores:
                 return None
         return store
 
-    def let_go(self, holder: object) -> None:
+    def release_holder(self, holder: object) -> None:
         """Note that a session no longer holds a store."""
         with self._lock:
             for shared in self._shared.values():
@@ -206,7 +206,7 @@ class ModelStores:
             in_use = any(map(self._lent, self._of_kind(kind)))
             store = self._with_room(kind, pages, prompts)
             if store is None:
-                self._clear_resting(kind)  # stores that are too small make room
+                self._drop_idle(kind)  # stores that are too small make room
                 check_rows(kind.spec, pages * kind.page_size, self.free(kind.spec))
                 store = self._make_shared(kind, pages)
             self._lend(store, borrower)
@@ -228,7 +228,7 @@ class ModelStores:
             return store
         return None
 
-    def take_back(self, borrower: object) -> None:
+    def reclaim(self, borrower: object) -> None:
         """End the loan of an interrupted borrower; the store gets a new tree, as the old one may be half changed."""
         with self._lock:
             for store, shared in self._shared.items():
@@ -236,21 +236,21 @@ class ModelStores:
                     store.restart()
                     shared.borrower = None
 
-    def return_(self, store: KVStore, rests: bool = True) -> None:
-        """End a loan; the store rests if ``rests`` is true, no session holds it, and it is small enough."""
+    def return_(self, store: KVStore, retain: bool = True) -> None:
+        """End a loan; an idle store stays if ``retain`` is true, no session holds it, and it is small enough."""
         with self._lock:
             if (shared := self._shared.get(store)) is None:
                 return
             shared.borrower = None
             if shared.epoch != self.epoch:
                 shared.epoch, store.version = self.epoch, None
-                rests = False
-            if not rests or shared.holders:
+                retain = False
+            if not retain or shared.holders:
                 return
             spec = store.pool.spec
-            small = spec.device.type == "cuda" or store.pool.bytes <= REST_SHARE * free_for(spec.shares)
-            if small and self._resting.isdisjoint(self._of_kind(shared.kind)):
-                self._resting.add(store)
+            small = spec.device.type == "cuda" or store.pool.bytes <= IDLE_SHARE * free_for(spec.shares)
+            if small and self._idle.isdisjoint(self._of_kind(shared.kind)):
+                self._idle.add(store)
 
     def known(self, kind: StoreKind, tokens: Ints) -> int:
         """How many tokens of a prompt, from the first, some store that :meth:`borrow` may lend holds."""
@@ -264,10 +264,10 @@ class ModelStores:
             return sum(not self._lent(store) for store in [*self._shared])
 
     def drop(self) -> None:
-        """Free resting stores; later calls use no KV from before."""
+        """Free idle stores; later calls use no KV from before."""
         with self._lock:
             self.epoch += 1
-            self._resting.clear()
+            self._idle.clear()
             for store, shared in self._shared.items():
                 if not self._lent(store):
                     shared.epoch, store.version = self.epoch, None
@@ -275,7 +275,7 @@ class ModelStores:
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _align(self) -> None:
-        """Drop resting stores if the processes' stores differ: Python collects cycles at different times in each.
+        """Drop idle stores if the processes' stores differ: Python collects cycles at different times in each.
 
         Raises:
             ProcessesDiffer: the stores differ even then.
@@ -288,7 +288,7 @@ class ModelStores:
             except ProcessesDiffer:
                 if last:
                     raise
-                self._resting.clear()
+                self._idle.clear()
                 gc.collect()
 
     def _histories(self) -> list[tuple[object, ...]]:
@@ -302,8 +302,8 @@ class ModelStores:
     def _of_kind(self, kind: StoreKind) -> list[KVStore]:
         return [store for store, shared in self._shared.items() if shared.kind == kind]
 
-    def _clear_resting(self, kind: StoreKind) -> None:
-        self._resting.difference_update(self._of_kind(kind))
+    def _drop_idle(self, kind: StoreKind) -> None:
+        self._idle.difference_update(self._of_kind(kind))
 
     def _make_shared(self, kind: StoreKind, pages: int) -> KVStore:
         store = self.make(kind, pages)
@@ -312,7 +312,7 @@ class ModelStores:
 
     def _lend(self, store: KVStore, borrower: object) -> None:
         self._shared[store].borrower = weakref.ref(borrower)
-        self._resting.discard(store)
+        self._idle.discard(store)
 
     def _lent(self, store: KVStore) -> bool:
         """Whether a call uses a store; a borrower that is gone without :meth:`return_` left sequences in its tree."""

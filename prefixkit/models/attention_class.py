@@ -10,7 +10,8 @@ module itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
-from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, take
+from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, set_selected
 from prefixkit.models.layered_cache import LayerCache, LayeredCache
 from prefixkit.models.own_attention.known import code_of
 from prefixkit.models.requirements import CACHE, name_cache
@@ -74,7 +75,7 @@ def tree_class(original: type[nn.Module]) -> type[nn.Module]:
 
     # If the user has compiled the layer, tracing this call would recompile it at each step, as the cache changes.
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
-    return subclass(original, _blank, {"forward": forward})
+    return subclass(original, tree_class, {"forward": forward})
 
 
 def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,18 +115,24 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
 
 
 def subclass(
-    original: type[nn.Module], blank: Callable[[type[nn.Module]], nn.Module], methods: dict[str, Any]
+    original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, methods: dict[str, Any], *arguments: Any
 ) -> type[nn.Module]:
     """A subclass of a module's class with the same name, with ``methods`` and attributes of its own; see ``unpatch``.
 
-    Pickle and deepcopy find the original class by that name, so they rebuild a module from ``blank(original)``.
+    Pickle and deepcopy find the original class by that name, so they rebuild a module of the class
+    ``made_by(original, *arguments)``, or of the original class where ``made_by`` is None.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return blank, (original,), *original.__reduce_ex__(self, protocol)[2:]
+        return _blank, (original, made_by, *arguments), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, _ORIGINAL: original})
+
+
+def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, *arguments: Any) -> nn.Module:
+    cls = original if made_by is None else made_by(original, *arguments)
+    return cls.__new__(cls)
 
 
 def is_tree_class(cls: type) -> bool:
@@ -138,7 +145,7 @@ def patched_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_tree_class(type(module))]
 
 
-def takes_trees(model: nn.Module) -> bool:
+def accepts_trees(model: nn.Module) -> bool:
     """Whether a model's class or one of its base classes is patched: wrappers such as FSDP make subclasses."""
     return any(map(is_tree_class, type(model).__mro__))
 
@@ -161,9 +168,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return original
 
 
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = tree_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+def argument_names(model: nn.Module) -> Container[str]:
+    """The names of the arguments of a model's own ``forward``."""
+    return inspect.signature(original_class(model).forward).parameters
 
 
 def shallow_copy(module: nn.Module, original: type[nn.Module], layer: LayerCache) -> nn.Module:
@@ -255,7 +262,7 @@ def tree_attention_forward(
     layer.check(key, value, attention_mask)
     scale = _scale(module, scaling, dropout, kwargs)
     if indices is not None:
-        take(layer, indices)
+        set_selected(layer, indices)
     if position_bias is not None:
         add(layer, position_bias)
     if sinks is not None:

@@ -14,8 +14,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from prefixkit.models.attention_class import subclass
 from prefixkit.ops.backend import backend_for
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -40,14 +41,9 @@ _PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 _serving = ContextVar("_serving", default=False)
 
 
-@contextmanager
-def experts_by_ops() -> Iterator[None]:
+def experts_by_ops() -> AbstractContextManager[None]:
     """While this thread runs a step in this context, run patched experts by the op where it supports them."""
-    token = _serving.set(True)
-    try:
-        yield
-    finally:
-        _serving.reset(token)
+    return set_within(_serving, True)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -105,12 +101,7 @@ def experts_class(original: type[nn.Module]) -> type[nn.Module]:
             return _run(self, *args)
         return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
 
-    return subclass(original, _blank, {"forward": forward})
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = experts_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, experts_class, {"forward": forward})
 
 
 def _matrices(module: Any) -> tuple[Any, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import fields
-from functools import cache
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -71,15 +70,9 @@ CACHE_KEYWORDS = ("past_key_values", "cache", "cache_params")
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in CACHE_KEYWORDS)
 
 
-@cache
-def keywords(forward: Callable[..., Any]) -> frozenset[str]:
-    """The names of the parameters of a class's ``forward``."""
-    return frozenset(inspect.signature(forward).parameters)
-
-
-def cache_keyword(forward: Callable[..., Any]) -> str:
-    """The keyword for the cache in the ``forward`` of a class."""
-    return next((name for name in CACHE_KEYWORDS if name in keywords(forward)), CACHE)
+def cache_keyword(names: Container[str]) -> str:
+    """The keyword for the cache among the names of a ``forward``'s arguments."""
+    return next((name for name in CACHE_KEYWORDS if name in names), CACHE)
 
 
 def name_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

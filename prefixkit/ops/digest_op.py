@@ -7,6 +7,8 @@ from torch import Tensor
 
 from prefixkit.ops.arguments import expect
 
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
 
 def digest(words: Tensor, start: int, total: Tensor) -> None:
     """Add each word, times an odd number that depends on its place, to a sum modulo 2**64.
@@ -26,3 +28,8 @@ def digest(words: Tensor, start: int, total: Tensor) -> None:
     fits = words.ndim == 1 and words.is_contiguous()
     expect(op, "words", words, "[count], contiguous", fits, (torch.int64, torch.uint8))
     expect(op, "total", total, "[1]", total.shape == (1,), (torch.int64,), words.device)
+
+
+def odd_numbers(start: int, count: int, device: torch.device) -> Tensor:
+    """``[count]`` odd numbers, one for each place from ``start`` on."""
+    return (torch.arange(start, start + count, dtype=torch.int64, device=device) * 2 + 1) * ODD

@@ -93,9 +93,9 @@ def as_schema(schema: Any) -> str:
     return text
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """A text of at most ``most`` characters, for a repr."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shortened(text: str) -> str:
+    """A text of at most 60 characters, for a repr."""
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def as_rules(name: str, text: object) -> str:

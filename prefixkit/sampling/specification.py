@@ -118,7 +118,6 @@ def sample_tokens(
 
 
 def _float32(logits: Tensor) -> Tensor:
-    """The logits, converted to float32."""
     if logits.dtype == torch.float32:
         return logits
     return torch.from_numpy(_scratch.rows("logits", *logits.shape)).copy_(logits)

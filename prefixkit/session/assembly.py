@@ -10,7 +10,7 @@ from prefixkit.engine.memory import MOST_RUNNING, pool_pages, step_bytes
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.request import Request
 from prefixkit.engine.scoring.score import MOST_LOGIT_BYTES
-from prefixkit.kv.limits import beside_pages, left_for_states
+from prefixkit.kv.limits import bytes_for_workspace, left_for_states
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
@@ -42,7 +42,7 @@ def make_engine(
         workspace += 3 * MOST_LOGIT_BYTES  # logits as computed and in float32, and their log-softmax
     stores = stores_of(facts.inner)
     stores.agreement.check("requests", lambda: requests)
-    free = stores.free(spec, beside_pages(spec, workspace))
+    free = stores.free(spec, bytes_for_workspace(spec, workspace))
     num_pages = pool_pages(requests, spec, kv_budget, page_size, free, workspace, None if scores else facts.held)
     store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
     store.most_state_bytes = left_for_states(spec, kv_budget, num_pages * page_size)

@@ -16,8 +16,8 @@ from prefixkit.sampling.params import as_integer, as_list, as_seed
 from prefixkit.sampling.rng import sample_key
 from prefixkit.session.prompts import Unpadded
 from prefixkit.session.requests import continuation_tokens, is_one_prompt
+from prefixkit.tree.arrays import Ints
 
-Ints = NDArray[np.int32]
 NodeReason = Literal["stop", "until", "length", "dead_end"]
 
 

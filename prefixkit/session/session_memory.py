@@ -119,7 +119,7 @@ class SessionMemory:
         """Allocate memory for pool and graphs again, if :meth:`release_memory` has released it."""
         with self._busy():
             if self.store is None:
-                self._take_home(patched_facts(self.model))
+                self._acquire_store(patched_facts(self.model))
 
     def release_memory(self) -> None:
         """Release the pool and the graphs, which are freed once no other session and no call uses them.
@@ -127,7 +127,7 @@ class SessionMemory:
         That frees memory for a backward pass, for example; :meth:`resume` allocates it again.
         """
         with self._busy():
-            self._let_go()
+            self._release_store()
 
     def close(self) -> None:
         """End the session and its open streams, as the end of a ``with`` block does.
@@ -221,8 +221,8 @@ class SessionMemory:
         self._stores.agreement.check("requests", lambda: (prompts, asked))
         if self._kind_of(facts) != self._kind or self._stores is not stores_of(facts.inner):
             log.info("session: the model's attention layers, or its patch, have changed: pool and graphs are made anew")
-            self._let_go()  # first, to free its memory
-            self._take_home(facts)
+            self._release_store()  # first, to free its memory
+            self._acquire_store(facts)
         with self._lent_store(elsewhere) as store:
             known, found = store.version is not None, partial(store.tree.longest_match, prompts)
             if store.use_version((self._stores.epoch, kv_version(facts.inner, found, facts.state))) and known:
@@ -259,7 +259,7 @@ class SessionMemory:
     def _size(self, free: int) -> int:
         return session_pages(self._kind.spec, self._kv_budget, self._page_size, free)
 
-    def _take_home(self, facts: ModelFacts) -> None:
+    def _acquire_store(self, facts: ModelFacts) -> None:
         refuse_sharded(facts.inner)
         self._kind, self._stores = self._kind_of(facts), stores_of(facts.inner)
         if self._kv_budget is None:
@@ -275,10 +275,10 @@ class SessionMemory:
             most = self.store.state_bytes_allowed / 2**30
             log.info("session: states of %d bytes, up to %.2f GiB of them, in place of KV", spec.bytes_per_state, most)
 
-    def _let_go(self) -> None:
+    def _release_store(self) -> None:
         if self.store is not None:
             self.store = None
-            self._stores.let_go(self)
+            self._stores.release_holder(self)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -290,7 +290,7 @@ class SessionMemory:
             yield
         except KeyboardInterrupt:
             if self.store is not None:
-                self._stores.take_back(self)
+                self._stores.reclaim(self)
             raise
         finally:
             self._lock.release()

@@ -25,11 +25,12 @@ from prefixkit.attention.plan import KINDS
 from prefixkit.attention.sharing import CostModel, HeadShape
 from prefixkit.attention.step import Step
 from prefixkit.backends.torch.host_planner import TorchPlanner
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import STEP_BY_STEP, Pace
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.testing.engines import ReportingEngine
+from prefixkit.testing.kv_specs import spec_of_alike
 
 VOCAB = 50
 

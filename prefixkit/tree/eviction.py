@@ -137,10 +137,8 @@ class PrefixCache:
 
     def _scan(self) -> None:
         """Put all evictable nodes in order."""
-        nodes = [self.tree.root]
-        for node in nodes:  # the list grows while it is read
-            nodes.extend(node.children)
-        self._order = [(self.policy(node), node.used_at, node.id, node) for node in nodes if node.evictable]
+        evictable = (node for node in self.tree.every_node() if node.evictable)
+        self._order = [(self.policy(node), node.used_at, node.id, node) for node in evictable]
         heapq.heapify(self._order)
         self._evictions = 0
 

@@ -169,11 +169,11 @@ class StateSlots:
                 elif offset == stop and own >= 0:
                     slot = own
                 else:
-                    slot = self._take(need.stays and offset == stop, leave=to_come + (own < 0) * need.slots)
+                    slot = self._allocate(need.stays and offset == stop, leave=to_come + (own < 0) * need.slots)
                 if slot < 0 and offset < stop:
                     continue
                 if slot < 0 and need.passes:
-                    slot = own = self._take(needed=True)
+                    slot = own = self._allocate(needed=True)
                 if slot >= 0 and offset == stop and slot == own and need.passes:
                     passed[node] = slot  # until the run below overwrites it; no node names the slot meanwhile
                 elif slot >= 0:
@@ -210,9 +210,9 @@ class StateSlots:
         States that nothing continues from are dropped to free slots, except for those in the slots ``stay``.
         """
         self._busy = set(stay)
-        return [*takewhile(lambda slot: slot >= 0, (self._take(needed=False) for _ in range(most)))]
+        return [*takewhile(lambda slot: slot >= 0, (self._allocate(needed=False) for _ in range(most)))]
 
-    def _take(self, needed: bool, leave: int = 0) -> int:
+    def _allocate(self, needed: bool, leave: int = 0) -> int:
         """Take a free slot; -1 if only ``leave`` or fewer are free, unless it is ``needed``."""
         leave = 0 if needed else leave
         if len(self._free) <= leave:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.memory_tree import few_shots, fill, hit_rate, zipf
+from benchmarks.memory.tree import few_shots, fill, hit_rate, zipf
 
 
 def test_pages_of_16_tokens_are_fuller_than_paged_attention_has_reported():

@@ -9,8 +9,8 @@ import torch
 from prefixkit.engine import memory as sizing
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
-from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.tree.radix import PrefixTree
 
 SPEC = spec_of_alike(2, 4, 16)

@@ -14,11 +14,12 @@ from prefixkit.engine.scheduler import (
     Scheduler,
 )
 from prefixkit.kv.budget import Budget, KVBudgetTooSmall
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.store import KVStore
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.fake_model import make_engine
 from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.tree.radix import PrefixTree
 
 

@@ -190,7 +190,8 @@ def test_generate_finds_the_tokens_of_an_earlier_call() -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kv_survives_the_way_to_host_memory_and_back(page_size: int, dtype: torch.dtype) -> None:
-    from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+    from prefixkit.kv.kv_pool import KVPool
+    from prefixkit.testing.kv_specs import spec_of_alike
 
     torch.manual_seed(0)
     pool = KVPool(spec_of_alike(3, 2, 64, dtype, torch.device("cuda")), -(-4000 // page_size), page_size)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import prefixkit.backends  # noqa: F401 - registers them
-from prefixkit.kv.kv_pool import KVPool, KVSpec, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor
+from prefixkit.testing.kv_specs import spec_of_alike
 from tests.two_devices import FIRST, SECOND, TwoDevices
 
 

@@ -9,9 +9,10 @@ import torch
 from prefixkit.attention.spans import LooksAhead
 from prefixkit.attention.variants import variant
 from prefixkit.kv.budget import KVBudgetTooSmall
-from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool, KVPoolTooLarge
 from prefixkit.kv.store import KVStore, SpanTooLong
 from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.kv_specs import spec_of_alike
 
 
 def store_of(num_pages: int, page_size: int = 4) -> KVStore:

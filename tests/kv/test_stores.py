@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from prefixkit.agreement import Alone, ProcessesDiffer
-from prefixkit.kv.kv_pool import KVPoolTooLarge, spec_of_alike
+from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.stores import ModelStores, StoreKind
+from prefixkit.testing.kv_specs import spec_of_alike
 
 SPEC = spec_of_alike(1, 1, 4)  # 32 bytes a token, 512 a page
 KIND = StoreKind(SPEC, "layers")
@@ -77,7 +78,7 @@ def test_after_an_interrupt_what_was_lent_comes_back_with_an_empty_tree(stores: 
     store = stores.hold(KIND, session, lambda free: 50)
     assert stores.lend(store, session)
     store.tree.insert(np.arange(40, dtype=np.int32))
-    stores.take_back(session)
+    stores.reclaim(session)
     assert store.tree.allocator.free == 50 and stores.lend(store, session)
 
 
@@ -91,7 +92,7 @@ def test_sessions_hold_one_store_which_goes_with_the_last_of_them(stores: ModelS
 
     held = [stores.hold(KIND, session, size) for session in sessions]
     assert held[0] is held[1] and len(sizes) == 1
-    stores.let_go(sessions[0])
+    stores.release_holder(sessions[0])
     held.clear()
     del sessions[0]
     gc.collect()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import prefixkit
 from prefixkit import SamplingParams, Session, variants
 from prefixkit.kv.device_memory import free_for
-from prefixkit.kv.limits import beside_pages, call_pages, session_pages
+from prefixkit.kv.limits import bytes_for_workspace, call_pages, session_pages
 from prefixkit.models import UnsupportedModel, kv_spec
 from prefixkit.testing.tiny import tiny_llama
 from scripts.tiny_models import tiny_config, tiny_model
@@ -149,7 +149,7 @@ def test_the_device_with_the_least_room_for_its_layers_decides(two: TwoDevices, 
     cuda = [torch.device("cuda", index) for index in (0, 1)]
     gpus, work = replace(spec, device=cuda[0], layer_devices=(cuda[0], cuda[1], cuda[1])), 1 << 20
     room |= zip(cuda, (room[FIRST], room[SECOND]), strict=True)
-    free = free_for(gpus.shares, beside_pages(gpus, work))
+    free = free_for(gpus.shares, bytes_for_workspace(gpus, work))
     assert call_pages(gpus, None, 16, free, work) == int((0.95 * room[SECOND] - work) * 3 / 2) // page
     room[FIRST] = 1 << 20
     assert free_for(spec.shares) == 3 << 20

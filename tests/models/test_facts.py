@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import prefixkit
-from prefixkit.kv.kv_pool import spec_of_alike
 from prefixkit.models import UnsupportedModel, facts_of, kv_spec, patch
 from prefixkit.models.weights.state import state_of
+from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
 
 CPU = torch.device("cpu")

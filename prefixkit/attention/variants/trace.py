@@ -169,7 +169,6 @@ class _Builder:
         return self._new(kind.value, (value.number,), kind)
 
     def _value(self, operand: Any) -> _Value:
-        """The node of an operand."""
         if isinstance(operand, _Value):
             return operand
         if isinstance(operand, bool | int | float):
@@ -193,7 +192,6 @@ class _Builder:
         return _Value(len(self._nodes) - 1, kind)
 
     def _capture(self, tensor: Tensor) -> int:
-        """The slot of a tensor."""
         for slot, captured in enumerate(self._tensors):
             if captured.tensor is tensor:
                 return slot

@@ -41,8 +41,6 @@ from prefixkit.torch_private import raw_stream, stream_captures
 log = logging.getLogger("prefixkit")
 
 LOG2E = math.log2(math.e)
-# Without tensor maps the offset of a row is a 32-bit count of 16-byte units.
-MOST_BYTES = 2**36
 
 
 class TreeAttention:

@@ -10,16 +10,13 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.attention.bsr import OPEN, MaskKind
 from prefixkit.attention.gpu.capacity import OVERFLOW
 from prefixkit.attention.plan import KINDS
 from prefixkit.ops.arguments import BadDevice, BadShape, capturing, check_packed, check_positions
-from prefixkit.tree.arrays import ranges
-
-Array = NDArray[np.int64]
+from prefixkit.tree.arrays import Longs, ranges
 
 
 class BadPlan(ValueError):
@@ -64,7 +61,7 @@ def check_packed_numbers(rows: int, pages: Sequence[int], work: Sequence[Tensor]
         raise BadPlan(f"{op}: merge_indices must be 0..{partials - 1}, got {merged.min()}..{merged.max()}")
 
 
-def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
+def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Longs]) -> Longs:
     """The nodes' lengths, once their pages are known to exist and to hold that many tokens."""
     _, length, page_indptr, page, first_slot = nodes
     num_pages, page_size = pages
@@ -80,7 +77,7 @@ def _check_tree(op: str, pages: Sequence[int], nodes: Sequence[Array]) -> Array:
     return length
 
 
-def _check_segments(op: str, segments: Array, length: Array) -> None:
+def _check_segments(op: str, segments: Longs, length: Longs) -> None:
     node, begin, end = segments.T
     if len(node) and (node.min() < 0 or node.max() >= len(length)):
         raise BadPlan(
@@ -92,7 +89,7 @@ def _check_segments(op: str, segments: Array, length: Array) -> None:
         raise BadPlan(f"{op}: a segment reads tokens {b}..{e} of node {n}, which has {length[n]}: of an older tree?")
 
 
-def _check_limits(op: str, items: Array, limits: Array) -> None:
+def _check_limits(op: str, items: Longs, limits: Longs) -> None:
     """BadPlan unless items of kind LIMIT have ascending limits at the partial rows that they write."""
     if not len(items):
         return
@@ -106,7 +103,7 @@ def _check_limits(op: str, items: Array, limits: Array) -> None:
         raise BadPlan(f"{op}: the limits of an item descend; those of a row must ascend with its queries")
 
 
-def _partition(op: str, name: str, bounds: Array, count: int, what: str) -> None:
+def _partition(op: str, name: str, bounds: Longs, count: int, what: str) -> None:
     # Buffers of a captured graph are larger than their contents, so bounds may end early.
     if bounds[0] != 0 or bounds[-1] > count or np.any(np.diff(bounds) < 0):
         raise BadPlan(f"{op}: {name} must rise from 0 to at most {count} {what}, got {bounds[:6].tolist()}...")

@@ -29,7 +29,7 @@ from prefixkit.backends.cuda.costs.cost_cache import gpu_cost
 from prefixkit.backends.cuda.kernels import kernel_for
 from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu, planned_tree
 from prefixkit.backends.torch.host_planner import BoundPlan, TorchPlanner
-from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.cuda.jit import arch_of
 from prefixkit.ops.arguments import FP8
 from prefixkit.threads import once
 from prefixkit.tree.arrays import Ints, ranges
@@ -231,7 +231,7 @@ def planner_for(shape: HeadShape, device: torch.device, dtype: torch.dtype, visi
 
     ``dtype`` is that of queries and of pages, except that pages with elements of one byte hold e4m3.
     """
-    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    arch = arch_of(device)
     kernel = kernel_for(arch, shape.head_dim, shape.gqa_group, shape.value_dim, e4m3=shape.itemsize == FP8.itemsize)
     if kernel is None or dtype not in (torch.bfloat16, torch.float16):
         size = str(shape.head_dim) if shape.value_dim == shape.head_dim else f"{shape.head_dim} and {shape.value_dim}"

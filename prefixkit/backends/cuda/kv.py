@@ -103,7 +103,7 @@ def _prepare_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor
     widest = math.gcd(_VECTOR, aligned or _VECTOR, head, *rows, *pages)
     if k_pages.dtype == FP8:
         each = _VECTOR // size if widest == _VECTOR else 1
-        name, width = append_e4m3_name(_name_of(key), each), each * size
+        name, width = append_e4m3_name(layouts.dtype_name(key.dtype), each), each * size
     else:
         width = next(width for width in VECTORS if widest % width == 0)
         name, each = f"prefixkit::kv_append<{VECTORS[width]}>", width // size
@@ -112,10 +112,6 @@ def _prepare_append(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor
     constants = (*strides, num_pages * page_size, tokens, kv_heads, vectors, page_size)
     function = jit.load(APPEND, k_pages.device.index)[name]
     return layouts.MOVE.check(function), constants, (-(-tokens * kv_heads * vectors // _THREADS), 1, 1)
-
-
-def _name_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _byte_strides(*tensors: Tensor) -> list[int]:
@@ -140,7 +136,7 @@ def _prepare_rotary(
     if not adjacent or any(stride % _VECTOR for stride in (half, *rows, *pages)) or threads >= 2**32 - _THREADS:
         return None
     device = k_pages.device.index
-    function = layouts.ROTARY.check(jit.load(ROTARY, device)[rotary_name(_name_of(q), e4m3)])
+    function = layouts.ROTARY.check(jit.load(ROTARY, device)[rotary_name(layouts.dtype_name(q.dtype), e4m3)])
     in_page = _VECTOR // q.element_size() * k_pages.element_size()
     strides = (*(stride // _VECTOR for stride in rows), *(stride // in_page for stride in pages))
     constants = (*strides, num_pages * page_size, tokens, heads, kv_heads, half // _VECTOR, page_size)

@@ -8,11 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
+import torch
+
 from prefixkit.cuda.struct_layout import TENSOR_MAP, define
 from prefixkit.ops.sampling_records import RECORD
 
 # C++ types of dtypes.
 FLOATS = {"float32": "float", "bfloat16": "prefixkit::BFloat", "float16": "prefixkit::Half"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as the keys of :data:`FLOATS`."""
+    return str(dtype).removeprefix("torch.")
+
 
 # ---- attention ----
 

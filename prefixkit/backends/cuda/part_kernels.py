@@ -20,7 +20,7 @@ def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -
     residual = None if residual is None else _aligned(residual)
     total = part.new_empty(part.shape)
     given = (part.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr())
-    _launch(sum_name(str(part.dtype).removeprefix("torch.")), layouts.SUM_PARTS, part, given, addresses)
+    _launch(sum_name(layouts.dtype_name(part.dtype)), layouts.SUM_PARTS, part, given, addresses)
     return total
 
 

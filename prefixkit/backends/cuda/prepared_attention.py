@@ -22,7 +22,6 @@ from prefixkit.backends.cuda.layouts import ATTENTION as ATTENTION_LAYOUT
 from prefixkit.backends.cuda.layouts import Maps
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import signature_of
-from prefixkit.cuda.nvrtc import arch_for, supported_archs
 from prefixkit.cuda.tensor_maps import holds_groups, in_words
 from prefixkit.ops.arguments import FP8, BadShape, check_attention, check_latents
 
@@ -76,7 +75,7 @@ def prepare_attention(
     variant = lookup(key)
     check_attention(q, k_pages, v_pages, q_positions, variant, sinks, rotary_pages)
     device = k_pages.device.index
-    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    arch = jit.arch_of(device)
     if q.dtype == torch.float32:
         say_plain_torch(NO_FLOAT32)
         return Prepared(None)
@@ -128,7 +127,7 @@ def prepare_latents(
     assert rotary_pages is not None, "the op has them"
     check_latents(q, latent_pages, rotary_pages, q_positions)
     latent, rotary = latent_pages.shape[3], rotary_pages.shape[3]
-    arch = arch_for(torch.cuda.get_device_capability(latent_pages.device.index), supported_archs())
+    arch = jit.arch_of(latent_pages.device.index)
     kernel, groups = latent_kernel_for(arch, latent, rotary), latent_groups(q.shape[1])
     if kernel is None or groups is None or q.dtype == torch.float32:
         raise UnsupportedHeads(

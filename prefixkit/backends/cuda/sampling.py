@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from prefixkit.backends.cuda import layouts
-from prefixkit.backends.cuda.kernels import KERNEL_VARIABLE, SAMPLE, WARPS, SampleTiling, sample_name, sample_tiling
+from prefixkit.backends.cuda.kernels import SAMPLE, WARPS, SampleTiling, named_kernel, sample_name, sample_tiling
 from prefixkit.backends.torch.drawn import write_drawn
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
@@ -41,7 +40,7 @@ def _launch(
     logits: Tensor, records: Tensor, seen: Tensor, tokens: Tensor, logprobs: Tensor, allowed: Tensor | None
 ) -> None:
     rows, vocab = logits.shape
-    portable = os.environ.get(KERNEL_VARIABLE, "") == "portable"
+    portable = named_kernel() == "portable"
     tiling = _tiling(logits.device.index, vocab, portable, 2 if rows >= _MANY_ROWS else 3)
     address, stride = logits.data_ptr(), logits.stride(0)
     aligned = address % (4 * logits.element_size()) == 0 and (stride % 4 == 0 or rows == 1)

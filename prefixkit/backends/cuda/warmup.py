@@ -47,7 +47,7 @@ def targets(arch: str | None) -> list[str]:
         return [arch_for(divmod(int(digits), 10), known)]
     if not torch.cuda.is_available():
         raise NoTarget("there is no GPU to compile for; name a target, such as sm_90a for an H100 or H200")
-    archs = {arch_for(torch.cuda.get_device_capability(index), known) for index in range(torch.cuda.device_count())}
+    archs = {jit.arch_of(index) for index in range(torch.cuda.device_count())}
     return sorted(archs)
 
 
@@ -69,7 +69,7 @@ def measure_costs() -> Iterator[str]:
     """Measure the costs of each GPU that runs our attention kernels, unless they are known; yields a line per GPU."""
     for index in range(torch.cuda.device_count()):
         name = f"{torch.cuda.get_device_name(index)} (cuda:{index})"
-        kernel = kernel_for(arch_for(torch.cuda.get_device_capability(index), supported_archs()), 128, 4)
+        kernel = kernel_for(jit.arch_of(index), 128, 4)
         if kernel is None or not kernel.uses_tma:
             yield f"{name}: costs are estimated, for only Hopper's kernel is measured"
             continue

@@ -106,7 +106,6 @@ def _left(scores: Tensor, weights: Tensor, records: Tensor) -> Tensor:
 
 
 def _field(records: Tensor, name: str) -> Tensor:
-    """A field of each record."""
     dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]  # it has fields
     held = records[:, offset // 4 : (offset + dtype.itemsize) // 4].contiguous()
     return held.view({"f4": torch.float32, "f8": torch.float64, "i4": torch.int32}[dtype.str[1:]])[:, 0]

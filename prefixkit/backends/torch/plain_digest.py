@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefixkit.ops.digest_op import ODD, odd_numbers
+
 # Words of the accumulator: it stays in the cache while words stream through.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digest(words: Tensor, start: int, total: Tensor) -> None:
@@ -18,10 +19,5 @@ def digest(words: Tensor, start: int, total: Tensor) -> None:
     sums = torch.zeros(block, dtype=torch.int64, device=words.device)
     for part in torch.split(words, block):
         there = sums[: len(part)]
-        torch.add(part, there, alpha=_ODD, out=there)
-    total += (sums * weights(start, block, words.device)).sum()
-
-
-def weights(start: int, count: int, device: torch.device) -> Tensor:
-    """``[count]`` odd numbers, one for each place."""
-    return (torch.arange(start, start + count, dtype=torch.int64, device=device) * 2 + 1) * _ODD
+        torch.add(part, there, alpha=ODD, out=there)
+    total += (sums * odd_numbers(start, block, words.device)).sum()

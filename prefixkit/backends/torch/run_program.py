@@ -161,20 +161,8 @@ def run_program(
         return read_kv(call, k_pages, v_pages, q.dtype, on_cpu=program.on_cpu)
 
     with torch.no_grad():
-        return _finish(program, q, read, scale, variant, sinks)
-
-
-def _finish(
-    program: Program,
-    q: Tensor,
-    read: Read,
-    scale: float,
-    variant: Variant,
-    sinks: Tensor | None,
-    own: Own = NOTHING,
-) -> tuple[Tensor, Tensor]:
-    """Convert the program's result to the op's dtype."""
-    return run_reading(program, q, read, scale, variant, sinks, own, torch.float32 if variant.is_part else q.dtype)
+        dtype = torch.float32 if variant.is_part else q.dtype
+        return run_reading(program, q, read, scale, variant, sinks, dtype=dtype)
 
 
 def run_reading(
@@ -204,9 +192,7 @@ def run_reading(
             out, lse = scored_attention(call, call.places, own, variant, numbers, rows, k, v, heads, scale)
         else:
             assert isinstance(k, Tensor), "scores are computed for others"
-            mask = call.mask
-            if call.biased:
-                mask = biased_mask(call, variant, heads)
+            mask = biased_mask(call, variant, heads) if call.biased else call.mask
             out, lse = _kernel(call, mask, rows, k, v, heads, scale)
         # From [batch, heads, rows] to rows; the heads of a row are in the call's order.
         out = out.transpose(1, 2).reshape(count, heads.heads, heads.value_dim)

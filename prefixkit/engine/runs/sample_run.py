@@ -162,11 +162,11 @@ class SampleRun:
         return np.concatenate([self.state.request.tokens, np.array(self.tokens, dtype=np.int32)])
 
     def hold(self, tokens: list[int], likely: Floats, stop_state: int) -> None:
-        self._take(tokens, likely)
+        self._append(tokens, likely)
         self.stop_state = stop_state
 
     def accept(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample | None:
-        self._take(tokens, likely)
+        self._append(tokens, likely)
         stopped = self.stop.push(self.tokens[self._accepted :])
         self._accepted = len(self.tokens)
         if not stopped and (functions := self.params.stop_functions):
@@ -175,7 +175,7 @@ class SampleRun:
         if stopped or len(self.tokens) == self.params.max_new_tokens:
             reason = "stop" if stopped else "length"
         if on_token is not None:
-            text = self.stop.delta() + ("" if reason is None else self.stop.rest())
+            text = self.stop.delta() + ("" if reason is None else self.stop.flush())
             index = self.state.request.prompt_index
             on_token(TokenEvent(index, self.index, tokens[-1], float(likely[-1, 0]), text, reason))
         if reason is not None:
@@ -185,17 +185,17 @@ class SampleRun:
 
     def run_out(self, tokens: list[int], likely: Floats, on_token: Callable[[TokenEvent], None] | None) -> Sample:
         assert self.grammar is not None or self.processor is not None, "else the logits are broken"
-        self._take(tokens, likely[: len(tokens)])
+        self._append(tokens, likely[: len(tokens)])
         if fresh := self.tokens[self._accepted :]:
             self.stop.push(fresh)
         self._ran_out = True
         reason: FinishReason = "stop" if self.grammar is not None and self.grammar.may_end else "dead_end"
         if on_token is not None:
-            index, text = self.state.request.prompt_index, self.stop.delta() + self.stop.rest()
+            index, text = self.state.request.prompt_index, self.stop.delta() + self.stop.flush()
             on_token(TokenEvent(index, self.index, -1, -math.inf, text, reason))
         return self._sample(reason)
 
-    def _take(self, tokens: list[int], likely: Floats) -> None:
+    def _append(self, tokens: list[int], likely: Floats) -> None:
         self.tokens += tokens
         self._likely.append(likely.copy())  # a view would keep those of all runs
 

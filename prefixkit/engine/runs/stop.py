@@ -98,10 +98,10 @@ class StopChecker:
         """The text that has become certain since the last call: for streaming.
 
         Unfinished characters, and text that could be the beginning of a stop string, are held back until the sample has
-        stopped.  After a sample that ends by length, :meth:`rest` returns the text still held back.
+        stopped.  After a sample that ends by length, :meth:`flush` returns the text still held back.
         """
         if self._stopped_by_token:
-            return self.rest()
+            return self.flush()
         if not self._follows:
             self._commit()
         sure = len(self._text) if self._stopped_by_string else len(self._text) - self._possible_stop()
@@ -109,7 +109,7 @@ class StopChecker:
         self._taken = max(self._taken, sure)
         return fresh
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What :meth:`delta` still held back when the sample ended."""
         whole = self.text()
         fresh = whole[self._taken :]

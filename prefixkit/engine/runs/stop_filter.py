@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+from prefixkit.tree.arrays import Ints
 
 MET = -1  # the state of a sample that may have met a stop string
 _UNKNOWN = -2

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixkit.engine.scoring.contexts import Contexts, Longs, Text, lay_out
+from prefixkit.engine.scoring.contexts import Contexts, Text, lay_out
 from prefixkit.engine.sharing_report import Report
 from prefixkit.kv.store import KVStore
 from prefixkit.runners.batch import Outputs, Results, Runner
 from prefixkit.runners.wanted_tokens import OutputsOf, compute_wanted
+from prefixkit.tree.arrays import Longs
 from prefixkit.tree.radix import Sequence as TreeSequence
 
 # Slots for states: each text needs one at its end and one at a fork above it; spare ones are written before old ones

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.tokens import in_front_coding
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class Text(NamedTuple):

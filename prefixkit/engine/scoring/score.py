@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkit.engine.scoring.context_run import ContextRun
-from prefixkit.engine.scoring.contexts import Ints, Longs, Text, continued
+from prefixkit.engine.scoring.contexts import Text, continued
 from prefixkit.runners.batch import Outputs
+from prefixkit.tree.arrays import Ints, Longs
 
 # Maps hidden states ``[tokens, hidden_size]`` to values ``[tokens, ...]``.
 Head = Callable[[Tensor], Tensor]

@@ -71,7 +71,7 @@ def _check_fits(store: KVStore, file: PrefixFile) -> None:
 def _load_all(store: KVStore, file: PrefixFile) -> int:
     """Read all prefixes or none; returns how many tokens had no KV."""
     held, read = list[TreeSequence](), 0  # held until all are read: one might be evicted for the next
-    let_go = store.tree.release
+    end = store.tree.release
     try:
         for tokens, shared, begin in file.prefixes:
             sequence = store.admit(tokens, alone=True)
@@ -87,8 +87,8 @@ def _load_all(store: KVStore, file: PrefixFile) -> int:
                 store.tree.mark_computed([node], [node.length])
                 node = node.parent
         restore_states(store, file, held)
-        let_go = store.retain
+        end = store.retain
     finally:
         for sequence in held:
-            let_go(sequence)
+            end(sequence)
     return read

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from prefixkit.models.bound_forwards import become, is_own_forward
 from prefixkit.models.compile.part_exchange import part_exchange
 from prefixkit.models.tensor_parallel import process_mesh, tp_size
 from prefixkit.ops.shared_parts import VECTOR_BYTES
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -49,14 +49,9 @@ class GatheredHead:
     addresses: Tensor
     rank: int
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Within this context, for a step of this thread, gather the head's columns."""
-        token = _head.set(self)
-        try:
-            yield
-        finally:
-            _head.reset(token)
+        return set_within(_head, self)
 
     def whole(self, columns: Tensor) -> Tensor:
         """The logits as a whole DTensor, or ``columns`` if their number differs per process or does not suit the op."""
@@ -110,9 +105,4 @@ def head_class(original: type[nn.Module]) -> type[nn.Module]:
         head = None if torch.compiler.is_compiling() else _head.get()
         return columns if head is None or head.module is not self else head.whole(columns)
 
-    return subclass(original, _blank, {"forward": forward})
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = head_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, head_class, {"forward": forward})

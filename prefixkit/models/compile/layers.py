@@ -132,7 +132,7 @@ class CompiledLayers:
                 raise NotCompilable("layers attend over latents, selected tokens, or what another layer caches")
         except NotCompilable as error:
             self.made = Made(compiler)
-            self._give_up(str(error))
+            self._fall_back(str(error))
             return
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
@@ -162,7 +162,7 @@ class CompiledLayers:
         """
         return self.reason is None and step.num_rows > 1 and (compiling or self._key_of(step) in self.made.ready)
 
-    def begin(self, step: Step) -> None:
+    def start_step(self, step: Step) -> None:
         """Make the step's tensors the inputs of the graphs, if layers are compiled for its number of rows.
 
         Raises:
@@ -170,7 +170,7 @@ class CompiledLayers:
         """
         self.active = self.reason is None and (self.rows is None or step.num_rows in self.rows)
         if self.active and self.made.dropped:
-            self._give_up("the model was unpatched in the meantime; make a new ModelRunner")
+            self._fall_back("the model was unpatched in the meantime; make a new ModelRunner")
         if self.active:
             self._rows, self._key = step.num_rows, self._key_of(step)
             if self._key not in self.made.ready and capturing():
@@ -202,7 +202,7 @@ class CompiledLayers:
             # No part of the step has run yet: these errors come from the compiler.
             if capturing():
                 raise
-            self._give_up(_said(error))
+            self._fall_back(_said(error))
             return original_class(layer).forward(layer, *args, **kwargs)
         cache.attended[copy.index] += 1
         if made.graphs > before:
@@ -239,7 +239,7 @@ class CompiledLayers:
         forwards = tuple([cls.forward for cls in self._classes])
         return small, step.slots.is_inference(), step.num_rows <= self._experts, self._spec, forwards
 
-    def _give_up(self, reason: str) -> None:
+    def _fall_back(self, reason: str) -> None:
         self.reason, self.active = reason, False
         log.warning("layers run without torch.compile: %s", reason)
 
@@ -306,7 +306,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
         return cache.compiled.run(cache, self, args, kwargs)
 
     # Python's copies of a layer get the original class: they belong to no cache.
-    return subclass(original, object.__new__, {"forward": forward})
+    return subclass(original, None, {"forward": forward})
 
 
 def decoder_layers(model: nn.Module, parts: LocalParts) -> list[tuple[nn.Module, str]]:

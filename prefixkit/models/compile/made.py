@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from prefixkit.torch_private import forget_compiled
+from prefixkit.torch_private import drop_compiled
 
 
 class Made:
@@ -44,6 +44,6 @@ def drop(modules: Iterable[nn.Module]) -> None:
         with made.lock:
             made.dropped = True
             for code in made.codes:
-                forget_compiled(code)
+                drop_compiled(code)
             made.functions.clear()
             made.ready.clear()

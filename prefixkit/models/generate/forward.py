@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from prefixkit.kv.kv_pool import KVPoolTooLarge
 from prefixkit.kv.limits import DoesNotFit
-from prefixkit.models.attention_class import original_class
+from prefixkit.models.attention_class import argument_names
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_calls import random_part
@@ -191,7 +190,7 @@ def _changes_nothing(model: PreTrainedModel, name: str, value: Any, tokens: Tens
         return True
     if name in _KINDS:
         return isinstance(value, Tensor) and value.ndim == 2 and len(value) == len(tokens) and not bool(value.any())
-    unasked = name in _OF_GENERATE and name not in inspect.signature(original_class(model).forward).parameters
+    unasked = name in _OF_GENERATE and name not in argument_names(model)
     return unasked or (name == "is_causal" and value is True)
 
 

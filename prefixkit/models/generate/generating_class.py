@@ -85,7 +85,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
         elif wanted and made is not None and not isinstance(made, TreeCache):
             if type(made) is not DynamicCache and type(made) is not type(empty_cache(self)):
                 log.info("generate() keeps transformers' own cache: it made a %s", type(made).__name__)
-            elif _takes_caches(self):
+            elif _accepts_caches(self):
                 tree = TreeCache(self)
                 tree.fallback, tree.always = None if mode == ONLY else made, mode != "auto"
                 made = model_kwargs[keyword] = tree
@@ -108,17 +108,12 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}
     methods["_prepare_cache_for_generation"] = prepare_cache
-    return subclass(original, _blank, methods)
+    return subclass(original, generating_class, methods)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
     """The state of torch's generator, on which the tokens that ``generate()`` samples on a device depend."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = generating_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
 
 
 def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:
@@ -132,12 +127,12 @@ def set_mode(model: nn.Module, mode: Mode, applies: bool) -> None:
 def wrap_forward(model: nn.Module) -> None:
     """Wrap a ``forward`` that was set on the model itself, as by accelerate for mixed precision."""
     forward = model.__dict__.get("forward")
-    if forward is not None and not _takes_caches(model):
+    if forward is not None and not _accepts_caches(model):
         model.__dict__[WRAPPED] = forward
         model.__dict__["forward"] = MethodType(type(model).forward, model)
 
 
-def _takes_caches(model: nn.Module) -> bool:
+def _accepts_caches(model: nn.Module) -> bool:
     """Whether a call of the model reaches the ``forward`` of its patched class."""
     held = "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
     ours, forward = type(model).forward, model.__dict__.get(held, type(model).forward)

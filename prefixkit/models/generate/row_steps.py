@@ -15,7 +15,7 @@ from prefixkit.attention.uncomputed import prefill_chunk_for
 from prefixkit.kv.budget import KVBudgetTooSmall
 from prefixkit.kv.limits import DoesNotFit
 from prefixkit.kv.store import KVStore
-from prefixkit.models.attention_class import forward_below, is_tree_class, takes_trees
+from prefixkit.models.attention_class import accepts_trees, forward_below, is_tree_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import known_positions
 from prefixkit.models.generate.row_texts import check_cut, check_followed
@@ -108,7 +108,7 @@ class RowSteps:
                 self._chunk = max(self._chunk, *(spelling.longest(len(prompt)) for prompt in prompts))
             self.rows = self._insert(tokens, pad, prompts[:1], pages, fork, text)
         except BaseException:
-            self._stores.return_(self.store, self._rests)
+            self._stores.return_(self.store, self._retains_store)
             raise
 
     def _insert(
@@ -178,9 +178,9 @@ class RowSteps:
         self._version = self.store.version = None
 
     @property
-    def _rests(self) -> bool:
+    def _retains_store(self) -> bool:
         """Whether to retain the store for later calls: not for an unpatched model, nor in training, for its memory."""
-        return takes_trees(self.model) and not self.model.training and self.store.version is not None
+        return accepts_trees(self.model) and not self.model.training and self.store.version is not None
 
     def end(self) -> None:
         """Return the store, which retains the rows' KV unless it cannot be used again."""
@@ -206,7 +206,7 @@ class RowSteps:
             current = False
         if not current:
             self.store.version = None
-        self._stores.return_(self.store, self._rests)
+        self._stores.return_(self.store, self._retains_store)
 
     # -- the rows ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from prefixkit.kv.limits import DoesNotFit
-from prefixkit.models.attention_class import cached_by, takes_trees
+from prefixkit.models.attention_class import accepts_trees, cached_by
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import attention_layers, pretrained_model
 from prefixkit.models.generate.fallback_method import or_of_fallback
@@ -61,7 +61,7 @@ class TreeCache(DynamicCache):
         super().__init__()
         check_page_size(page_size)
         self.model, self.page_size = pretrained_model(model), page_size
-        if not takes_trees(self.model):
+        if not accepts_trees(self.model):
             raise NotPatched(
                 f"TreeCache: {type(self.model).__name__} is not patched; call prefixkit.patch(model) first"
             )

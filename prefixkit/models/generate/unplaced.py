@@ -7,7 +7,6 @@ measured; if transformers is to continue the rows, keys are computed again at th
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from prefixkit.models.attention_class import forward_below, original_class
+from prefixkit.models.attention_class import argument_names, forward_below
 from prefixkit.models.families import known_positions
 from prefixkit.models.model_calls import logits_of
 from prefixkit.models.states.taken_cache import cache_keyword, empty_cache, has_attention
 from prefixkit.models.tensor_parallel import is_sharded, tp_size
-from prefixkit.models.variants.layer_variants import measuring
+from prefixkit.models.variants.layer_variants import trial
 from prefixkit.tree.arrays import Ints, Longs
 from prefixkit.tree.rows import Rows
 
@@ -48,13 +47,12 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
     pad = min(_PADDING, reach - _TEXT, known_positions(model) - _TEXT - _RESERVED)
     if is_sharded(model) or tp_size(model) > 1 or pad < 1:  # one process's forward pass would wait for the others
         return False
-    before = {module: module.rope_deltas for module in model.modules() if hasattr(module, "rope_deltas")}
     try:
-        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            if "position_ids" not in inspect.signature(original_class(model).forward).parameters:
+        with trial(model) as storing:
+            if "position_ids" not in argument_names(model):
                 return _unmoved(model, example, pad)
             own, counted = _states(model, example, pad, None), _states(model, example, 0, 0)
-            if any(module.rope_deltas is not None for module in before):
+            if any(module.rope_deltas is not None for module in storing):
                 return False  # the model stores positions of a pass for the next
             return _equal(own, counted) or (
                 _equal(own, _states(model, example, 0, pad))
@@ -62,9 +60,6 @@ def ignores_padding(model: PreTrainedModel, example: Tensor, reach: int) -> bool
             )
     except (IndexError, RuntimeError, TypeError, ValueError):
         return False
-    finally:
-        for module, deltas in before.items():
-            module.rope_deltas = deltas
 
 
 def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
@@ -77,7 +72,7 @@ def keeps_padding_out(model: PreTrainedModel, example: Tensor) -> bool:
         return False
     if not has_attention(model):
         return _unmoved(model, example, _PADDING)
-    with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with trial(model):
         return _close(*(_states(model, example, pad, -pad)[0] for pad in (0, _PADDING)))
 
 
@@ -87,8 +82,8 @@ def compute_again(model: PreTrainedModel, rows: Rows, cache: Cache, device: torc
     """
     own = np.arange(rows.length) - rows.pad[:, None]
     tokens, mask = torch.from_numpy(rows.tokens()).long().to(device), torch.from_numpy(own >= 0).long().to(device)
-    takes = "position_ids" in inspect.signature(original_class(model).forward).parameters
-    at = torch.from_numpy(own).clamp(min=0).to(device) if placed and takes else None
+    placed = placed and "position_ids" in argument_names(model)
+    at = torch.from_numpy(own).clamp(min=0).to(device) if placed else None
     _call(model, tokens, mask, at, cache, keep=1)
 
 
@@ -124,7 +119,7 @@ def _call(
     }
     if at is not None:
         given["position_ids"] = at
-    if keep and "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+    if keep and "logits_to_keep" in argument_names(model):
         given["logits_to_keep"] = keep
     logits = logits_of(forward_below(model)(**given))
     assert logits is not None, "of a causal language model"

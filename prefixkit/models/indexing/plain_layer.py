@@ -34,7 +34,7 @@ class SelectingLayer(LayerCache, Protocol):
         token and ``k = 0`` means all tokens; or the mask of a step.
         """
 
-    def take(self, indices: Tensor) -> None:
+    def set_selected(self, indices: Tensor) -> None:
         """Attend to the tokens at ``indices [1, T, k]``, which :meth:`select` has returned."""
 
     def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -60,7 +60,7 @@ class BiasedLayer(LayerCache, Protocol):
 
 
 def select(layer: LayerCache, indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """The function that an attention module's own code calls instead of its indexer; ValueError as :func:`take`."""
+    """The function that an attention module's code calls instead of its indexer; ValueError as :func:`set_selected`."""
     return _selecting(layer, indexer).select(indexer, args, kwargs)
 
 
@@ -72,13 +72,13 @@ def compress(layer: LayerCache, compressor: nn.Module, *args: Any, **kwargs: Any
 
 
 def mask_of(layer: LayerCache, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The function that it calls instead of its method :data:`MASK_OF`; ValueError as :func:`take`."""
+    """The function that it calls instead of its method :data:`MASK_OF`; ValueError as :func:`set_selected`."""
     return _selecting(layer, own).mask_of(own, args, kwargs)
 
 
-def take(layer: LayerCache, indices: Tensor) -> None:
-    """:meth:`SelectingLayer.take`; ValueError if the layer does not accept selected tokens."""
-    _selecting(layer, indices).take(indices)
+def set_selected(layer: LayerCache, indices: Tensor) -> None:
+    """:meth:`SelectingLayer.set_selected`; ValueError if the layer does not accept selected tokens."""
+    _selecting(layer, indices).set_selected(indices)
 
 
 def add(layer: LayerCache, bias: Tensor) -> None:
@@ -89,7 +89,7 @@ def add(layer: LayerCache, bias: Tensor) -> None:
 
 
 def _selecting(layer: LayerCache, by: object) -> SelectingLayer:
-    if not hasattr(layer, "take"):
+    if not hasattr(layer, "set_selected"):
         raise ValueError(f"{type(layer).__name__} takes no tokens that are selected, by {type(by).__name__}")
     return cast(SelectingLayer, layer)
 
@@ -107,7 +107,7 @@ class PlainLayer(Layer):
         blocks: The step's rows in blocks for indexers, by plan index; made once for all layers.
         equal_blocks: The same in blocks for compressors, of texts of equal length.
         indexed: Whether the layer's own indexer has run.
-        taken: Whether :meth:`take` has set the selected tokens.
+        taken: Whether :meth:`set_selected` has set the selected tokens.
         selected: ``[T, positions]`` bool the tokens that each row sees; None: all tokens.
         bias: ``[T, heads, positions]`` the bias added to scores; None: no bias.
         entries: The entries that the layer's compressor has made in the step; None: it has not run.
@@ -138,7 +138,7 @@ class PlainLayer(Layer):
         self.taken, self.selected = True, found[0] if found.shape[2] else None
         return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=found.device)
 
-    def take(self, indices: Tensor) -> None:
+    def set_selected(self, indices: Tensor) -> None:
         """See :class:`SelectingLayer`."""
         self.taken = True
         if indices.shape[2]:
@@ -147,7 +147,7 @@ class PlainLayer(Layer):
     def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """See :class:`SelectingLayer`."""
         indices: Tensor = kwargs["topk_indices"] if "topk_indices" in kwargs else args[0]
-        self.take(indices)
+        self.set_selected(indices)
         return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=indices.device)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prefixkit.models.attention_class import cache_among, original_class, subclass
+from prefixkit.models.own_attention.own_code import transformers_name
 
 Attributes = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
@@ -41,23 +42,23 @@ def _minimax(body: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_KNOWN: dict[tuple[str, str], tuple[Attributes, bool]] = {
-    ("transformers.models.bloom.modeling_bloom", "BloomModel"): (_bloom, True),
-    ("transformers.models.falcon.modeling_falcon", "FalconModel"): (_falcon, True),
-    ("transformers.models.minimax.modeling_minimax", "MiniMaxModel"): (_minimax, False),
-    ("transformers.models.roformer.modeling_roformer", "RoFormerEncoder"): (_roformer, False),
+_KNOWN: dict[tuple[str, str] | None, tuple[Attributes, bool]] = {
+    ("bloom", "BloomModel"): (_bloom, True),
+    ("falcon", "FalconModel"): (_falcon, True),
+    ("minimax", "MiniMaxModel"): (_minimax, False),
+    ("roformer", "RoFormerEncoder"): (_roformer, False),
 }
 
 
 def known_bodies(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that need :func:`body_class` for a step over a tree, patched or not."""
-    return [module for module in modules if _key(original_class(module)) in _KNOWN]
+    return [module for module in modules if transformers_name(original_class(module)) in _KNOWN]
 
 
 @functools.cache
 def body_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a model's class that accepts steps over a tree; one subclass per original class."""
-    attributes, by_mask = _KNOWN[_key(original)]
+    attributes, by_mask = _KNOWN[transformers_name(original)]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,13 +71,4 @@ def body_class(original: type[nn.Module]) -> type[nn.Module]:
         copy.__dict__.update(attributes(self, kwargs))
         return original.forward(copy, *args, **kwargs)
 
-    return subclass(original, _blank, {"forward": forward})
-
-
-def _key(cls: type[nn.Module]) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = body_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, body_class, {"forward": forward})

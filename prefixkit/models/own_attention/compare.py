@@ -82,7 +82,7 @@ def _comparing_class(original: type[nn.Module], seen: _Seen) -> type[nn.Module]:
             _compare(self, seen, cache, args, kwargs, theirs[0])
         return theirs
 
-    return subclass(original, object.__new__, {"forward": forward})
+    return subclass(original, None, {"forward": forward})
 
 
 def _compare(

@@ -16,10 +16,10 @@ from prefixkit.models.own_attention.falcon import falcon, repeated
 from prefixkit.models.own_attention.gptj import gpt_neo, gpt_neox_japanese, gptj
 from prefixkit.models.own_attention.jetmoe import HeadsInTurn
 from prefixkit.models.own_attention.mpt import mpt
-from prefixkit.models.own_attention.own_code import OwnCode
+from prefixkit.models.own_attention.own_code import OwnCode, transformers_name
 from prefixkit.models.own_attention.xglm import xglm
 
-_KNOWN = {
+_KNOWN: dict[tuple[str, str] | None, OwnCode] = {
     ("big_bird", "BigBirdSelfAttention"): OwnCode(bert),
     ("bloom", "BloomAttention"): OwnCode(bloom),
     ("codegen", "CodeGenAttention"): OwnCode(core=gptj),
@@ -40,10 +40,7 @@ _KNOWN = {
 @functools.cache
 def own_code(cls: type[nn.Module]) -> OwnCode | None:
     """The replacement for an attention class's own code on a tree; None for a class that needs none."""
-    folder = cls.__module__.rpartition(".modeling_")[2]
-    if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":
-        return None
-    return _KNOWN.get((folder, cls.__qualname__))
+    return _KNOWN.get(transformers_name(cls))
 
 
 @functools.cache

@@ -35,6 +35,12 @@ class OwnCode:
     index: str = "layer_idx"
 
 
+def transformers_name(cls: type[nn.Module]) -> tuple[str, str] | None:
+    """The folder and the name of a class that transformers defines for a model; None for any other class."""
+    folder = cls.__module__.rpartition(".modeling_")[2]
+    return (folder, cls.__qualname__) if cls.__module__ == f"transformers.models.{folder}.modeling_{folder}" else None
+
+
 def attended(
     module: Any,
     layer: LayerCache,

@@ -168,14 +168,14 @@ class ProbedLayer:
         self._attended = self._indexed
         return self._indexed.mask(cache.length)
 
-    def take(self, indices: Tensor) -> None:
+    def set_selected(self, indices: Tensor) -> None:
         found = [each for each in self._cache.selections if self._same((indices,), (each.found,))]
         if not found:
             self._refuse("attends to tokens that no indexer has selected")
         self._attended = found[-1] if self._indexed is None else self._indexed
 
     def mask_of(self, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        self.take(kwargs["topk_indices"] if "topk_indices" in kwargs else args[0])
+        self.set_selected(kwargs["topk_indices"] if "topk_indices" in kwargs else args[0])
         assert self._attended is not None, "taken"
         mask = own(*args, **kwargs)
         at = torch.arange(ROWS, device=mask.device)
@@ -261,7 +261,7 @@ class ProbedLayer:
             kv_heads=k.shape[1],
             k_dim=k.shape[3],
             v_dim=v.shape[3],
-            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._beside(dtype)),
+            cached=(*(CachedTensor(states.shape[1], states.shape[3]) for states in self._cached), *self._others(dtype)),
             dtype=dtype,
             device=k.device,
             visible=told,
@@ -328,7 +328,7 @@ class ProbedLayer:
         except UnknownMask as error:
             self._refuse(str(error))
 
-    def _beside(self, dtype: torch.dtype) -> list[CachedTensor]:
+    def _others(self, dtype: torch.dtype) -> list[CachedTensor]:
         """What the layer caches in addition: index keys as numbers of the pool's dtype, or its compressors' tensors."""
         if self._compressed is not None:
             if self._compressed.dtype != dtype or self._indexed is not None:

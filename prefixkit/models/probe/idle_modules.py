@@ -10,27 +10,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prefixkit.models.attention_class import forward_below
-from prefixkit.models.variants.layer_variants import measuring
+from prefixkit.models.variants.layer_variants import trial
 
 _TOKENS = 4
 
 
 def idle_modules(model: PreTrainedModel, modules: Sequence[nn.Module]) -> set[nn.Module]:
     """Those of ``modules`` that a pass over a few tokens does not call; none if the model cannot run such a pass."""
-    called, kept = set[nn.Module](), {of: of.rope_deltas for of in model.modules() if hasattr(of, "rope_deltas")}
+    called = set[nn.Module]()
 
     def note(module: nn.Module, *given: Any) -> None:
         called.add(module)
 
     hooks = [module.register_forward_pre_hook(note) for module in modules]
     try:
-        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with trial(model):
             forward_below(model)(input_ids=torch.arange(_TOKENS, device=model.device)[None], use_cache=False)
     except Exception:
         return set()
     finally:
         for hook in hooks:
             hook.remove()
-        for module, deltas in kept.items():
-            module.rope_deltas = deltas
     return set(modules) - called

@@ -10,7 +10,6 @@ the probe sees windows and chunks without having the text.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from prefixkit.agreement import everywhere
 from prefixkit.kv.layer_kinds import LayerKind
-from prefixkit.models.attention_class import forward_below, is_tree_class, original_class, tree_class
+from prefixkit.models.attention_class import argument_names, forward_below, is_tree_class, original_class, tree_class
 from prefixkit.models.bound_forwards import become
 from prefixkit.models.device_map import is_spread
 from prefixkit.models.families import attention_layers, known_positions, pretrained_model, text_config
@@ -56,7 +55,7 @@ def probe(model: nn.Module) -> Probed:
     inner, layers = pretrained_model(model), attention_layers(model)
     states, agreement = mixers(inner), agreement_of(inner)
     fake = getattr(next(inner.parameters()), "fake_mode", None)
-    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()), fake or nullcontext():
+    with measuring(), torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
             cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
             _run(inner, cache, [1] * ROWS)
@@ -82,7 +81,7 @@ def _look_both_ways(
     model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module], text: Sequence[int]
 ) -> tuple[str | None, Probed]:
     """:func:`_look`; for a model without an argument for positions again, with offsets, if the first look fails."""
-    if _takes_positions(model):
+    if "position_ids" in argument_names(model):
         return _look(model, layers, states, text)
     first: UnsupportedModel | None = None
     try:
@@ -115,7 +114,7 @@ def _look(
     order = torch.tensor([ORDER], device=_device(model))
     step, plain, long = (ProbeCache(layers, of, mixers=states, offsets=offsets) for of in (None, 0, length))
     given: dict[str, Any] = {"position_ids": order, "attention_mask": empty_mask(order.device)}
-    if "logits_to_keep" in inspect.signature(original_class(model).forward).parameters:
+    if "logits_to_keep" in argument_names(model):
         rows = [0, ROWS - 1]  # on several devices a tensor would lie on another device than the rows that it selects
         given["logits_to_keep"] = rows if is_spread(model) else torch.tensor(rows, device=order.device)
     logits = _run(model, step, text, **given)
@@ -168,7 +167,7 @@ def rows_at(model: nn.Module, positions: Tensor) -> list[Tensor]:
     inner, layers = pretrained_model(model), attention_layers(model)
     states = mixers(inner)
     cache = ProbeCache(layers, None, mixers=states)
-    with measuring(), torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
+    with measuring(), torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()):
         _run(inner, cache, _tokens(inner, 0), position_ids=positions[None], attention_mask=empty_mask(positions.device))
     return cache.rows
 
@@ -193,7 +192,7 @@ def ignores_zeros(model: nn.Module, name: str, whole: bool) -> bool:
     if tp_size(inner) > 1:
         return False  # a process that sees a difference would run another pass without the others
     try:
-        with torch.no_grad(), _taking_trees(inner, layers.values(), states.values()):
+        with torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()):
             return all(any(same(length) for _ in range(_ATTEMPTS)) for length in (0, _length(inner)))
     except UnsupportedModel:
         return False
@@ -281,13 +280,10 @@ def _length(model: PreTrainedModel) -> int:
     names = "attention_chunk_size", "sliding_window", SCALES_FROM
     chunk, window, scales_from = (getattr(config, name, None) or 0 for name in names)
     most = max(_LONGEST, 2 * chunk, window + 2 * ROWS, 2 * scales_from)
-    if not _takes_positions(model):  # it counts from the cache's length; an index beyond an embedding is fatal on a GPU
+    if "position_ids" not in argument_names(model):  # it counts from the cache's length
+        # An index beyond an embedding is fatal on a GPU.
         most = min(most, max(2 * ROWS, known_positions(model) - 4 * ROWS))
     return most - most % max(chunk, 1) - ROWS // 2
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(original_class(model).forward).parameters
 
 
 def _positions(model: PreTrainedModel, length: int) -> Tensor:
@@ -308,7 +304,7 @@ def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
 
 
 @contextmanager
-def _taking_trees(model: nn.Module, layers: Iterable[nn.Module], states: Iterable[nn.Module]) -> Iterator[None]:
+def _accepting_trees(model: nn.Module, layers: Iterable[nn.Module], states: Iterable[nn.Module]) -> Iterator[None]:
     """Let attention modules that are not patched take our caches, and layers that were compiled run as they are."""
     classes = {module: tree_class(original_class(module)) for module in layers}  # type: ignore[arg-type]  # classes hash
     classes |= {module: mixer_class(original_class(module)) for module in states}  # type: ignore[arg-type]

@@ -68,19 +68,19 @@ class PoolState:
 
 
 @dataclass(frozen=True)
-class Made:
+class FusedOp:
     """An op that replaces a function.
 
     Attributes:
         takes: Whether the op can update a state of a module in its pool.
         most_tokens: The most tokens of a row for which the op runs, by device type: where it is faster.
         over_kernels: Whether the op runs even where a kernel is installed.
-        instead: Makes the replacement from transformers' function.
+        replacement: Makes the replacement from transformers' function.
         calls: Calls for :func:`differs`: a pool of states, and the other arguments.
     """
 
     takes: Callable[[StateTensor], bool]
-    instead: Callable[[Function], Function]
+    replacement: Callable[[Function], Function]
     calls: Callable[[Callable[..., Tensor]], list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]]]
     most_tokens: Mapping[str, int] = field(default_factory=dict)
     over_kernels: bool = False
@@ -219,16 +219,16 @@ def _calls_of_delta_rule(
     ]
 
 
-_DELTA = Made(
+_DELTA = FusedOp(
     lambda state: state.recurrent and not state.index and state.dtype == torch.float32 and len(state.shape) == 3,
     _delta_rule,
     _calls_of_delta_rule,
     most_tokens={"cpu": 32, "cuda": 64},  # torch's code pads fewer tokens to a chunk of 64
     over_kernels=True,
 )
-MADE = {
-    CONVOLUTION: Made(lambda state: not state.recurrent and not state.index, _convolution, _calls_of_convolution),
-    RECURRENCE: Made(
+FUSED_OPS = {
+    CONVOLUTION: FusedOp(lambda state: not state.recurrent and not state.index, _convolution, _calls_of_convolution),
+    RECURRENCE: FusedOp(
         lambda state: state.recurrent and not state.index and state.dtype == torch.float32,
         _recurrence,
         _calls_of_recurrence,
@@ -246,9 +246,9 @@ def differs(name: str, torchs: Function) -> str:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    ours = MADE[name].instead(_refused)
+    ours = FUSED_OPS[name].replacement(_refused)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for pool, args, kwargs in MADE[name].calls(random):
+        for pool, args, kwargs in FUSED_OPS[name].calls(random):
             held = pool.clone()
             state, copy = PoolState(held, source, target), pool[source]
             try:

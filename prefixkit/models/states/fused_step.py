@@ -26,7 +26,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from prefixkit.kv.state_pool import StateTensor
 from prefixkit.models.attention_class import original_class
-from prefixkit.models.states.fused_functions import DELTA_TOKEN, MADE, RECURRENCE, differs
+from prefixkit.models.states.fused_functions import DELTA_TOKEN, FUSED_OPS, RECURRENCE, differs
 
 log = logging.getLogger("prefixkit")
 
@@ -49,7 +49,7 @@ class FusedStep:
 
     def takes(self, state: StateTensor, tokens: int, device: torch.device) -> bool:
         """Whether a state may stay in its pool while a number of tokens of each row run."""
-        return any(MADE[name].takes(state) and MADE[name].runs(tokens, device) for name in self.replaced)
+        return any(FUSED_OPS[name].takes(state) and FUSED_OPS[name].runs(tokens, device) for name in self.replaced)
 
 
 def fused_step(module: nn.Module, tokens: int, device: torch.device) -> FusedStep | None:
@@ -59,7 +59,7 @@ def fused_step(module: nn.Module, tokens: int, device: torch.device) -> FusedSte
     found = _fused(original_class(module))  # type: ignore[arg-type]  # classes hash
     if not isinstance(found, FusedStep) or torch.is_grad_enabled() or any(map(_by_hub, found.replaced.values())):
         return None
-    return found if any(MADE[name].runs(tokens, device) for name in found.replaced) else None
+    return found if any(FUSED_OPS[name].runs(tokens, device) for name in found.replaced) else None
 
 
 def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -67,7 +67,7 @@ def log_fused(modules: Iterable[nn.Module], device: torch.device) -> None:
     for cls in dict.fromkeys(map(original_class, modules)):
         found = _fused(cls)  # type: ignore[arg-type]
         if isinstance(found, FusedStep):
-            most = max(MADE[name].most_tokens.get(device.type, 1) for name in found.replaced)
+            most = max(FUSED_OPS[name].most_tokens.get(device.type, 1) for name in found.replaced)
             tokens = "single tokens" if most == 1 else f"up to {most} tokens of a row"
             log.info("%s: states of %s stay in their pool on %s, by ops", cls.__name__, tokens, device)
         elif found:
@@ -82,17 +82,17 @@ def _fused(cls: type[nn.Module]) -> FusedStep | str:
         return ""
     if getattr(cls.forward, "__code__", None) not in (own.__code__, _HOOKED):
         return "its forward is wrapped in another way"
-    used = {name: own.__globals__.get(name) for name in MADE if name in own.__code__.co_names}
+    used = {name: own.__globals__.get(name) for name in FUSED_OPS if name in own.__code__.co_names}
     replaced = dict[str, Function]()
     for name, of in used.items():
         torchs, runs = (None, False) if of is None else _torchs(of)
-        if of is not None and torchs is not None and (runs or MADE[name].over_kernels):
+        if of is not None and torchs is not None and (runs or FUSED_OPS[name].over_kernels):
             if how := differs(name, torchs):
                 return f"{name} {how}"
             replaced[name] = of
     if not replaced:
         return "kernels are installed"
-    functions = {name: MADE[name].instead(of) for name, of in replaced.items()}
+    functions = {name: FUSED_OPS[name].replacement(of) for name, of in replaced.items()}
     forward = FunctionType(own.__code__, own.__globals__ | functions, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return FusedStep(force_accelerate_hooks(["conv1d"])(forward), replaced)

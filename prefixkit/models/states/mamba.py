@@ -7,6 +7,7 @@ state_size]``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +55,13 @@ def mamba(original: Callable[..., Tensor], parameters: Parameters, heads: bool =
         parameters: Computes the parameters of the scan.
         heads: Whether the mixer has heads.
     """
+    keyword = cache_keyword(inspect.signature(original).parameters)
 
     def body(mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: None = None, **kwargs: Any) -> Tensor:
         layer = layer_of(mixer, cache)
         tokens, before = hidden_states.shape[1], state_before(layer)
         if tokens == 1 and before is not None:
-            return original(mixer, hidden_states, **{cache_keyword(original): cache}, **kwargs)
+            return original(mixer, hidden_states, **{keyword: cache}, **kwargs)
         projected = mixer.in_proj(hidden_states).mT
         # In mixers with heads, inputs and gates alternate.
         inputs, gate = projected.unflatten(1, (-1, 2)).unbind(2) if heads else projected.chunk(2, 1)

@@ -74,17 +74,12 @@ def mixer_class(original: type[nn.Module]) -> type[nn.Module]:
         return cache.run_state(self, args, kwargs)
 
     not_traced = torch.compiler.disable(on_tree)  # type: ignore[no-untyped-call]
-    return subclass(original, _blank, {"forward": forward})
+    return subclass(original, mixer_class, {"forward": forward})
 
 
 def _among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The cache that a module was called with, or an attention module's part of it, if it is one of ours."""
     return next((value for value in (*args, *kwargs.values()) if hasattr(value, "run_state")), None)
-
-
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = mixer_class(original)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
 
 
 Select = Callable[[Tensor], Tensor]

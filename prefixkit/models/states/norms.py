@@ -12,8 +12,8 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.models.attention_class import original_class, subclass
 from prefixkit.ops.arguments import FLOATS
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -48,14 +49,9 @@ class Norm:
     gated: bool
 
 
-@contextmanager
-def norms_by_ops() -> Iterator[None]:
+def norms_by_ops() -> AbstractContextManager[None]:
     """While this thread runs a step in this context, run patched norms by the op."""
-    token = _serving.set(True)
-    try:
-        yield
-    finally:
-        _serving.reset(token)
+    return set_within(_serving, True)
 
 
 def log_norms(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -116,12 +112,7 @@ def norms_class(original: type[nn.Module], norm: Norm) -> type[nn.Module]:
             return _run(self, norm, *args)
         return original.forward(self, *args, **kwargs)  # looked up at each call, as in attention_class.py
 
-    return subclass(original, functools.partial(_blank, norm=norm), {"forward": forward, _FORM: norm})
-
-
-def _blank(original: type[nn.Module], norm: Norm) -> nn.Module:
-    cls = norms_class(original, norm)  # type: ignore[arg-type]  # classes hash
-    return cls.__new__(cls)
+    return subclass(original, norms_class, {"forward": forward, _FORM: norm}, norm)
 
 
 def _fits(module: Any, norm: Norm, args: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from prefixkit.models.own_attention.own_code import transformers_name
 from prefixkit.models.requirements import name_cache
 from prefixkit.models.states.griffin import griffin
 from prefixkit.models.states.lightning import lightning
@@ -20,7 +21,7 @@ from prefixkit.models.states.mamba import mamba, normed, of_each_head, plain
 Body = Callable[..., Any]
 
 # What wraps the class's own ``forward`` in a body, and the modules whose weights the body reads without calling them.
-_KNOWN: dict[tuple[str, str], tuple[Callable[[Body], Body], list[str]]] = {
+_KNOWN: dict[tuple[str, str] | None, tuple[Callable[[Body], Body], list[str]]] = {
     ("falcon_mamba", "FalconMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
     ("jamba", "JambaMambaMixer"): (functools.partial(mamba, parameters=normed), ["conv1d", "dt_proj"]),
     ("mamba", "MambaMixer"): (functools.partial(mamba, parameters=plain), ["conv1d", "dt_proj"]),
@@ -41,10 +42,7 @@ def states_body(cls: type[nn.Module]) -> Body | None:
     Returns:
         The body; None for a class whose own ``forward`` can continue states.
     """
-    folder = cls.__module__.rpartition(".modeling_")[2]
-    if cls.__module__ != f"transformers.models.{folder}.modeling_{folder}":
-        return None
-    if (known := _KNOWN.get((folder, cls.__qualname__))) is None:
+    if (known := _KNOWN.get(transformers_name(cls))) is None:
         return None
     make, read = known
     own = make(cls.forward)

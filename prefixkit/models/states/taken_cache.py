@@ -10,20 +10,19 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from prefixkit.models import requirements
-from prefixkit.models.attention_class import original_class
+from prefixkit.models.attention_class import argument_names, original_class
 
 
 def cache_keyword(model: nn.Module) -> str:
     """The keyword for the cache in a model's ``forward``."""
-    return requirements.cache_keyword(original_class(model).forward)
+    return requirements.cache_keyword(argument_names(model))
 
 
 def has_attention(model: nn.Module) -> bool:
     """Whether a model has attention layers.  One that keeps states alone takes no positions, and ``generate()`` passes
     it a mask with its prompts only.
     """
-    stateful = getattr(original_class(model), "_is_stateful", False)
-    return not stateful or "position_ids" in requirements.keywords(original_class(model).forward)
+    return not getattr(original_class(model), "_is_stateful", False) or "position_ids" in argument_names(model)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
@@ -42,6 +41,6 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 def step_inputs(model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a step: models without attention may accept no positions, and name the cache otherwise."""
     if not has_attention(model):
-        names = requirements.keywords(original_class(model).forward)
+        names = argument_names(model)
         given = {name: value for name, value in given.items() if name in names}
     return {cache_keyword(model): cache, **given}

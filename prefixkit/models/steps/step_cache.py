@@ -90,7 +90,7 @@ class StepCache(AskedLengths):
         if self._step is not None:
             raise ValueError("StepCache.begin: the step before is still open; call end(), or abandon() if it failed")
         if self.compiled is not None:
-            self.compiled.begin(step)
+            self.compiled.start_step(step)
         self._step, self.blocks, self.equal_blocks, self.masked_plans, self.turned = step, {}, {}, {}, {}
         self.given_positions, self._others = step.positions[None], None
         self.attended = [0] * len(self.attended)

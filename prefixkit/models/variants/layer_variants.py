@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from prefixkit.attention.rotation import Rotation
@@ -23,6 +24,7 @@ from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models.model_errors import UnsupportedVariant
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.requirements import CACHE
+from prefixkit.threads import set_within
 
 log = logging.getLogger("prefixkit")
 
@@ -34,16 +36,29 @@ LayerVariants = Variant | Mapping[int, Variant | None] | Callable[[int], Variant
 _measuring: ContextVar[bool] = ContextVar("prefixkit_measuring", default=False)
 
 
-@contextmanager
-def measuring() -> Iterator[None]:
+def measuring() -> AbstractContextManager[None]:
     """In this block layers may run without a tree, and then without their variants: the model's own attention is
     measured.
     """
-    token = _measuring.set(True)
+    return set_within(_measuring, True)
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """In this block, calls measure the model: without a tree, eagerly and without gradients.  What some models store of
+    a call for the next, their ``rope_deltas``, is restored afterwards.
+
+    Yields:
+        The modules that store it.
+    """
+    storing: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    before = [module.rope_deltas for module in storing]
     try:
-        yield
+        with measuring(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield storing
     finally:
-        _measuring.reset(token)
+        for module, deltas in zip(storing, before, strict=True):
+            module.rope_deltas = deltas
 
 
 def refuse_without_tree(module: nn.Module) -> None:

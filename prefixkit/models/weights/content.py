@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.models.weights.borrowed import WITH_MEMORY, borrowed, optimizer_steps, parts_of
 from prefixkit.models.weights.state import ModelState, state_of
+from prefixkit.ops.digest_op import odd_numbers
 
 Compare = Literal["auto", "always"]
 COMPARE = ("auto", "always")
@@ -35,7 +36,6 @@ SETTING = "_prefixkit_compare_weights"  # the attribute of patched attention mod
 
 # 64-bit words in the sample of a tensor; the most words of a model that is compared whole at each call.
 _SAMPLE, _SMALL = 64, 1 << 17
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # Comparing all memory reads each weight once, and a token of a prompt multiplies by each weight once: this many tokens
 # take as long as a comparison on one core at 60 GFLOP/s and 6 GB/s, and on an H200 at 600 TFLOP/s and 1.2 TB/s.
 _TOKENS_WORTH = {"cpu": 32, "cuda": 512}
@@ -207,7 +207,7 @@ class _Words:
         groups = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
         for words in self._words:
             groups[words.device, words.dtype].append(words if self.small else _spread(words))
-        self._samples = [(group, _weights(sum(map(len, group)), device)) for (device, _), group in groups.items()]
+        self._samples = [(group, odd_numbers(0, sum(map(len, group)), device)) for (device, _), group in groups.items()]
         self.places = places
 
     def sample(self) -> int:
@@ -224,11 +224,6 @@ class _Words:
             torch.ops.prefixkit.digest(words, place, totals[words.device])
             place += len(words)
         return sum(map(int, totals.values()))
-
-
-def _weights(count: int, device: torch.device) -> Tensor:
-    """``[count]`` odd numbers, one for each place."""
-    return (torch.arange(count, dtype=torch.int64, device=device) * 2 + 1) * _ODD
 
 
 def _spread(words: Tensor) -> Tensor:

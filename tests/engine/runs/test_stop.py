@@ -62,7 +62,7 @@ def follow(tokens, stop, decode, stop_token_ids=(), special=None):
         streamed.append(checker.delta())
         if stopped:
             return count, streamed, checker
-    streamed.append(checker.rest())
+    streamed.append(checker.flush())
     return None, streamed, checker
 
 
@@ -279,4 +279,4 @@ def test_many_tokens_at_once_are_as_one_by_one(last):
     tokens = [1, 2, 2, last]
     assert at_once.push(tokens) == [one_by_one.push([token]) for token in tokens][-1] == (last == 7)
     assert at_once.text() == one_by_one.text()
-    assert at_once.rest() == one_by_one.rest()
+    assert at_once.flush() == one_by_one.flush()

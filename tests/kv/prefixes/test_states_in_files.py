@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from prefixkit.kv.prefixes.file import PrefixFileError
 from prefixkit.kv.prefixes.write import StatePlaces
 from prefixkit.kv.state_pool import StatePool, StateTensor
-from tests.kv.prefixes.test_file import SPEC, Saved
+from tests.kv.prefixes.saved import SPEC, Saved
 
 CONVOLUTION = StateTensor(False, 0, (6, 3), torch.bfloat16)
 RECURRENT = StateTensor(True, 0, (2, 4, 5), torch.float32)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.models import IncompleteStep, ModelRunner, NotPatched, UnsupportedModel, kv_spec, patch
+from prefixkit.testing.kv_specs import spec_of_alike
 
 
 @pytest.fixture

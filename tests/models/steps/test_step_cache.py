@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.kv.kv_pool import KVPool, spec_of_alike
+from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.layer_kinds import LayerKind
 from prefixkit.models import IncompleteStep, NotPatched, StepCache, patch
 from prefixkit.models.steps.layer_pages import layer_pages
+from prefixkit.testing.kv_specs import spec_of_alike
 
 
 def layers_of(pool):

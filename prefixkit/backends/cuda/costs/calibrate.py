@@ -101,10 +101,10 @@ def fit_sharing(forests: Sequence[Shared], kv_byte: float) -> CostModel:
     return replace(H200.sharing, item=0.0, **found)
 
 
-def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int, known: GpuCost = H200) -> GpuCost:
-    """The costs from all measurements; ``known`` gives KV tiles, and the share of a state's cost that is its write."""
-    kv_byte = decode.tile / (known.decode.workers * num_sms * known.decode.kv_tile * 4 * HEAD_DIM)
-    return GpuCost(fit_sharing(forests, kv_byte), _role(known.tile, tile), _role(known.decode, decode))
+def cost_from(decode: Fit, tile: Fit, forests: Sequence[Shared], num_sms: int) -> GpuCost:
+    """The costs from all measurements; an H200's give KV tiles, and the share of a state's cost that is its write."""
+    kv_byte = decode.tile / (H200.decode.workers * num_sms * H200.decode.kv_tile * 4 * HEAD_DIM)
+    return GpuCost(fit_sharing(forests, kv_byte), _role(H200.tile, tile), _role(H200.decode, decode))
 
 
 def _role(known: Role, found: Fit) -> Role:

@@ -49,9 +49,9 @@ class Shared:
 class Memory:
     """Pages for all measurements: more than the L2 cache holds, so each call of a measurement reads other pages."""
 
-    def __init__(self, device: torch.device, num_sms: int, tokens_per_worker: int = 256) -> None:
+    def __init__(self, device: torch.device, num_sms: int) -> None:
         self.device, self.num_sms = device, num_sms
-        tokens = tokens_per_worker * H200.decode.workers * num_sms
+        tokens = 256 * H200.decode.workers * num_sms
         self.pages = tokens // PAGE
         shape = (self.pages, KV_HEADS, PAGE, HEAD_DIM)
         self.k, self.v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")

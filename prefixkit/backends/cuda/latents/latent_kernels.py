@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.variants import CAUSAL
-from prefixkit.backends.cuda.device_planner import TREE_TENSORS, WORK_TENSORS
+from prefixkit.backends.cuda.device_planner import PLAN_TENSORS
 from prefixkit.backends.cuda.kernels import merge_unit
 from prefixkit.backends.cuda.kv import describe
 from prefixkit.backends.cuda.latents import expansion
@@ -21,13 +21,10 @@ from prefixkit.backends.torch import latent_attention
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 
-_PLAN = WORK_TENSORS + TREE_TENSORS
-
 
 class Maps(expansion.Maps, Protocol):
     """The linear maps of a layer (see ``models.latents``)."""
 
-    made: slice
     copied: slice
 
     def shift(self, q: Tensor) -> Tensor | None: ...
@@ -59,15 +56,17 @@ def attend(
         k, v, rotary = expanded.owners.of(pages, maps)
         if maps.copied.stop < q.shape[2]:  # the kernel takes the rotary part last
             rows = torch.cat((rows[..., maps.made], rows[..., maps.copied]), 2)
-        plan = expanded.tensors[:_PLAN]
+        plan = expanded.tensors[:PLAN_TENSORS]
         of_rows = torch.ops.prefixkit.tree_attention(rows, k, v, at, plan, scale, CAUSAL.name, None, rotary)
-        found.append((*of_rows, expanded.tensors[_PLAN][: len(q)]))
+        found.append((*of_rows, expanded.tensors[PLAN_TENSORS][: len(q)]))
     if _any(absorbed):
         rows, at = _of(absorbed, q, positions)
-        out, lse = torch.ops.prefixkit.latent_attention(absorb(rows, maps), *pages, at, absorbed.tensors[:_PLAN], scale)
+        out, lse = torch.ops.prefixkit.latent_attention(
+            absorb(rows, maps), *pages, at, absorbed.tensors[:PLAN_TENSORS], scale
+        )
         shift = maps.shift(rows)
         found.append(
-            (values(out, maps), lse if shift is None else lse + scale * shift, absorbed.tensors[_PLAN][: len(q)])
+            (values(out, maps), lse if shift is None else lse + scale * shift, absorbed.tensors[PLAN_TENSORS][: len(q)])
         )
     if len(found) == 1:
         whole: Tensor = found[0][0]

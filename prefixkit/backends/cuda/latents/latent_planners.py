@@ -43,7 +43,7 @@ from prefixkit.backends.cuda.latents.expansion import Expansion, expanded_tokens
 from prefixkit.backends.cuda.latents.static_expanded import StaticExpanded
 from prefixkit.backends.cuda.plan_launch import GraphPlanner
 from prefixkit.backends.torch import latent_attention
-from prefixkit.cuda.nvrtc import arch_for, supported_archs
+from prefixkit.cuda.jit import arch_of
 from prefixkit.tree.arrays import Ints
 
 # The share of a GPU's memory that expanded K and V, kept from step to step, may take in all layers together.
@@ -191,7 +191,7 @@ def planner_for(
     part: LatentPart, device: torch.device, dtype: torch.dtype, layers: int, latents: LatentCost = H200_LATENTS
 ) -> LatentPlanner | latent_attention.LatentPlanner:
     """The planner of a part: for our kernels if they support both parts, else for plain torch."""
-    arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+    arch = arch_of(device)
     whole, latent, rotary = part.whole, part.latent, part.rotary
     groups, kernel = latent_groups(whole.heads), latent_kernel_for(arch, latent, rotary)
     over_made = expanded_kernel_for(arch, whole.head_dim - rotary, rotary, whole.value_dim)

@@ -49,7 +49,7 @@ def conv_step(
         return plain_states.conv_step(x, weight, bias, states, source, target, silu)
     x, out = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(x.shape)
     values = (*map(_address, (x, weight, bias, states, source, target, out)), x.stride(0), len(states), channels, silu)
-    function = jit.load(CONV_STEP, x.device.index)[conv_name(_name(x.dtype), width)]
+    function = jit.load(CONV_STEP, x.device.index)[conv_name(layouts.dtype_name(x.dtype), width)]
     grid, what = (-(-channels // _THREADS) * len(x), 1, 1), f"conv_step on {x.device}: {list(x.shape)} {x.dtype}"
     launch(layouts.CONV_STEP.check(function), layouts.CONV_STEP, values, grid, _THREADS, 0, what.__str__)
     return out
@@ -81,7 +81,7 @@ def mamba2_step(
     kinds = [0 if of is None else _KINDS[of.dtype] for of in (dt, skip, bias)]
     tensors = x, dt, rate, inward, outward, skip, bias, gate, states, source, target, out
     values = (*map(_address, tensors), *strides, len(states), heads, heads // groups, dim, *kinds)
-    function = jit.load(mamba2_unit(size), x.device.index)[mamba2_name(_name(x.dtype), size)]
+    function = jit.load(mamba2_unit(size), x.device.index)[mamba2_name(layouts.dtype_name(x.dtype), size)]
     what = f"mamba2_step on {x.device}: {list(x.shape)} {x.dtype}, {groups} groups, states of {size}"
     grid = heads * rows, 1, 1
     launch(layouts.MAMBA2_STEP.check(function), layouts.MAMBA2_STEP, values, grid, _THREADS, 0, what.__str__)
@@ -109,7 +109,7 @@ def delta_rule(
     tensors = query, key, value, decay, beta, states, source, target, out
     strides = *query.stride(), *key.stride(), *value.stride()
     sizes = len(states), tokens, heads, heads // key.shape[2], size, dim, normalize, _KINDS[beta.dtype]
-    function = jit.load(delta_unit(padded), value.device.index)[delta_name(_name(value.dtype), padded)]
+    function = jit.load(delta_unit(padded), value.device.index)[delta_name(layouts.dtype_name(value.dtype), padded)]
     what = f"delta_rule on {value.device}: {list(value.shape)} {value.dtype}, keys of {size}"
     grid = -(-dim // _RULE_COLUMNS) * heads * rows, 1, 1
     values = (*map(_address, tensors), *strides, *sizes)
@@ -130,7 +130,7 @@ def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset:
         *(len(x), x.stride(0), 0 if gate is None else gate.stride(0)),
         *(dim, _KINDS[weight.dtype], eps, offset),
     )
-    function = jit.load(RMS_NORM, x.device.index)[norm_name(_name(x.dtype), lanes)]
+    function = jit.load(RMS_NORM, x.device.index)[norm_name(layouts.dtype_name(x.dtype), lanes)]
     grid, what = (-(-len(x) // (_THREADS // lanes)), 1, 1), f"rms_norm on {x.device}: {list(x.shape)} {x.dtype}"
     launch(layouts.RMS_NORM.check(function), layouts.RMS_NORM, values, grid, _THREADS, 0, what.__str__)
     return out
@@ -154,10 +154,6 @@ def _rows(x: Tensor) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from prefixkit.backends.cuda.layouts import ATTENTION, Maps
 from prefixkit.backends.cuda.variants.variant_words import words_on_device
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
-from prefixkit.cuda.nvrtc import arch_for, supported_archs
-from prefixkit.ops.arguments import BadShape
+from prefixkit.ops.arguments import PACKED, BadShape
 from prefixkit.ops.attention_ops import class_counts
 from prefixkit.ops.attention_ops import classify_blocks as contract
 
@@ -61,8 +60,7 @@ def classify_blocks(
         "tile_capacity": work[1].shape[0],
         "decode_capacity": work[2].shape[0],
     }
-    names = ("counts", "tile_items", "decode_items", "segments", "merge_indptr", "merge_indices", "limits", *_NODES)
-    fields |= {name: tensor.data_ptr() for name, tensor in zip(names, (*work, *nodes), strict=True)}
+    fields |= {name: tensor.data_ptr() for name, tensor in zip((*PACKED, *_NODES), (*work, *nodes), strict=True)}
     blocks = min(items, _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
     launch(function, _LAYOUT, tuple(fields.values()), (blocks, 1, 1), _THREADS, 0, describe("classify_blocks", classes))
     return classes
@@ -79,7 +77,7 @@ def _function(variant: Variant, *signature: int) -> jit.Function | None:
     known = _functions.setdefault(variant, {})
     if signature not in known:
         head_dim, gqa_group, v_dim, device = signature
-        arch = arch_for(torch.cuda.get_device_capability(device), supported_archs())
+        arch = jit.arch_of(device)
         kernel = kernel_for(arch, head_dim, gqa_group, v_dim)
         unit = None if kernel is None else classify_unit(kernel, head_dim, variant)
         known[signature] = None if unit is None else _LAYOUT.check(jit.load(unit, device)[unit.names[0]])

@@ -182,7 +182,6 @@ def _places(expression: Expression, words: Iterator[int]) -> _Places:
 
 
 def _function(name: str, result: str, expression: Expression, places: _Places) -> str:
-    """One traced function."""
     of_scores, values, lines = result == "float", list[_Value](), list[str]()
     if of_scores:
         lines.append("        [[maybe_unused]] const int kv_idx = kv_base + kv_offset;\n")

@@ -18,9 +18,9 @@ from prefixkit.attention.queries import StepTree
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.variants.evaluate import evaluate
 from prefixkit.backends.torch.program.merge import Index, index_of
-from prefixkit.backends.torch.program.tiles import FULL, LIMITED, MASKED, TRIANGLE, Array, Tiles
+from prefixkit.backends.torch.program.tiles import FULL, LIMITED, MASKED, TRIANGLE, Tiles
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.tree.arrays import Ints, ranges
+from prefixkit.tree.arrays import Ints, Longs, ranges
 
 
 class Places(NamedTuple):
@@ -70,7 +70,7 @@ class Call:
     descending: bool = False
 
 
-def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
+def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Longs]:
     """Which tiles share a call: arrays of tile numbers, in ascending order of rows; each tile is in one array.
 
     ``scored``: the most elements of scores or masks in a call, if they take memory: see ``Tuning.scored_rows``.
@@ -98,7 +98,7 @@ def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Array]:
             yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
 
 
-def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
+def _buckets(rows: Longs, tokens: Longs, heads: Heads) -> list[Longs]:
     """Group blocks of similar shape: a block joins a larger bucket if padding it costs less than one more call."""
     if not len(rows):
         return []
@@ -123,16 +123,16 @@ def _buckets(rows: Array, tokens: Array, heads: Heads) -> list[Array]:
     return [np.flatnonzero(bucket == number) for number in range(len(leaders))]
 
 
-def _round_up(sizes: Array) -> Array:
+def _round_up(sizes: Longs) -> Longs:
     """Round up to the next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
     step = 1 << np.maximum(np.frexp(np.maximum(sizes, 1) - 0.5)[1] - 3, 0).astype(np.int64)
-    rounded: Array = -(-sizes // step) * step
+    rounded: Longs = -(-sizes // step) * step
     return rounded
 
 
 def make_call(
     tiles: Tiles,
-    batch: Array,
+    batch: Longs,
     tree: StepTree,
     limits: Ints,
     heads: Heads,
@@ -260,14 +260,14 @@ def elements_of(mask: Tensor) -> int:
     return mask.untyped_storage().nbytes() // mask.itemsize
 
 
-def _padded(values: Array, tokens: Array) -> Array:
+def _padded(values: Longs, tokens: Longs) -> Longs:
     """``[batch, longest]``: the ragged rows that lie end to end in ``values``, each padded with its last element."""
     begin = np.cumsum(tokens) - tokens
-    grid: Array = values[begin[:, None] + np.minimum(np.arange(tokens.max()), tokens[:, None] - 1)]
+    grid: Longs = values[begin[:, None] + np.minimum(np.arange(tokens.max()), tokens[:, None] - 1)]
     return grid
 
 
-def _visible(mask: int, tokens: Array, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
+def _visible(mask: int, tokens: Longs, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
     """The keys that the tiles' masks show; None if they show all, or a triangle that the kernel masks by itself.
 
     ``last``: the last position that each query may see, or its limit, shaped like ``places.q``; None: its position.

@@ -15,8 +15,9 @@ from prefixkit.attention.variants import Variant
 from prefixkit.backends.torch.program.attention_calls import Call, batches, elements_of, make_call
 from prefixkit.backends.torch.program.merge import Merge, plan_merge
 from prefixkit.backends.torch.program.row_blocks import LIMITED_ROWS
-from prefixkit.backends.torch.program.tiles import LIMITED, Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.program.tiles import LIMITED, Tiles, make_tiles, split_keys
 from prefixkit.backends.torch.tuning import Heads
+from prefixkit.tree.arrays import Longs
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,13 +143,13 @@ def _check_slots(tiles: Tiles, num_slots: int) -> None:
         )
 
 
-def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) -> Array:
+def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) -> Longs:
     """Tokens beyond which a tile's keys are split, to bound memory.
 
     It bounds copies and masks by limits, and to ``scored`` elements scores and other masks.
     """
     most = heads.tuning.call_elements
-    longest: Array = np.full(len(tiles), max(1, most // heads.kv_elements))
+    longest: Longs = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
         longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
     if (limited := tiles.mask == LIMITED).any():
@@ -158,7 +159,7 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) 
     return longest
 
 
-def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Array) -> tuple[Array, Array, Array]:
+def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Longs) -> tuple[Longs, Longs, Longs]:
     """The query row, the tile and the row in it of each partial state, in the plan's merge order, then by tile."""
     called = np.flatnonzero(call_of >= 0)
     rows = tiles.rows[called]

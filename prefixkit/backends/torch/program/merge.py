@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.backends.torch.program.tiles import Array
 from prefixkit.ops.partial_states import State, merge_parts
+from prefixkit.tree.arrays import Longs
 
 # Rows of a tensor: the first row, if they are consecutive; else ``[rows]`` int64.
 Index = int | Tensor
 
 
-def index_of(rows: Array) -> Index:
+def index_of(rows: Longs) -> Index:
     """The ``Index`` of some rows of a tensor."""
     return int(rows[0]) if bool(np.all(np.diff(rows) == 1)) else torch.from_numpy(rows)
 
@@ -62,7 +62,7 @@ class Merge:
     sorted_index: Tensor | None
 
 
-def plan_merge(num_rows: int, row: Array, call: Array, index: Array, heights: Array) -> Merge:
+def plan_merge(num_rows: int, row: Longs, call: Longs, index: Longs, heights: Longs) -> Merge:
     """Plan the merge of partial states into rows of the result.
 
     Partial state ``i`` is row ``index[i]`` of the state of call ``call[i]``, and is merged into row ``row[i]``, in
@@ -91,7 +91,7 @@ def plan_merge(num_rows: int, row: Array, call: Array, index: Array, heights: Ar
     )
 
 
-def _level(call: Array, index: Array, offset: Array) -> Level:
+def _level(call: Longs, index: Longs, offset: Longs) -> Level:
     if bool(np.all(call == call[0])):
         return Level(len(index), int(call[0]), index_of(index))
     return Level(len(index), -1, index_of(offset[call] + index))

@@ -24,9 +24,7 @@ from prefixkit.attention.plan import KINDS, Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.visible import Visible
 from prefixkit.backends.torch.program.row_blocks import LIMITED_ROWS, RowBlocks, split_rows
-from prefixkit.tree.arrays import Ints, ranges
-
-Array = NDArray[np.int64]
+from prefixkit.tree.arrays import Ints, Longs, ranges
 
 # A tile's mask.
 FULL = 0  # every row sees every key
@@ -48,23 +46,23 @@ class Tiles:
         limit_begin: ``[tiles]`` for LIMITED tiles the index of the first row's limit in the plan's limits.
     """
 
-    item: Array
-    row: Array
-    rows: Array
-    mask: Array
-    indptr: Array
-    slot: Array
-    count: Array
-    position: Array
-    limit_begin: Array
+    item: Longs
+    row: Longs
+    rows: Longs
+    mask: Longs
+    indptr: Longs
+    slot: Longs
+    count: Longs
+    position: Longs
+    limit_begin: Longs
 
     def __len__(self) -> int:
         return len(self.item)
 
     @cached_property
-    def tokens(self) -> Array:
+    def tokens(self) -> Longs:
         """``[tiles]`` the number of keys of each tile."""
-        tokens: Array = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
+        tokens: Longs = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
         return tokens
 
 
@@ -73,7 +71,7 @@ def make_tiles(
     tree: StepTree,
     visible: Visible,
     most_rows: int | None,
-    reach: Array | None = None,
+    reach: Longs | None = None,
     limited_rows: int | None = LIMITED_ROWS,
     whole_from: int | None = None,
 ) -> Tiles:
@@ -110,7 +108,7 @@ def make_tiles(
     )
 
 
-def _changes(*keys: Array) -> NDArray[np.bool_]:
+def _changes(*keys: Longs) -> NDArray[np.bool_]:
     """Where an element of any of the arrays differs from the one before; True at the first element."""
     changes = np.ones(len(keys[0]), dtype=bool)
     changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
@@ -121,12 +119,12 @@ def _slices(
     plan: Plan,
     tree: StepTree,
     nodes: tuple[Ints, ...],
-    items: Array,
+    items: Longs,
     blocks: RowBlocks,
     visible: Visible,
-    reach: Array | None,
+    reach: Longs | None,
     whole_from: int | None,
-) -> Array:
+) -> Longs:
     """``[6, slices]`` slices of single nodes, cut as drawn at the top of this file.
 
     Each has the number of its block of rows, the mask, the node, the positions ``[low, high)`` of the keys, and the
@@ -166,7 +164,7 @@ def _slices(
     return np.concatenate((before, after), axis=1)
 
 
-def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
+def _spans(q_positions: Longs, row: Longs, rows: Longs) -> tuple[Longs, Longs, NDArray[np.bool_]]:
     """Lowest and highest position of each block's rows, and whether the positions ascend by one."""
     if not len(row):
         return row, row, np.zeros(0, dtype=bool)
@@ -178,8 +176,8 @@ def _spans(q_positions: Array, row: Array, rows: Array) -> tuple[Array, Array, N
 
 
 def _runs(
-    nodes: tuple[Ints, ...], size: int, node: Array, low: Array, high: Array, tile: Array
-) -> tuple[Array, Array, Array, Array]:
+    nodes: tuple[Ints, ...], size: int, node: Longs, low: Longs, high: Longs, tile: Longs
+) -> tuple[Longs, Longs, Longs, Longs]:
     """Tile, first slot, tokens and first position of each run of consecutive slots (and positions)."""
     start, _, page_indptr, pages_of, first_slot = nodes
     tokens = high - low
@@ -198,7 +196,7 @@ def _runs(
     return tile[first], slot[first], np.add.reduceat(count, first) if len(first) else count, position[first]
 
 
-def split_keys(tiles: Tiles, shortest: int, longest: Array) -> Tiles:
+def split_keys(tiles: Tiles, shortest: int, longest: Longs) -> Tiles:
     """Split the keys of tiles with a FULL or LIMITED mask, to save copies and memory.
 
     The keys of several runs have to be gathered into one matrix; under a FULL mask runs of at least ``shortest`` tokens

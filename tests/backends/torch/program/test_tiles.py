@@ -13,7 +13,7 @@ from prefixkit.attention.plan import Plan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.sharing import CPU_COST
 from prefixkit.attention.visible import ALL, Visible
-from prefixkit.backends.torch.program.tiles import FULL, MASKED, TRIANGLE, Array, Tiles, make_tiles, split_keys
+from prefixkit.backends.torch.program.tiles import FULL, MASKED, TRIANGLE, Tiles, make_tiles, split_keys
 from prefixkit.testing.forests import (
     SHARE_ALL,
     SHARE_NONE,
@@ -22,6 +22,7 @@ from prefixkit.testing.forests import (
     random_case,
     random_split_plan,
 )
+from prefixkit.tree.arrays import Longs
 from tests.backends.torch.cases import step_tree, tree_case
 
 
@@ -38,7 +39,7 @@ def seen_by_items(plan: Plan, tree: StepTree) -> Counter[tuple[int, int]]:
     return seen
 
 
-def seen_by_tiles(tiles: Tiles, q_positions: Array) -> Counter[tuple[int, int]]:
+def seen_by_tiles(tiles: Tiles, q_positions: Longs) -> Counter[tuple[int, int]]:
     seen: Counter[tuple[int, int]] = Counter()
     for tile in range(len(tiles)):
         runs = range(tiles.indptr[tile], tiles.indptr[tile + 1])
