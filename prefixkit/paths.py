@@ -100,13 +100,21 @@ def put(place: Path, content: bytes) -> None:
         file.write(content)
 
 
+def check_replaceable(place: Path) -> None:
+    """Raise OSError if ``place`` is a device, a pipe or a socket: the file would take its place, as /dev/null's."""
+    if place.exists() and not place.is_file() and not place.is_dir():  # a folder is not replaced: the rename fails
+        raise OSError(f"{place} cannot be written: it is no regular file, and a file would replace it; name a file")
+
+
 @contextmanager
 def replacing(place: Path) -> Iterator[BinaryIO]:
     """A file that replaces ``place``, if there is one, at the end of the block; if the block raises, nothing changes.
 
     Raises:
-        OSError: the file cannot be made in the folder of ``place``, which must exist, or cannot be written.
+        OSError: the file cannot be made in the folder of ``place``, which must exist, or cannot be written; or
+            ``place`` is no regular file.
     """
+    check_replaceable(place)
     name = place.parent / f".making-{secrets.token_hex(8)}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the umask decides who may read it
     try:

@@ -70,3 +70,14 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> Non
     assert (place / "file").read_bytes() == b"first"
     assert list(place.iterdir()) == [place / "file"]
     assert list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    """A process of root would else put a file in the place of /dev/null."""
+    place = tmp_path / "pipe"
+    os.mkfifo(place)
+    with pytest.raises(OSError, match=r"pipe cannot be written: it is no regular file, .*; name a file"):
+        put(place, b"content")
+    assert place.is_fifo()
+    assert list(tmp_path.iterdir()) == [place]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary, ref
 
@@ -101,8 +102,10 @@ def tree_from_parents(
     Raises:
         ValueError: lengths differ, a parent does not exist or comes later, or a node has no tokens; or another tree
             has sequences in the pool.
+        TypeError: a parent or a length is no integer.
         OutOfPages: the pool has too few.
     """
+    parents, lengths = _integers("parents", parents), _integers("lengths", lengths)
     if len(parents) != len(lengths):
         raise ValueError(
             f"tree_from_parents: one length for each node, got {len(parents)} parents and {len(lengths)} lengths"
@@ -128,6 +131,13 @@ def tree_from_parents(
         tree.extend(sequences[-1], tokens)
     _trees[pool] = ref(tree)
     return tree, sequences
+
+
+def _integers(name: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise TypeError(f"tree_from_parents: {name} must be a list of integers, got {values!r}") from error
 
 
 def _check_unused(verb: str, pool: KVPool | GivenPages) -> None:

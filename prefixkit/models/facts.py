@@ -29,7 +29,7 @@ from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind, PlanKind
 from prefixkit.models.attention_class import is_tree_class, layer_number, numbered_by_model, original_class
 from prefixkit.models.device_map import check_storage
-from prefixkit.models.families import attention_index, attention_layers, pretrained_model
+from prefixkit.models.families import attention_index, attention_layers, body_of, pretrained_model
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.kv_dtype import KVDtype, kv_dtype_of, with_kv_dtype
@@ -236,6 +236,11 @@ class ModelFacts:
     def mixers(self) -> list[nn.Module]:
         """The modules that keep a state in place of KV, in the order of ``spec.states``."""
         return [*mixers(self.inner).values()] if self.spec.states else []
+
+    @cached_property
+    def body(self) -> nn.Module:
+        """The module that computes the last hidden states, which are a head's input."""
+        return body_of(self.inner)
 
     @property
     def counts_from_zero(self) -> bool:

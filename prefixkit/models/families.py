@@ -71,6 +71,17 @@ def text_config(model: object) -> PreTrainedConfig:
     return pretrained_model(model).config.get_text_config()
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a supported model that computes its last hidden states."""
+    body = model.base_model
+    if body is not model or not model.can_generate():
+        return body
+    # Llama 4 and some others name a body that they lack: take the innermost model that holds their layers.
+    layer = next(iter((attention_layers(model) or mixers(model)).values()))
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return next(one for one in reversed(models) if any(module is layer for module in one.modules()))
+
+
 def known_positions(model: object) -> int:
     """A number of positions that the model certainly supports."""
     config = text_config(model)

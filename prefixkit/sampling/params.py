@@ -221,7 +221,8 @@ def as_list(name: str, value: Any, of: str) -> list[Any]:
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
     tokens = as_list(name, value, "token ids")
-    return tuple(dict.fromkeys(as_integer(name, token, 0, "token ids count from 0") for token in tokens))
+    known = "token ids are 0 to 2**31 - 1"
+    return tuple(dict.fromkeys(as_integer(name, token, 0, known, 2**31 - 1) for token in tokens))
 
 
 def as_stops(name: str, value: object) -> tuple[str | StopFunction, ...]:

@@ -229,9 +229,9 @@ class Session(SessionMemory):
 
         Args:
             prompts: One prompt, which may be a :class:`SearchNode`, or a list of them.
-            head: A function, for example a ``torch.nn.Linear``, from last hidden states ``[tokens, hidden_size]``, the
-                input of the language-model head, in the dtype and on the device of the model, to a tensor ``[tokens,
-                ...]``.  It is called once for each step, without gradients.
+            head: A function, for example a ``torch.nn.Linear``, from last hidden states ``[tokens, hidden_size]``, in
+                the dtype and on the device of the model, to a tensor ``[tokens, ...]``.  It is called once for each
+                step, without gradients.
             at: The positions whose values are wanted: ``"last"``, ``"all"``, or a list of positions, negative ones
                 counted from the end; for a list of prompts a list of such lists.
 

@@ -78,6 +78,7 @@ def test_a_model_that_is_not_patched():
         ({"seed": [1, 2]}, "seed"),
         ({"seed": np.array([1, 2])}, "seed must be one integer or one per prompt, got 2 for 1 prompt"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"stop_token_ids": [2**70]}, r"stop_token_ids must be at most .*; token ids are 0 to 2\*\*31 - 1"),
         ({"kv_budget": "2 gigs"}, 'kv_budget: a size must look like "2GiB", .* got "2 gigs"'),
         ({"kv_budget": float("nan")}, "kv_budget"),
         ({"return_samples": False}, "return_samples=False drops every sample; pass on_sample"),

@@ -94,6 +94,19 @@ def test_parents_and_lengths_that_are_no_tree_are_refused_by_name(
         prefixkit.tree_from_parents(pool_of(torch.float32, 4), parents, lengths)
 
 
+@pytest.mark.parametrize(
+    ("parents", "lengths", "message"),
+    [
+        ([-1, 0], [3, 2.5], r"lengths must be a list of integers, got \[3, 2.5\]"),
+        ([-1.0, 0.0], [3, 2], "parents must be a list of integers"),
+        ([-1, 0], 3, "lengths must be a list of integers, got 3"),
+    ],
+)
+def test_parents_and_lengths_of_another_type_are_named(parents: Any, lengths: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"tree_from_parents: {message}"):
+        prefixkit.tree_from_parents(pool_of(torch.float32, 4), parents, lengths)
+
+
 def test_a_tree_that_does_not_fit_its_pool_says_so() -> None:
     pool = pool_of(torch.float32, 4, num_pages=3)
     for make in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,10 @@ class TestFiles:
             session.save(tmp_path, [FEW_SHOT])
         with pytest.raises(FileNotFoundError, match=r"there is no folder .*/runs; make it first"):
             session.save(tmp_path / "runs" / "few-shot.safetensors", [FEW_SHOT])
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(OSError, match=r"pipe cannot be written: it is no regular file, .*; name a file"):
+            session.save(tmp_path / "pipe", [FEW_SHOT])
+        assert (tmp_path / "pipe").is_fifo()
         assert not session.report.steps
 
     @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])

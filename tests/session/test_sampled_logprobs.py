@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,21 @@ def test_beside_other_samples_and_beams_each_has_what_it_asked_for(session):
         assert (one.masses is None) == (other.masses is None) == (one.prompt_index != 0)
         if one.masses is not None:
             np.testing.assert_allclose(one.masses, other.masses, atol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [("sampled", "model", "model"), ("model", "model", "sampled")])
+def test_a_sample_keeps_its_own_in_batches_with_such_samples_and_without(model, session, kinds):
+    """Two run at a time: the second is in a batch with the first, and then with the third."""
+    limits = zip(kinds, (3, 12, 9), strict=True)
+    each = [replace(FILTERED, n=1, logprobs=kind, max_new_tokens=limit) for kind, limit in limits]
+    requests = [Request(index, [5 + index, 6, 7], params) for index, params in enumerate(each)]
+    with prefixkit.Session(model, kv_budget="4MiB", most_running=2) as pairs:
+        together = sorted(pairs.run(requests), key=lambda one: one.prompt_index)
+    for one, request in zip(together, requests, strict=True):
+        (alone,) = session.run([request])
+        assert one.tokens == alone.tokens
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-5)
+        assert (one.masses is None) == (kinds[one.prompt_index] == "model")
 
 
 def test_a_preempted_sample_keeps_its_own(model, session):

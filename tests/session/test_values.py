@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import prefixkit
 from prefixkit import KVBudgetTooSmall, Session
 from prefixkit.testing.tiny import ByteTokenizer, tiny_llama
+from scripts.tiny_models import tiny_config, tiny_model
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 5, "stop_token_ids": ()}
 
@@ -66,6 +68,19 @@ def test_values_are_those_of_the_plain_model(
         at = [[0, 3, -1], [-2], [5, 39], [0], [8]]
         for found, tokens, own in zip(session.values(prompts, head, at=at), prompts, at, strict=True):
             assert_close(found, expected(head, tokens)[own])
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mllama"])
+def test_a_family_that_names_a_body_that_it_lacks(family: str) -> None:
+    torch.manual_seed(0)
+    plain = tiny_model(tiny_config(family), "", AutoModelForCausalLM)
+    tokens, seen = [101, 102, 103, 104, 105], list[torch.Tensor]()
+    watch = plain.get_output_embeddings().register_forward_pre_hook(lambda module, given: seen.append(given[0][0]))
+    with torch.no_grad():
+        plain(torch.tensor([tokens]), use_cache=False)
+    watch.remove()
+    with Session(prefixkit.patch(plain), kv_budget="1MiB") as session:
+        torch.testing.assert_close(session.values(tokens, lambda hidden: hidden, at="all"), seen[0])
 
 
 def test_each_shared_token_is_computed_once_and_what_is_known_is_not_again(model: Any, rng: Any, head: Any) -> None:

@@ -26,7 +26,7 @@ def run_report(runs: Sequence[Path], out: Path | None, quiet: bool, console: Con
         raise ValueError(f"--out {place} is where the JSON would be written; give the page another ending, as .html")
     if not place.parent.is_dir():
         raise ValueError(f"--out {place}: there is no folder {place.parent}; make it first")
-    if str(place) == "-" or place.is_dir():
+    if str(place) == "-" or (place.exists() and not place.is_file()):
         raise ValueError(f"--out {place}: a report is two files, a page and its JSON; give the page's name")
     with at_work():
         if not quiet:

@@ -197,7 +197,8 @@ class SampleRun:
 
     def _append(self, tokens: list[int], likely: Floats) -> None:
         self.tokens += tokens
-        self._likely.append(likely.copy())  # a view would keep those of all runs
+        columns = 1 + self.params.drawn  # a batch has masses if one of its samples wants them; the next may have none
+        self._likely.append(likely[:, :columns].copy())  # a view would keep those of all runs
 
     def leave(self, store: KVStore, samples: list[Sample], retain: bool) -> None:
         """Remove its sequence from the tree; with ``retain``, the KV of tokens that have run stays in the cache."""

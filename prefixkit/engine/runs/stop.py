@@ -146,6 +146,8 @@ class StopChecker:
             if end <= self._committed:
                 return
             text = self._fresh_text(end)
+            if self._cut_at_stop(text):  # a stop string may hold what decoders write for such bytes
+                return
         if text:  # tokens without text, such as special ones, stay fresh, so that context always holds some text
             self._text += text
             self._context, self._committed = self._committed, end

@@ -31,7 +31,7 @@ from torch import Tensor
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.prefixes.front_coding import FrontCoded
 from prefixkit.kv.state_pool import StateTensor
-from prefixkit.paths import as_path, replacing
+from prefixkit.paths import as_path, check_replaceable, replacing
 from prefixkit.tree.arrays import Longs
 
 # Returns KV of the tokens ``[begin, end)``, contiguous ``[end - begin, spec.size]`` on the CPU.
@@ -128,6 +128,7 @@ def check_place(path: str | Path) -> Path:
         raise IsADirectoryError(f"{path} cannot be written: it is a folder; name a file in it")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+    check_replaceable(path)
     return path
 
 

@@ -80,7 +80,7 @@ class ModelRunner:
         self._device, self._spread = pool.spec.device, facts.is_spread
         self._norms = norms_by_ops if facts.mixers else nullcontext
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)
-        self._has_lm_head = inner.can_generate()
+        self._has_lm_head, self._body = inner.can_generate(), facts.body
         warn_of_moving_rotary(inner)
         # The most rows of a step in which our op runs the experts.
         self._most_rows = most_rows(facts.state.modules, pool.spec.device, pool.spec.compute_dtype)
@@ -129,12 +129,12 @@ class ModelRunner:
         return self._run(step, logits)
 
     def hidden(self, step: Step) -> Tensor:
-        """The same, but returns the language-model head's input, ``[rows, hidden_size]``: the last hidden states.
+        """The same, but returns the last hidden states, ``[rows, hidden_size]``, which a head takes.
 
         Raises:
             UnsupportedModel: the model below the head returns none.
         """
-        body = pretrained_model(self.model).base_model
+        body = self._body
 
         def states(**inputs: Any) -> Tensor | None:
             found: Tensor | None = getattr(body(**inputs), "last_hidden_state", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import huggingface_hub
 import pytest
@@ -136,6 +137,7 @@ COMMANDS = {
     "report run --out nowhere/page.html": "there is no folder nowhere",
     "report run --out thesis": "a report is two files",
     "report run --out -": "a report is two files",
+    "report run --out a-pipe": "a report is two files",
     "export run": "Missing option",
     "export run --format xml": "--format must be one of human-eval, evalplus, programs, got xml",
     "export run --format programs --out a-file": "a-file exists already; choose another --out",
@@ -154,6 +156,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "nested.toml").write_text("[top-k]\nx = 1")
     (tmp_path / "negated.toml").write_text("no-chat = true")
     (tmp_path / "a-file").write_text("mine")
+    os.mkfifo(tmp_path / "a-pipe")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("mine")
     return tmp_path

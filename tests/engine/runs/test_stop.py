@@ -148,6 +148,15 @@ def test_an_unfinished_character_is_not_taken_for_a_replacement_character():
     assert (count, checker.text()) == (None, "a😀b")
 
 
+def test_bytes_that_never_become_a_character_are_replacement_characters_for_a_stop_string():
+    decode = TOKENIZERS["byte_level"].decode
+    broken = TOKENIZERS["byte_level"].get_vocab()[byte_tokens(b"\xf0")]
+    tokens = [*as_bytes("byte_level", "ab"), *[broken] * 20, *as_bytes("byte_level", "c")]
+    count, streamed, checker = follow(tokens, ("b\ufffd\ufffd",), decode)
+    assert checker.text() == "".join(streamed) == "a"
+    assert count <= 2 + 2 + 3, "three more bytes show that the first two are no character"
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_texts_end_at_the_first_stop_string(seed):
     dice = random.Random(seed)
