@@ -6,13 +6,14 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 pytest.register_assert_rewrite("prefixkit.testing")
@@ -80,9 +81,14 @@ def num_forests(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets how many bytes stores find free on every device from now on."""
-    return lambda free: monkeypatch.setattr("prefixkit.kv.device_memory.free_memory", lambda device: free)
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | Mapping[torch.device, int]], None]:
+    """Sets how many bytes stores find free from now on: on every device, or on each."""
+
+    def change(free: int | Mapping[torch.device, int]) -> None:
+        found = free.__getitem__ if isinstance(free, Mapping) else lambda device: free
+        monkeypatch.setattr("prefixkit.kv.device_memory.free_memory", found)
+
+    return change
 
 
 @pytest.fixture(scope="session")

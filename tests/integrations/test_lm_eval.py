@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import prefixkit
 from prefixkit.integrations.lm_eval import PrefixLM, main
 from prefixkit.models import is_patched
+from prefixkit.testing.application.command_line import process_arguments
 from prefixkit.testing.tiny import byte_tokenizer, tiny_llama
 
 QUESTIONS = [
@@ -294,12 +294,12 @@ def test_a_patched_model_keeps_its_patch():
     assert scores[0] != scores[1]
 
 
-def test_the_command_line_is_that_of_lm_eval_with_one_model_more(folders, tasks, tmp_path, monkeypatch):
+def test_the_command_line_is_that_of_lm_eval_with_one_model_more(folders, tasks, tmp_path):
     command = ["lm_eval", "run", "--model", "prefixkit", "--device", "cpu"]
     command += ["--model_args", f"pretrained={folders['plain']},kv_budget=8MiB,dtype=float32"]
     command += ["--include_path", str(tasks), "--tasks", "choice", "--output_path", str(tmp_path), "--num_fewshot", "1"]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
+    with process_arguments(*command):
+        main()
     (written,) = tmp_path.rglob("results_*.json")
     results = json.loads(written.read_text())
     assert results["config"]["model"] == "prefixkit" and "acc,none" in results["results"]["choice"]

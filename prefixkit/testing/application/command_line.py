@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,9 @@ def write_prompts(path: Path) -> Path:
 
 def run(*arguments: object, code: int | None = 0, typed: str = "", charset: str = "utf-8") -> Result:
     """The output of ``prefixkit ARGUMENTS`` in ``charset``, with input ``typed``; the exit status must be ``code``."""
-    with _as_in_a_process_of_its_own():
-        result = CliRunner(charset).invoke(app, [str(argument) for argument in arguments], input=typed)
+    given = [str(argument) for argument in arguments]
+    with _as_in_a_process_of_its_own(), process_arguments("prefixkit", *given):
+        result = CliRunner(charset).invoke(app, given, input=typed)
     assert code is None or result.exit_code == code, result.output
     return result
 
@@ -43,6 +45,17 @@ def _as_in_a_process_of_its_own() -> Iterator[None]:
     with log_levels_of_its_own(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of libraries, in this process or in its threads
         yield
+
+
+@contextmanager
+def process_arguments(*arguments: str) -> Iterator[None]:
+    """Give the process these arguments, of which the first is the program's name, and restore its own at the end."""
+    own = sys.argv
+    sys.argv = [*arguments]
+    try:
+        yield
+    finally:
+        sys.argv = own
 
 
 @contextmanager

@@ -10,11 +10,12 @@ pytest.importorskip("cuda.bindings.driver")
 
 from prefixkit.backends.cuda.grid_barrier import BarrierCounters
 from prefixkit.cuda.launch import CudaError
+from tests.fake_gpu import pretend
 
 
 @pytest.fixture
 def counters(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    pretend(monkeypatch)
     return BarrierCounters(torch.device("cpu"))
 
 

@@ -23,7 +23,6 @@ from prefixkit.backends.cuda.kernels import (
 )
 from prefixkit.cuda import jit, nvrtc
 from prefixkit.cuda.nvrtc import NvrtcMissing, Unit
-from prefixkit.threads import once
 from scripts.compile_all import ARCHS, BUDGET, compile_one, complaints, main
 from tests.covering import cover
 
@@ -84,10 +83,12 @@ def test_pages_in_e4m3_have_kernels_where_k_and_v_have_one_head_size():
 
 
 @pytest.fixture
-def asked_for_portable(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked_for_portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that begins with the variable."""
     monkeypatch.setenv("PREFIXKIT_KERNEL", "portable")
-    monkeypatch.setattr(kernels, "first_named", once(kernels.named_kernel))
+    kernels.first_named.clear()
+    yield
+    kernels.first_named.clear()
 
 
 def test_the_portable_kernel_can_be_asked_for(asked_for_portable):

@@ -21,6 +21,19 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+# What a GGUF says of a Llama by what its config calls it.
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "num_attention_heads": "attention.head_count",
+    "num_hidden_layers": "block_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "vocab_size": "vocab_size",
+}
+
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
@@ -81,7 +94,8 @@ def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
 
     ours, tokenizer = smol
     weights = dict(ours.named_parameters())
-    for tensor in GGUFReader(fetch(model.GGUF)).tensors:
+    reader = GGUFReader(fetch(model.GGUF))
+    for tensor in reader.tensors:
         block, _, name = tensor.name.removesuffix(".weight").rpartition(".")
         place = f"model.layers.{block.removeprefix('blk.')}.{NAMES[name]}" if block else NAMES[name]
         found = weights.pop(f"{place}.weight")
@@ -95,5 +109,10 @@ def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
             theirs = theirs.reshape(heads, -1, 2, theirs.shape[-1]).swapaxes(1, 2).reshape(theirs.shape)
         assert torch.equal(found[some], torch.from_numpy(theirs.copy())), tensor.name
     assert not weights
+    said = ours.config.to_dict()
+    said |= said["rope_parameters"]
+    assert {name: reader.fields[f"llama.{field}"].contents() for name, field in FIELDS.items()} == {
+        name: said[name] for name in FIELDS
+    }
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == ours.generation_config.eos_token_id == model.EOS_ID
     assert tokenizer.decode([model.EOS_ID]) == "<|im_end|>"
