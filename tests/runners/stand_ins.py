@@ -69,7 +69,8 @@ class Planning:
         return self.planners[-1]
 
     def step_plan(self, work, nodes, tree, *, paths=False):
-        return StepPlan([*work, *nodes], tree, lambda: specified(self._planner, tree))
+        own = torch.arange(len(nodes))  # which nobody else holds, as the plan of attention over latents has one
+        return StepPlan([*work, *nodes, own], tree, lambda: specified(self._planner, tree))
 
 
 class Capturing:
