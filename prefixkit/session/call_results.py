@@ -59,12 +59,28 @@ def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *lis
     Raises:
         ValueError: see :class:`Call`.
     """
-    check_length(facts, max(len(request.tokens) + request.params.max_new_tokens for request in requests))
+    longest = max(len(request.tokens) + request.params.max_new_tokens for request in requests)
+    check_length(facts, longest, longest - 1)
     return Call(detokenizer_of(tokenizer), *listeners)
 
 
-def check_length(facts: ModelFacts, longest: int) -> None:
-    """Warn of sequences that are longer than the model's maximum length."""
+def check_length(facts: ModelFacts, longest: int, computed: int) -> None:
+    """Warn of sequences that are longer than the model's maximum length.
+
+    Args:
+        facts: Of the model.
+        longest: Tokens of the longest sequence.
+        computed: Those of them whose KV is computed: all, or all but a last one that is sampled or scored.
+
+    Raises:
+        ValueError: the model has learned fewer positions than there are tokens to compute.
+    """
+    learned = facts.probed.positions
+    if learned is not None and computed > learned:
+        raise ValueError(
+            f"sequences may reach {longest} tokens, but the model has learned {learned} positions and has none beyond; "
+            "pass shorter prompts or fewer max_new_tokens"
+        )
     limit = getattr(facts.config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)

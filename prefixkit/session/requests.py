@@ -117,7 +117,8 @@ def scored_tokens(
             if len(own) > 1 and not any(isinstance(tokens, str) for tokens in own):
                 refuse_padding(known[id(own)], tokenizer, "continuation")
         found.append(known[id(own)])
-    check_length(facts, max(len(prompt) + max(map(len, own)) for prompt, own in zip(encoded, found, strict=True)))
+    longest = max(len(prompt) + max(map(len, own)) for prompt, own in zip(encoded, found, strict=True))
+    check_length(facts, longest, longest - 1)
     return encoded, found
 
 
@@ -128,7 +129,8 @@ def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one:
     errors.
     """
     encoded = _encoded(facts, tokenizer, prompts)
-    check_length(facts, max(map(len, encoded)))
+    longest = max(map(len, encoded))
+    check_length(facts, longest, longest)
     if isinstance(at, str):
         if at not in ("last", "all"):
             raise ValueError(f"at must be 'last', 'all' or positions, got {at!r}")

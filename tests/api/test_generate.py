@@ -4,6 +4,7 @@ import copy
 import logging
 
 import numpy as np
+import pytest
 import torch
 
 import prefixkit
@@ -92,6 +93,25 @@ def test_sequences_beyond_the_models_positions_are_warned_of(model, caplog):
     with caplog.at_level(logging.WARNING, "prefixkit"):
         prefixkit.generate(model, TOKENIZER, [[1] * 2040], temperature=0, max_new_tokens=9, stop_token_ids=[EOS])
     assert "made for 2048 positions" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_text_beyond_the_positions_that_a_model_has_learned_is_refused_before_any_runs(family):
+    """OPT's table has two rows before those of positions."""
+    model = prefixkit.patch(make_model(family, max_position_embeddings=32))
+    short, long, longer = [5] * 8, [5] * 30, [5] * 33
+    with prefixkit.Session(model) as session:
+        options = {"temperature": 0, "stop_token_ids": ()}
+        assert [len(one.tokens) for one in session.generate([short, long], max_new_tokens=3, **options)] == [3, 3]
+        for call in (
+            lambda: session.generate([short, long], max_new_tokens=4, **options),
+            lambda: session.beam_search([long], num_beams=2, max_new_tokens=4),
+            lambda: session.score(long, [[5, 6, 7, 8]]),
+            lambda: session.values([longer], lambda hidden: hidden),
+        ):
+            with pytest.raises(ValueError, match=r"has learned 32 positions .*; pass shorter prompts or fewer"):
+                call()
+        assert session.report.prompt_tokens == 38
 
 
 def test_without_graphs_nothing_is_compiled_and_the_log_says_so(caplog):

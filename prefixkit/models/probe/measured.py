@@ -28,6 +28,7 @@ class Probed:
         scales_padded: Queries or the bias on scores change with the number of tokens before, padding included.
         numbers: The layers' numbers in the model if other layers lie between them; else empty.
         is_spread: The model's weights lie on several devices.
+        positions: Positions in the table of positions that the model has learned; None: it has none.
         states, state_devices: For each module that keeps a state, the tensors that it keeps per sequence, and where.
     """
 
@@ -40,6 +41,7 @@ class Probed:
     scales_padded: bool = False
     is_spread: bool = False
     state_devices: tuple[torch.device, ...] = ()
+    positions: int | None = None
 
 
 class Enough(Exception):

@@ -32,6 +32,7 @@ from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
 from prefixkit.models.probe.cache import ProbeCache
 from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
+from prefixkit.models.probe.position_tables import PositionTables
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.steps.step_cache import empty_mask
@@ -117,7 +118,8 @@ def _look(
     if "logits_to_keep" in argument_names(model):
         rows = [0, ROWS - 1]  # on several devices a tensor would lie on another device than the rows that it selects
         given["logits_to_keep"] = rows if is_spread(model) else torch.tensor(rows, device=order.device)
-    logits = _run(model, step, text, **given)
+    with PositionTables() as tables:
+        logits = _run(model, step, text, **given)
     shown = {"attention_mask": torch.ones(1, length + ROWS, device=_device(model))} if offsets else {}
     _run(model, long, text, position_ids=_positions(model, length), **shown)
     measured = Probed(
@@ -128,6 +130,7 @@ def _look(
         takes_offsets=offsets,
         is_spread=is_spread(model),
         state_devices=step.state_devices,
+        positions=tables.positions,
     )
     if random_part(model) is not None:
         scales = any(kind.biased for kind in long.kinds)  # maybe: rows cannot be compared
@@ -293,14 +296,14 @@ def _positions(model: PreTrainedModel, length: int) -> Tensor:
 
 
 def _tokens(model: PreTrainedModel, attempt: int) -> list[int]:
-    """Token ids that the config does not name as special tokens."""
+    """Token ids that the config does not name as special tokens, in another order than positions."""
     text = text_config(model)
     special = set[object]()
     for config in (model.config, text):
         special |= {value for name, value in vars(config).items() if "token" in name and isinstance(value, int)}
     plain = [token for token in range(min(64, text.vocab_size)) if token not in special]
     first, second, third = (plain[(attempt * 3 + i) % len(plain)] for i in range(3))
-    return [first, second, third, first]
+    return [first, third, second, first]
 
 
 @contextmanager
