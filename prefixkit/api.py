@@ -82,8 +82,9 @@ def generate(
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: a parameter or a prompt is out of range, ``kv_budget`` too small for one sequence, or text is needed
-            and ``tokenizer`` is None.
+        ValueError: a parameter or a prompt is out of range, ``kv_budget`` too small for one sequence, a prompt with its
+            new tokens longer than the table of positions that the model has learned, or text is needed and
+            ``tokenizer`` is None.
         TypeError: a parameter or a prompt of another type.
     """
     facts = patched_facts(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from cuda.bindings import driver  # imported only where cuda-core is
@@ -29,14 +29,15 @@ def cached_tensor_maps(
     v_pages: Tensor,
     signature: Hashable,
     rotary_pages: Tensor | None = None,
+    make: Callable[..., TensorMaps] | None = None,
 ) -> TensorMaps:
-    """The maps of a layer's pages, made once per addresses and signature.
+    """The maps of a layer's pages by ``make``, else by :func:`tensor_maps`: made once per addresses and signature.
 
     ``signature``: shapes, strides and dtype, on which maps depend too.
     """
     rotary = None if rotary_pages is None else rotary_pages.data_ptr()
     key = k_pages.data_ptr(), v_pages.data_ptr(), rotary, signature
-    return made.get(key) or made.store(key, tensor_maps(k_pages, v_pages, rotary_pages))
+    return made.get(key) or made.store(key, (make or tensor_maps)(k_pages, v_pages, rotary_pages))
 
 
 def tensor_maps(k_pages: Tensor, v_pages: Tensor, rotary_pages: Tensor | None = None) -> TensorMaps:

@@ -17,9 +17,10 @@ class AskedLengths(LayeredCache):
 
     Attributes:
         takes_offsets: See ``Probed``.
+        biased: Whether layers add a bias to their scores, for which they or the model ask.
     """
 
-    takes_offsets = False
+    takes_offsets = biased = False
     _step: Step | None = None  # in progress
 
     @property
@@ -30,15 +31,15 @@ class AskedLengths(LayeredCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """0; see :func:`row_offsets` for a model that counts positions from it."""
-        return self.get_query_offset() if self.takes_offsets else 0
+        return row_offsets(self._step.positions) if self.takes_offsets and self._step is not None else 0
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Positions of the longest text, and the first, from which a model makes distances for biases of its layers."""
-        return (query_length if self._step is None else self.longest), 0
+        return (self.longest if self.biased and self._step is not None else query_length), 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """See :func:`row_offsets`."""
-        return 0 if self._step is None else row_offsets(self._step.positions)
+        """0; see :func:`row_offsets` for a model that makes biases."""
+        return row_offsets(self._step.positions) if self.biased and self._step is not None else 0
 
     def text_positions(self) -> Tensor:
         """See :class:`LayeredCache`."""

@@ -61,7 +61,7 @@ class StepCache(AskedLengths):
         super().__init__(len(layers))
         self.keyword = CACHE
         self.takes: nn.Module | None = None
-        self.pool, self.layer_pages = pool, layers
+        self.pool, self.layer_pages, self.biased = pool, layers, any(one.kind.biased for one in layers)
         self.places = {layer.index: place for place, layer in enumerate(layers)}
         self.mixers = {module: number for number, module in enumerate(mixers)}
         self.attended = [0] * (len(layers) + len(mixers))
