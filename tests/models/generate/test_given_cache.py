@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from prefixkit import TreeCache, patch, unpatch
 from prefixkit.models import NotPatched
+from prefixkit.models.requirements import CACHE
 from tests.models.generate.generating import NEW, generate
 from tests.models.tiny_families import VOCAB, make_model
 
@@ -161,3 +163,20 @@ def test_an_error_in_the_model_leaves_the_model_usable(padded):
         generate(model, padded, do_sample=False)
     handle.remove()
     assert torch.equal(generate(model, padded, do_sample=False), want)
+
+
+@pytest.mark.parametrize("keyword", sorted({CACHE, "past_key_values"}))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_it_is_taken_under_the_present_keyword_and_the_one_before(family, keyword, padded):
+    """transformers renames the keyword of ``generate()``, and warns; a decoder's ``forward`` takes both."""
+    model, text = make_model(family), {name: rows[:1] for name, rows in padded.items()}  # without padding
+    want = generate(model, text, do_sample=False)
+    cache = TreeCache(patch(model))
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        out = generate(model, text, do_sample=False, return_dict_in_generate=True, **{keyword: cache})
+        assert torch.equal(out.sequences, want)
+        assert out[CACHE] is cache and not cache.fell_back
+        with torch.no_grad():
+            step = model(out.sequences[:, -1:], attention_mask=torch.ones_like(want), **{keyword: cache})
+    assert step[CACHE] is cache
+    assert cache.get_seq_length() == want.shape[1]
