@@ -111,6 +111,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 2,
     },
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "dots3_note_text": {
         "per_layer_config": {
             "1": {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 40}
@@ -123,6 +124,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "fast_vlm": {"vision_config": _PLAIN_VISION},
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm4v_text": {"rope_parameters": _MROPE},
