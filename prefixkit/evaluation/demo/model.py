@@ -70,7 +70,12 @@ def convert(gguf: Path, folder: Path) -> None:
         )
         # Some transformers versions read another end-of-text token from the file: the right tokens are given here.
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, bos_token=BOS, eos_token=EOS, pad_token=EOS
+            gguf.parent,
+            gguf_file=gguf.name,
+            bos_token=BOS,
+            eos_token=EOS,
+            pad_token=EOS,
+            trust_remote_code=False,
         )
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID

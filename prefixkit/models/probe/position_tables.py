@@ -33,9 +33,10 @@ class PositionTables(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, indices: Tensor, table: Tensor) -> None:
-        rows = indices.reshape(-1, len(ORDER)) if indices.numel() % len(ORDER) == 0 else indices.new_zeros(1, 0)
-        if not rows.numel() or not isinstance(table, nn.Parameter):
+        plain = type(indices) is Tensor and isinstance(table, nn.Parameter)  # tables of positions are not sharded
+        if not plain or not indices.numel() or indices.numel() % len(ORDER):
             return
+        rows = indices.reshape(-1, len(ORDER))
         first = rows[0, 0]
         if bool((rows == torch.tensor(ORDER, device=rows.device) + first).all()):
             known = table.shape[0] - int(first)
