@@ -92,9 +92,15 @@ def test_rows_are_those_of_the_oracle_that_transforms_all_keys_for_each_query(na
         torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
 
 
-def test_in_bfloat16_a_transform_errs_by_what_rounding_its_results_does() -> None:
-    """Torch's own attention, over rows that are transformed and rounded likewise, is the measure."""
-    errors, variant = Errors(), VARIANTS["rotary"]
+def test_in_bfloat16_a_transform_errs_by_what_its_own_rounding_does() -> None:
+    """Torch's own attention, over rows that the function has transformed in the same dtype, is the measure."""
+    errors, variant, at = Errors(), VARIANTS["rotary"], torch.arange(40)
+
+    def seen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The last query, and the keys and values of each of its heads."""
+        keys, values = (of.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for of in (rotate(k, at), v))
+        return rotate(q, at)[-1], keys, values
+
     for seed in range(8):
         print("seed", seed)
         pool, rng = pool_of(torch.bfloat16, 4), np.random.default_rng(seed)
@@ -104,16 +110,10 @@ def test_in_bfloat16_a_transform_errs_by_what_rounding_its_results_does() -> Non
         q, k, v = (torch.from_numpy(rng.standard_normal((40, n, DIM))).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
         prefixkit.append(step, 0, k, v)
         out, lse = prefixkit.attend(step, 0, q)
-        at = torch.arange(40)
-        wide = [
-            of.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for of in (rotate(k.double(), at), v.double())
-        ]
-        asked = rotate(q.double(), at)[-1]
-        score = torch.einsum("hd,hnd->hn", asked, wide[0]) / DIM**0.5
-        exact = torch.einsum("hn,hnd->hd", score.softmax(-1), wide[1]), score.logsumexp(-1)
-        errors.add_numbers(
-            (out[-1], lse[-1]), exact, torch_attention(asked.bfloat16(), *(of.bfloat16() for of in wide))
-        )
+        asked, keys, values = seen(q.double(), k.double(), v.double())
+        score = torch.einsum("hd,hnd->hn", asked, keys) / DIM**0.5
+        exact = torch.einsum("hn,hnd->hd", score.softmax(-1), values), score.logsumexp(-1)
+        errors.add_numbers((out[-1], lse[-1]), exact, torch_attention(*seen(q, k, v)))
     errors.check(lse=0.02)  # scores of queries and keys that are rounded once more
 
 
