@@ -128,9 +128,10 @@ def test_what_does_not_fit_a_norm_is_refused():
 
 def test_rows_of_large_states_are_taken_one_at_a_time(generator):
     given = mamba2_arguments(generator, torch.float32, heads=64, dim=33, size=128)
-    wanted, real = mamba2_oracle(given), at(given, "target") != 0
-    assert torch.allclose(ops.mamba2_step(*given).double()[real], wanted.out[real], rtol=1e-4, atol=1e-4)
-    assert torch.allclose(at(given, "states")[1:].double(), wanted.states[1:], rtol=1e-4, atol=1e-4)
+    exact, by_torch, target = mamba2_oracle(given), mamba2_by_torch(given), at(given, "target")
+    out = ops.mamba2_step(*given).double()
+    ours = Step(out, at(given, "states").double()).errors(exact, target)
+    assert (ours <= 1.5 * by_torch.errors(exact, target)).all(), (ours, by_torch.errors(exact, target))
 
 
 def test_gradients_are_refused(generator):

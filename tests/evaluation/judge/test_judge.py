@@ -110,16 +110,19 @@ def test_programs_that_sleep_past_their_limit_run_once() -> None:
 def test_a_program_that_was_kept_from_a_cpu_runs_again_alone() -> None:
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})
-    spin = "while True: pass"
-    others = [subprocess.Popen([sys.executable, "-I", "-S", "-c", spin]) for _ in range(3)]
+    spin, other = "while True: pass", [sys.executable, "-I", "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    others = [subprocess.Popen(other, stdout=subprocess.PIPE) for _ in range(3)]
     try:
+        for one in others:
+            assert one.stdout is not None
+            one.stdout.readline()  # it spins from now on
         with Recording(jobs=1) as judge:
             found = judge.verdict(spin, problem(streams(("", "x")), seconds=0.8))
     finally:
         os.sched_setaffinity(0, everywhere)
         for one in others:
             one.kill()
-            one.wait()
+            one.communicate()
     assert (found.outcome, len(judge.runs)) == ("timeout", 2)
 
 
