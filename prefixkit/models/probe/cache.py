@@ -46,19 +46,16 @@ class ProbeCache(LayeredCache):
         offsets: bool = False,
     ) -> None:
         super().__init__(len(layers))
-        self._offsets = offsets
         self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
-        self.states: dict[nn.Module, tuple[StateTensor, ...]] = {}
-        self._state_devices: dict[nn.Module, torch.device] = {}
+        self.states, self._state_devices = dict[nn.Module, tuple[StateTensor, ...]](), dict[nn.Module, torch.device]()
         self._numbers = tuple(map(layer_number, layers.values()))
-        self.length, self.shapes_only, self.asks_positions = length, shapes_only, False
+        self.length, self.shapes_only, self._offsets = length, shapes_only, offsets
+        self.asks_positions = self.measured = False  # whether the model asks for texts' positions or lengths
         self.is_initialized = length != 0
         self.names, self._layers = list(layers), list(layers.values())
-        self.kinds: list[LayerKind] = []
+        self.kinds, self.selections = list[LayerKind](), list[Selection]()  # of all layers, and of all indexers
         self.cached: list[tuple[Tensor, ...]] = []  # per layer; empty if it attends over another's KV
-        self.selections: list[Selection] = []  # of all indexers
         self.visible: dict[tuple[Any, int | None], Visible] = {}  # by mask (layers share masks) and window
-        self.measured = False  # whether the model, or a layer, has asked for the lengths of texts
         self.rows: list[Tensor] = []  # per layer: [ROWS, query, keys and values of a row]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
@@ -112,14 +109,13 @@ class ProbeCache(LayeredCache):
     def text_positions(self) -> Tensor:
         """The positions of a few tokens: an indexer is measured with arbitrary keys, whose positions do not matter."""
         self.asks_positions = True
-        device = next(next(iter(self.mixers or self._layers)).parameters()).device
-        return text_positions(ROWS, device)
+        return text_positions(ROWS, self.offsets.device)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         self.measured = True
         new = len(query_length) if isinstance(query_length, Tensor) else query_length  # positions, before 5.20
-        long = TOKENS if not self.shapes_only else new  # a model without values makes a mask of its rows
-        return (long if self.length is None else self.length + new), 0
+        by_rows = self.length is not None or self.shapes_only  # a model without values makes a mask of its rows
+        return ((self.length or 0) + new if by_rows else TOKENS), 0
 
 
 class ProbedLayer:
