@@ -22,6 +22,8 @@ _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64, np.int3
 _CONTAINERS = frozenset({list, tuple, dict})
 # The attributes of every module, and those of them that are read.
 _COMMON = frozenset(nn.Module().__dict__)
+# What a call of a model stores for its next call: a new tensor each time, which steps with given positions do not read.
+_OF_CALLS = frozenset({"rope_deltas"})
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 # By class and number of attributes (modules of one class mostly have the same attributes): the function that reads a
 # module's attributes, the name of the class, and whether the class is an adapter's.
@@ -37,7 +39,7 @@ class ModelState:
         modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config, the code
             of its variant of attention; autocast.
         forwards: Functions that replace modules' own ``forward``.
-        plain: Tensors that modules store as plain attributes.
+        plain: Tensors that modules store as plain attributes, without those of a call for the next.
         modules: The modules; a module that is in two places is listed twice.
     """
 
@@ -147,7 +149,8 @@ def _reader(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], str, bo
     """
     kind, parts = type(module), module.__dict__
     # A module made by torch.compile stores no mode of its own.
-    getter = itemgetter(*_READ, *[name for name in parts if name not in _COMMON or name == "training"])
+    own = [name for name in parts if name == "training" or name not in _COMMON | _OF_CALLS]
+    getter = itemgetter(*_READ, *own)
     found = _readers[kind, len(parts)] = getter, kind.__qualname__, _is_adapter(kind)  # type: ignore[arg-type]  # classes hash
     return found
 
