@@ -190,7 +190,7 @@ class Backend:
             the ``plan`` of ``tree_attention``.
         kv_append, rotary_append, index_append, linear_pair, tree_attention, classify_blocks, latent_attention,
             merge_states, advance, sample, plan_tree, expert_product, conv_step, mamba2_step, delta_rule,
-            rms_norm, digest, sum_parts, gather_parts: The ops.
+            rms_norm, digest, part_of_product, sum_parts, gather_parts: The ops.
         expanded_attention: Attention over K and V that a function computes from the cached tensors, over tokens that
             are selected for each query, or with a bias for each; None: the backend has no such op.
         latent_parts: How the backend computes the parts of attention over latents; plain torch computes the others.
@@ -221,6 +221,7 @@ class Backend:
     delta_rule: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     digest: Callable[..., None]
+    part_of_product: Callable[..., Tensor]
     sum_parts: Callable[..., Tensor]
     gather_parts: Callable[..., Tensor]
     expanded_attention: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -187,7 +187,8 @@ _EXCHANGE = (
 )
 SUM_PARTS = define(
     "SumParts",
-    ("const int4*", "part residual", "[vectors] of 16 bytes; residual or null"),
+    ("const int4*", "part", "float32: [vectors] of 16 bytes, or [vectors, 2] for a sum in 16 bits"),
+    ("const int4*", "residual other", "[vectors] of 16 bytes; both or other null"),
     ("int4*", "sum", "[vectors]"),
     *_EXCHANGE,
     ("int", "vectors"),

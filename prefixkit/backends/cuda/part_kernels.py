@@ -1,8 +1,10 @@
-"""``sum_parts`` and ``gather_parts`` by our kernels."""
+"""``sum_parts`` and ``gather_parts`` by our kernels, and the products that ``sum_parts`` sums."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from prefixkit.backends.cuda import layouts
 from prefixkit.backends.cuda.kernels import GATHER_PARTS, SHARED_PARTS, sum_name
@@ -14,13 +16,23 @@ from prefixkit.ops.shared_parts import BLOCKS, VECTOR_BYTES
 _THREADS = 256  # of the kernels
 
 
-def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
+def part_of_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``part_of_product``; the op has checked its arguments."""
+    if x.dtype == torch.float32:
+        return linear(x, weight)
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.mm(flat, weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], weight.shape[0])
+
+
+def sum_parts(
+    part: Tensor, addresses: Tensor, dtype: torch.dtype, residual: Tensor | None = None, other: Tensor | None = None
+) -> Tensor:
     """``sum_parts``; the op has checked its arguments."""
-    part = _aligned(part)
-    residual = None if residual is None else _aligned(residual)
-    total = part.new_empty(part.shape)
-    given = (part.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr())
-    _launch(sum_name(layouts.dtype_name(part.dtype)), layouts.SUM_PARTS, part, given, addresses)
+    total = part.new_empty(part.shape, dtype=dtype)
+    given = [None if one is None else _aligned(one) for one in (part, residual, other, total)]
+    pointers = tuple(0 if one is None else one.data_ptr() for one in given)
+    vectors = total.nbytes // VECTOR_BYTES
+    _launch(sum_name(layouts.dtype_name(dtype)), layouts.SUM_PARTS, part, pointers, addresses, vectors)
     return total
 
 
@@ -29,13 +41,15 @@ def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
     part = _aligned(part)
     *shape, width = part.shape
     whole = part.new_empty((*shape, 2 * width))
-    given, vectors = (part.data_ptr(), whole.data_ptr()), width * part.element_size() // VECTOR_BYTES
-    _launch(GATHER_PARTS, layouts.GATHER_PARTS, part, given, addresses, vectors, rank)
+    given, of_row = (part.data_ptr(), whole.data_ptr()), width * part.element_size() // VECTOR_BYTES
+    vectors = part.nbytes // VECTOR_BYTES
+    _launch(GATHER_PARTS, layouts.GATHER_PARTS, part, given, addresses, vectors, of_row, rank)
     return whole
 
 
-def _launch(name: str, layout: Struct, part: Tensor, given: tuple[int, ...], addresses: Tensor, *more: int) -> None:
-    vectors = part.nbytes // VECTOR_BYTES
+def _launch(
+    name: str, layout: Struct, part: Tensor, given: tuple[int, ...], addresses: Tensor, vectors: int, *more: int
+) -> None:
     function = jit.load(SHARED_PARTS, part.device.index)[name]
     values = (*given, *addresses.tolist(), vectors, *more)
     grid = (min(BLOCKS, -(-vectors // _THREADS)), 1, 1)

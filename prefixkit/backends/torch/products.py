@@ -1,4 +1,4 @@
-"""``linear_pair``, and the errors of ``sum_parts`` and ``gather_parts``; see the ops for their contracts."""
+"""``linear_pair``, ``part_of_product``, and the errors of ``sum_parts`` and ``gather_parts``; see the ops."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ def linear_pair(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def sum_parts(part: Tensor, addresses: Tensor, residual: Tensor | None = None) -> Tensor:
+def part_of_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``part_of_product``; the op has checked its arguments."""
+    return linear(x.float(), weight.float())
+
+
+def sum_parts(part: Tensor, *others: object) -> Tensor:
     """Raises BackendError: only the memory of GPUs is shared by two processes."""
     raise _no_memory("sum_parts", part, "sum by torch.distributed.all_reduce")
 
 
-def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
+def gather_parts(part: Tensor, *others: object) -> Tensor:
     """Raises BackendError, likewise."""
     raise _no_memory("gather_parts", part, "gather by torch.distributed.all_gather")
 

@@ -1,24 +1,26 @@
 // The parts of two processes, summed or side by side: each process writes its part to memory of the other, and reads
 // the other's part from its own memory.
 //
-// shapes   sum_parts: part, residual, sum [vectors] of 16 bytes, residual may be null.  gather_parts: part [rows,
-//          width] vectors, whole [rows, 2, width], the process of rank 0 first.  theirs, own [BLOCKS, 2 AHEAD, PLACE,
-//          THREADS] vectors, memory of the other process and of this one; both processes see both.  their_flags,
-//          own_flags [BLOCKS] in the same memory; epochs [BLOCKS] of this process alone.  Flags and epochs are zero at
-//          first.
+// shapes   sum_parts: residual, other, sum [vectors] of 16 bytes; residual may be null, and other if residual is.  part
+//          is float32: [vectors] if the sum is, and [vectors, 2] for a sum in 16 bits.  gather_parts: part [rows, width]
+//          vectors, whole [rows, 2, width], the process of rank 0 first.  theirs, own [BLOCKS, 2 AHEAD, PLACE, THREADS]
+//          vectors, memory of the other process and of this one; both processes see both.  their_flags, own_flags
+//          [BLOCKS] in the same memory; epochs [BLOCKS] of this process alone.  Flags and epochs are zero at first.
 // tiling   a block takes THREADS vectors of each stripe; there are as many blocks as a stripe needs, up to BLOCKS.  A
 //          chunk is a block's part of VECTORS stripes, which fill VECTORS / PLACE places.  THREADS threads write chunks
 //          and THREADS others read them, so that the link is busy while a block adds.  Both processes launch the same
 //          number of blocks, so a block waits only for the block of the same number.
-// cost     part and residual are read and the result is written once.  The bytes of part cross the link in each
-//          direction and are read back from the L2; the threads that read take part from the L2 too.  A chunk costs the
-//          link a round trip, because a fence waits for everything written; so chunks are as large as registers allow.
+// cost     part and residuals are read and the result is written once.  As many bytes as the result has cross the link
+//          in each direction and are read back from the L2; the threads that read take part from the L2 too.  A chunk
+//          costs the link a round trip, because a fence waits for everything written; so chunks are as large as
+//          registers allow.
 // order    a block numbers its places from its epoch on and takes them in turn, across launches of either kernel.  Its
 //          flag says how many places the other process has written.  A chunk that ends at place n is written once this
 //          process has read all places before n - AHEAD.  To read those, this process has seen a flag that the other
 //          one raised after it had read all places before n - 2 AHEAD, which are what the chunk overwrites.
-// numbers  sums are float32, rounded once; then the residual likewise.  Both processes get the same bits of the sum,
-//          for a sum of two does not depend on their order.
+// numbers  for a sum in 16 bits a part crosses the link as whole numbers of 15 bits (`Eight`), and its own process adds
+//          these as well: both get the same bits, for a sum of two does not depend on their order.  Sums are float32 and
+//          are rounded once.  Residuals are added to that in float32, which is rounded again.
 // limits   all blocks of a launch must be on the GPU at once: BLOCKS is at most the number of multiprocessors.  A
 //          process that does not launch lets the other one wait for ever, as any collective does.
 #include "layouts/gather_parts.h"
@@ -32,13 +34,76 @@ constexpr int THREADS = 256, PLACE = 4, AHEAD = 4;
 enum Barrier { WRITERS = 1, READERS };
 DEVICE u32 thread() { return threadIdx.x % THREADS; }  // index among the threads that write, or that read
 
-template <class T> DEVICE u32 add(u32 x, u32 y) {
+// A thread's part of a vector's numbers, and the 16 bytes of them that cross the link.
+struct Raw {
+    int4 x;
+    DEVICE void load(const int4* part, u32 at) { x = part[at]; }
+    DEVICE int4 sent() const { return x; }
+};
+
+// Eight float32 as whole numbers of 15 bits times a power of two: 2^(e - 13) where 2^e is that of the largest number, so
+// none is off by more than 2^-13 of the largest.  Word i of the 16 bytes has numbers 2i and 2i + 1, 16,384 added to each,
+// and bits 2i of e.  With e for infinities and NaN a number is the upper half of its float32, without the last bit.
+struct Eight {
+    static constexpr u32 SMALLEST = 14, NOT_FINITE = 255, MASK = 0x7fff;  // exponents as float32 has them
+    static constexpr float OFFSET = 8388608 + 16384;                     // float32 has whole numbers there
+    int4 x, y;
+    DEVICE void load(const int4* part, u32 at) {
+        part += 2 * at;
+        x = part[0], y = part[1];
+    }
+    DEVICE int4 sent() const {
+        u32 most = max(max(larger(x.x, x.y), larger(x.z, x.w)), max(larger(y.x, y.y), larger(y.z, y.w)));
+        const u32 exponent = max(most >> 23, SMALLEST);
+        const float scale = __uint_as_float((267 - exponent) << 23);
+        return make_int4(two(x.x, x.y, exponent, scale, 0), two(x.z, x.w, exponent, scale, 1),
+                         two(y.x, y.y, exponent, scale, 2), two(y.z, y.w, exponent, scale, 3));
+    }
+    DEVICE static u32 larger(u32 a, u32 b) { return max(a & 0x7fffffff, b & 0x7fffffff); }
+    DEVICE static u32 two(u32 a, u32 b, u32 exponent, float scale, int word) {
+        return one(a, exponent, scale) | one(b, exponent, scale) << 15 | (exponent >> 2 * word & 3) << 30;
+    }
+    DEVICE static u32 one(u32 bits, u32 exponent, float scale) {
+        if (exponent == NOT_FINITE) return bits >> 17 | ((bits & 0x7fffffff) > 0x7f800000);
+        // The largest may be rounded up to 2^14, which is one more than there is.
+        return __float_as_uint(fminf(fmaf(__uint_as_float(bits), scale, OFFSET), OFFSET + 16383)) & MASK;
+    }
+    DEVICE static u32 exponent_of(int4 sent) {
+        return u32(sent.x) >> 30 | u32(sent.y) >> 30 << 2 | u32(sent.z) >> 30 << 4 | u32(sent.w) >> 30 << 6;
+    }
+    DEVICE static float value(u32 number, u32 exponent) {
+        if (exponent == NOT_FINITE) return __uint_as_float(number << 17);
+        return (__uint_as_float(0x4b000000 | number) - OFFSET) * __uint_as_float((exponent - 13) << 23);
+    }
+};
+
+template <class T> DEVICE u32 plus(u32 x, u32 y) {
     return pack<T>(widen(T{u16(x)}) + widen(T{u16(y)}), widen(T{u16(x >> 16)}) + widen(T{u16(y >> 16)}));
 }
-template <> DEVICE u32 add<float>(u32 x, u32 y) { return __float_as_uint(__uint_as_float(x) + __uint_as_float(y)); }
-template <class T> DEVICE int4 add(int4 x, int4 y) {
-    return make_int4(add<T>(x.x, y.x), add<T>(x.y, y.y), add<T>(x.z, y.z), add<T>(x.w, y.w));
+template <> DEVICE u32 plus<float>(u32 x, u32 y) { return __float_as_uint(__uint_as_float(x) + __uint_as_float(y)); }
+template <class T> DEVICE u32 plus(u32 x, u32 y, u32 z) {
+    return pack<T>(widen(T{u16(x)}) + widen(T{u16(y)}) + widen(T{u16(z)}),
+                   widen(T{u16(x >> 16)}) + widen(T{u16(y >> 16)}) + widen(T{u16(z >> 16)}));
 }
+template <> DEVICE u32 plus<float>(u32 x, u32 y, u32 z) {
+    return __float_as_uint(__uint_as_float(x) + __uint_as_float(y) + __uint_as_float(z));
+}
+template <class T, class... More> DEVICE int4 add(int4 x, int4 y, More... z) {
+    return make_int4(plus<T>(x.x, y.x, z.x...), plus<T>(x.y, y.y, z.y...), plus<T>(x.z, y.z, z.z...),
+                     plus<T>(x.w, y.w, z.w...));
+}
+
+// The sum of a part and what the other process has sent of its part, in T.
+template <class T> DEVICE int4 total(const Eight& own, int4 theirs) {
+    const int4 ours = own.sent();
+    const u32 e = Eight::exponent_of(ours), other = Eight::exponent_of(theirs);
+    const auto word = [&](u32 a, u32 b) {
+        return pack<T>(Eight::value(a & Eight::MASK, e) + Eight::value(b & Eight::MASK, other),
+                       Eight::value(a >> 15 & Eight::MASK, e) + Eight::value(b >> 15 & Eight::MASK, other));
+    };
+    return make_int4(word(ours.x, theirs.x), word(ours.y, theirs.y), word(ours.z, theirs.z), word(ours.w, theirs.w));
+}
+template <class T> DEVICE int4 total(const Raw& own, int4 theirs) { return add<T>(own.x, theirs); }
 
 // A block's chunk, or a part of one.  `each` calls f(v, at) for a thread's vectors.  A call that loads does nothing
 // else, because a store would have to wait before the next load.
@@ -50,8 +115,8 @@ template <int VECTORS> struct Chunk {
         for (int v = 0; v < VECTORS; ++v)
             if (const u32 at = begin + v * stride; at < end) f(v, at);
     }
-    DEVICE void load(int4 (&x)[VECTORS], const int4* from) const {
-        each([&](int v, u32 at) { x[v] = from[at]; });
+    template <class Given> DEVICE void load(Given (&x)[VECTORS], const int4* from) const {
+        each([&](int v, u32 at) { x[v].load(from, at); });
     }
     DEVICE bool some() const { return begin - thread() < end; }  // the same for all threads
     DEVICE void next() { begin += VECTORS * stride; }
@@ -61,14 +126,15 @@ template <int VECTORS> struct Chunk {
     }
 };
 
-template <int VECTORS, class Given> DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 read) {
-    int4 x[VECTORS];
+template <class Sent, int VECTORS, class Given>
+DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 read) {
+    Sent x[VECTORS];
     chunk.load(x, a.part);
     for (u32 k = 0; chunk.some();) {
         const u32 number = epoch + k;
         k += chunk.PLACES;
         while (acquire_shared(read) + AHEAD < k);
-        chunk.each([&](int v, u32) { a.theirs[chunk.shared(number, v)] = x[v]; });
+        chunk.each([&](int v, u32) { a.theirs[chunk.shared(number, v)] = x[v].sent(); });
         chunk.next();
         chunk.load(x, a.part);  // before the barrier: raising the flag waits until all has been written
         named_barrier<WRITERS, THREADS>();
@@ -95,37 +161,43 @@ DEVICE void read_chunks(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 rea
 }
 
 // Half of the threads run `readers(first, epoch, read)` while the others write.
-template <int VECTORS, class Given, class Readers> DEVICE void exchange(const Given& a, Readers readers) {
+template <class Sent, int VECTORS, class Given, class Readers> DEVICE void exchange(const Given& a, Readers readers) {
     static_assert(VECTORS % PLACE == 0 && 2 * VECTORS / PLACE <= AHEAD, "one chunk is written while another is read");
     __shared__ u32 read;  // places read
     const u32 epoch = a.epochs[blockIdx.x];
     const Chunk<VECTORS> first = {blockIdx.x * THREADS + thread(), gridDim.x * THREADS, u32(a.vectors)};
     if (threadIdx.x == 0) read = 0;
     __syncthreads();
-    if (threadIdx.x < THREADS) write(a, first, epoch, shared_address(&read));
+    if (threadIdx.x < THREADS) write<Sent>(a, first, epoch, shared_address(&read));
     else readers(first, epoch, shared_address(&read));
 }
 
-constexpr int SUMMED = 4, GATHERED = 8;             // vectors of a chunk
-template <class T> constexpr int AT_ONCE = SUMMED;  // vectors that a thread adds at once
-template <> constexpr int AT_ONCE<float> = 2;       // more would spill
+constexpr int SUMMED = 4, GATHERED = 8;  // vectors of a chunk
+constexpr int AT_ONCE = 2;              // vectors that a thread adds at once; more would spill
+template <class T> struct SentFor { using Sent = Eight; };
+template <> struct SentFor<float> { using Sent = Raw; };
 
 template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(const __grid_constant__ SumParts a) {
-    exchange<SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, u32 read) {
-        Chunk<AT_ONCE<T>> next = {first.begin, first.stride, first.end};
-        int4 x[AT_ONCE<T>], residual[AT_ONCE<T>];
+    using Sent = typename SentFor<T>::Sent;
+    exchange<Sent, SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, u32 read) {
+        Chunk<AT_ONCE> next = {first.begin, first.stride, first.end};
+        Sent x[AT_ONCE];
+        Raw residual[AT_ONCE], other[AT_ONCE];
         const auto load = [&] {
             next.load(x, a.part);
             if (a.residual) next.load(residual, a.residual);
+            if (a.other) next.load(other, a.other);
         };
         const auto sum = [&](const Chunk<SUMMED>& chunk, u32 number) {
 #pragma unroll 1
-            for (int v0 = 0; v0 < SUMMED; v0 += AT_ONCE<T>) {
-                int4 y[AT_ONCE<T>];
+            for (int v0 = 0; v0 < SUMMED; v0 += AT_ONCE) {
+                int4 y[AT_ONCE];
                 next.each([&](int v, u32) { y[v] = load_system(a.own + chunk.shared(number, v0 + v)); });
                 next.each([&](int v, u32 at) {
-                    const int4 both = add<T>(x[v], y[v]);
-                    a.sum[at] = a.residual ? add<T>(both, residual[v]) : both;
+                    const int4 both = total<T>(x[v], y[v]);
+                    a.sum[at] = a.other      ? add<T>(residual[v].x, other[v].x, both)
+                                : a.residual ? add<T>(both, residual[v].x)
+                                             : both;
                 });
                 next.next();
                 load();  // also of the next chunk, whatever the other process has written
@@ -149,7 +221,7 @@ template <class From> DEVICE void copy(const GatherParts& a, const Chunk<GATHERE
 }
 __global__ void __launch_bounds__(2 * THREADS, 2) gather_parts(const __grid_constant__ GatherParts a) {
     using Gathered = Chunk<GATHERED>;
-    exchange<GATHERED>(a, [&](const Gathered& first, u32 epoch, u32 read) {
+    exchange<Raw, GATHERED>(a, [&](const Gathered& first, u32 epoch, u32 read) {
         const auto own = [&](const Gathered& chunk) {
             copy(a, chunk, a.rank, [&](u32, int, u32 at) { return a.part[at]; });
         };

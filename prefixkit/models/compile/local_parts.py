@@ -30,11 +30,16 @@ class SummedLinear(nn.Linear):
     addresses: Tensor | None  # see PartExchange
 
     def forward(self, input: Tensor) -> Tensor:
-        out = F.linear(input, self.weight)
         if self.addresses is None:
+            out = F.linear(input, self.weight)
             torch.distributed.all_reduce(out, group=self.group)
         else:
-            out = torch.ops.prefixkit.sum_parts(out, self.addresses)
+            weight = self.weight
+            if torch.is_autocast_enabled(input.device.type):
+                dtype = torch.get_autocast_dtype(input.device.type)
+                input, weight = input.to(dtype), weight.to(dtype)
+            part = torch.ops.prefixkit.part_of_product(input, weight)
+            out = torch.ops.prefixkit.sum_parts(part, self.addresses, input.dtype)
         return out if self.bias is None else out + self.bias
 
 

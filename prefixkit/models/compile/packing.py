@@ -46,13 +46,10 @@ def capturing() -> bool:
 
 
 def is_own_op(node: fx.Node) -> bool:
-    """Whether a node calls one of prefixkit's ops other than ``sum_parts``, which sums any product over processes."""
-    target = node.target
-    return (
-        node.op == "call_function"
-        and str(target).startswith("prefixkit.")
-        and target is not torch.ops.prefixkit.sum_parts
-    )
+    """Whether a node calls one of prefixkit's ops other than those that sum any product over processes."""
+    target, ops = node.target, torch.ops.prefixkit
+    sums = target in (ops.part_of_product, ops.sum_parts)
+    return node.op == "call_function" and str(target).startswith("prefixkit.") and not sums
 
 
 def compile_packed(

@@ -35,8 +35,8 @@ class PartExchange:
     held: tuple[Any, ...] = ()
 
     def addresses_for(self, weight: Tensor) -> Tensor | None:
-        """The addresses, if the op can sum products with a weight ``[width, columns]``; else None."""
-        return None if weight.shape[0] * weight.element_size() % VECTOR_BYTES else self.addresses
+        """The addresses, if the op can sum products with a weight ``[width, columns]`` in any dtype; else None."""
+        return None if weight.shape[0] * 2 % VECTOR_BYTES else self.addresses
 
 
 _known: WeakKeyDictionary[nn.Module, PartExchange] = WeakKeyDictionary()

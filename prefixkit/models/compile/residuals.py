@@ -1,7 +1,11 @@
 """Residual adds within the sums of tensor parallelism, in a compiled layer's graph.
 
 Inductor's kernel for such an add would read a sum that ``sum_parts`` has just written.  If a graph that dynamo traced
-adds a tensor to a sum that nothing else reads, the op adds that tensor too, with the same bits.
+adds a tensor to a sum that nothing else reads, the op adds that tensor too.
+
+A layer adds two sums to what it got: ``between = residual + attention``, which a norm reads, and ``between + mlp``.  In
+one process inductor's kernels read ``residual`` and ``attention`` for both, and round ``between`` in neither.  So the
+second sum takes both as residuals, and the first takes none: its add stays, and becomes a part of the norm's kernel.
 """
 
 from __future__ import annotations
@@ -27,14 +31,35 @@ def with_residuals(graph: fx.GraphModule) -> fx.GraphModule:
     if torch.is_grad_enabled() or not _found(graph.graph):
         return graph
     copied = copy_of(graph)
-    found = _found(copied.graph)
-    for total, residual, _ in found:  # a residual may be one of the adds
-        total.args = (*total.args, residual)
-    for total, _, add in found:
+    found = {add: (total, residual) for total, residual, add in _found(copied.graph)}
+    between = _between(list(copied.graph.nodes), found)
+    kept, now = set[fx.Node](), dict[fx.Node, fx.Node]()  # adds that stay, and the sums that others have become
+    for add, (total, residual) in found.items():
+        if add in between and residual not in kept:
+            kept.add(add)  # for what else reads it; a later sum takes its two terms
+            continue
+        first = now.get(residual, residual)
+        terms = [*reversed(found[first])] if first in kept else [first]
+        total.args = (*total.args, *(now.get(term, term) for term in terms))
         add.replace_all_uses_with(total)
         copied.graph.erase_node(add)
+        now[add] = total
+    for add in kept:
+        if not add.users:
+            copied.graph.erase_node(add)
     copied.recompile()
     return copied
+
+
+def _between(nodes: list[fx.Node], found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
+    """Adds to sums, of those ``found``, to which one later sum is added, and whose terms that sum can read instead."""
+    at, later = {node: place for place, node in enumerate(nodes)}, [residual for _, residual in found.values()]
+    return {
+        residual
+        for total, residual in found.values()
+        if residual in found and later.count(residual) == 1 and residual.target not in _ADDS_IN_PLACE
+        if not any(may_write(node) for node in nodes[at[residual] : at[total]])
+    }
 
 
 def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
@@ -43,7 +68,7 @@ def _found(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     at = {node: place for place, node in enumerate(nodes)}
     modes = next((place for place, node in enumerate(nodes) if changes_mode(node)), len(nodes))
     for total in graph.find_nodes(op="call_function", target=torch.ops.prefixkit.sum_parts):
-        if len(total.args) != 2 or total.kwargs or len(total.users) != 1:
+        if len(total.args) != 3 or total.kwargs or len(total.users) != 1:
             continue
         (add,) = total.users
         residual = _added_to(total, add)

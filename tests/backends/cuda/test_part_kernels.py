@@ -18,6 +18,7 @@ from prefixkit.backends.cuda.kernels import GATHER_PARTS, SHARED_PARTS
 from prefixkit.ops.shared_parts import BLOCKS, SHARED_BYTES, addresses_of
 from tests.emulation.build import build
 from tests.fake_gpu import pretend, pretend_to_launch
+from tests.ops.sent_parts import sent, sum_of
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -51,9 +52,9 @@ class TwoProcesses:
             self.waiting.clear()
             assert self.library.run_on_cpu(one, other, *form, self.seed) == layout.size
 
-    def sums(self, parts, residuals=(None, None)):
+    def sums(self, parts, dtype=torch.float32, residuals=((), ())):
         both = zip(parts, self.addresses, residuals, strict=True)
-        return [part_kernels.sum_parts(part, own, residual) for part, own, residual in both]
+        return [part_kernels.sum_parts(part, own, dtype, *residual) for part, own, residual in both]
 
     def gathered(self, parts):
         both = enumerate(zip(parts, self.addresses, strict=True))
@@ -84,14 +85,45 @@ def few_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_both_get_the_sum_and_each_its_residual_rounded_like_torch(dtype, two, few_blocks):
+def test_both_get_the_sum_and_each_its_residuals_rounded_like_torch(dtype, two, few_blocks):
     """One vector, part of a chunk, parts of several chunks; and blocks of other numbers in turns."""
     for vectors in (1, 700, 5 * PLACE * few_blocks - 300, 5, 3000):
-        parts, residuals = ([torch.randn(vectors * 16 // dtype.itemsize).to(dtype) for _ in range(2)] for _ in range(2))
-        total = parts[0] + parts[1]
-        assert all(torch.equal(got, total) for got in two.sums(parts)), vectors
-        for got, residual in zip(two.sums(parts, residuals), residuals, strict=True):
-            assert torch.equal(got, total + residual), vectors
+        parts = [torch.randn(vectors * 16 // dtype.itemsize) for _ in range(2)]
+        assert all(torch.equal(got, sum_of(parts, dtype)) for got in two.sums(parts, dtype)), vectors
+        for count in (1, 2):
+            residuals = [[torch.randn_like(part).to(dtype) for _ in range(count)] for part in parts]
+            for got, own in zip(two.sums(parts, dtype, residuals), residuals, strict=True):
+                assert torch.equal(got, sum_of(parts, dtype, *own)), (vectors, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_cross_the_link_in_16_bytes_for_eight_numbers_of_any_size(dtype, two):
+    """Of all exponents, within eight numbers as well; zeros; numbers that round up to a power of two."""
+    random = torch.randint(-(2**31), 2**31, (2, 4096), dtype=torch.int64).int().view(torch.float32)
+    random[~random.isfinite()] = 1
+    spread = torch.randn(2, 4096) * 2.0 ** torch.randint(-30, 1, (2, 4096))
+    nearly = torch.full((2, 4096), 2.0).nextafter(torch.tensor(0.0)) * (2 * torch.randint(2, (2, 4096)) - 1)
+    small = torch.randn(2, 4096) * 2.0**-120
+    for parts in (random, spread, nearly, small, torch.zeros(2, 64), -torch.zeros(2, 64)):
+        for got in two.sums([*parts], dtype):
+            assert torch.equal(got, sum_of([*parts], dtype))
+
+
+def test_no_number_is_off_by_more_than_a_part_of_the_largest_of_its_eight():
+    part = torch.randn(8192)
+    error = (sent(part) - part).abs().view(-1, 8)
+    assert bool((error <= 2.0**-14 * part.abs().view(-1, 8).amax(1, keepdim=True)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_infinities_and_nan_stay_what_they_are(dtype, two):
+    parts = [torch.randn(64) for _ in range(2)]
+    parts[0][3], parts[0][17], parts[0][40], parts[1][41] = torch.inf, -torch.inf, torch.inf, -torch.inf
+    parts[1][3] = -torch.inf
+    parts[0][57] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN of low bits alone
+    for got in two.sums(parts, dtype):
+        assert torch.equal(got.nan_to_num(9.0, 8.0, -8.0), sum_of(parts, dtype).nan_to_num(9.0, 8.0, -8.0))
+        assert got.isnan().nonzero().flatten().tolist() == [3, 57]
 
 
 def test_memory_for_few_chunks_serves_parts_of_many(two, few_blocks):
@@ -115,10 +147,11 @@ def test_sums_and_gathers_follow_each_other_in_any_order(two, few_blocks):
     """Chunks of gathers take two places, and begin at any after those of sums: memory may end within one."""
     sizes = torch.tensor([1, PLACE * few_blocks - 5, 5 * PLACE * few_blocks + 9, 12 * PLACE * few_blocks])
     for step, vectors in enumerate(sizes[torch.randint(len(sizes), (40,))].tolist()):
-        parts = [torch.randint(-9, 9, (vectors * 8,)).bfloat16() for _ in range(2)]
+        parts = [torch.randint(-9, 9, (vectors * 8,)).float() for _ in range(2)]
         if torch.rand(()) < 0.5:
-            assert all(torch.equal(got, parts[0] + parts[1]) for got in two.sums(parts)), step
+            assert all(torch.equal(got, (parts[0] + parts[1]).half()) for got in two.sums(parts, torch.half)), step
         else:
+            parts = [part.half() for part in parts]
             assert all(torch.equal(got, torch.cat(parts)) for got in two.gathered(parts)), step
     assert torch.equal(*two.epochs)
 
@@ -130,7 +163,8 @@ def test_zeros_keep_their_sign_where_there_is_no_residual(two):
 
 def test_tensors_at_addresses_that_vectors_cannot_have_are_copied(two):
     """Of the second process: those of the first would not live until both have launched."""
-    parts, residuals = ([torch.randn(64), torch.randn(65)[1:]] for _ in range(2))
-    for got, residual in zip(two.sums(parts, residuals), residuals, strict=True):
-        assert torch.equal(got, parts[0] + parts[1] + residual)
+    parts = [torch.randn(64), torch.randn(65)[1:]]
+    residuals = [[torch.randn(64)], [torch.randn(65)[1:]]]
+    for got, residual in zip(two.sums(parts, torch.float32, residuals), residuals, strict=True):
+        assert torch.equal(got, parts[0] + parts[1] + residual[0])
     assert all(torch.equal(got, torch.cat(parts)) for got in two.gathered(parts))

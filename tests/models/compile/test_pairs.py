@@ -70,9 +70,10 @@ def test_a_graph_of_pairs_serves_any_number_of_rows(plain, rng):
 
 
 def test_products_whose_result_processes_sum_are_pairs_too(plain, rng):
-    module, addresses = Gated(), torch.zeros(5, dtype=torch.int64)
+    module, weight, addresses = Gated(), torch.zeros(8, 8), torch.zeros(5, dtype=torch.int64)
+    part_of_product, sum_parts = torch.ops.prefixkit.part_of_product, torch.ops.prefixkit.sum_parts
     with pytest.raises(BackendError, match="sum_parts"):  # which no CPU computes
-        plain.of(lambda x: torch.ops.prefixkit.sum_parts(module(x), addresses))(input_of(rng))
+        plain.of(lambda x: sum_parts(part_of_product(module(x), weight), addresses, x.dtype))(input_of(rng))
     assert pairs(plain) == [1]
 
 
