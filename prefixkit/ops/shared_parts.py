@@ -17,7 +17,8 @@ from prefixkit.ops.arguments import FLOATS, BadDtype, expect
 BLOCKS = 128  # of a launch, at most; linked GPUs have at least as many multiprocessors
 VECTOR_BYTES = 16
 PLACE_BYTES = 256 * 4 * VECTOR_BYTES  # of a block: THREADS x PLACE vectors in the kernels
-SHARED_BYTES = BLOCKS * (8 * PLACE_BYTES + 4)  # 2 * AHEAD places, and a flag
+AHEAD = 4  # places that a block's writers may be ahead of its readers
+SHARED_BYTES = BLOCKS * (2 * AHEAD * PLACE_BYTES + 4)  # places, and a flag
 ADDRESSES = 5
 
 

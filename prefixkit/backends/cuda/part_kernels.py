@@ -11,7 +11,7 @@ from prefixkit.backends.cuda.kernels import GATHER_PARTS, SHARED_PARTS, sum_name
 from prefixkit.cuda import jit
 from prefixkit.cuda.launch import launch
 from prefixkit.cuda.struct_layout import Struct
-from prefixkit.ops.shared_parts import BLOCKS, VECTOR_BYTES
+from prefixkit.ops.shared_parts import AHEAD, BLOCKS, PLACE_BYTES, VECTOR_BYTES
 
 _THREADS = 256  # of the kernels
 
@@ -54,7 +54,8 @@ def _launch(
     values = (*given, *addresses.tolist(), vectors, *more)
     grid = (min(BLOCKS, -(-vectors // _THREADS)), 1, 1)
     describe = f"{name} on {part.device}: {list(part.shape)} {part.dtype}".__str__
-    launch(layout.check(function), layout, values, grid, 2 * _THREADS, 0, describe)
+    kept = 0 if name == GATHER_PARTS else AHEAD * PLACE_BYTES
+    launch(layout.check(function), layout, values, grid, 2 * _THREADS, kept, describe)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

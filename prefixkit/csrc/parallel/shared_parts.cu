@@ -11,9 +11,9 @@
 //          and THREADS others read them, so that the link is busy while a block adds.  Both processes launch the same
 //          number of blocks, so a block waits only for the block of the same number.
 // cost     part and residuals are read and the result is written once.  As many bytes as the result has cross the link
-//          in each direction and are read back from the L2; the threads that read take part from the L2 too.  A chunk
-//          costs the link a round trip, because a fence waits for everything written; so chunks are as large as
-//          registers allow.
+//          in each direction and are read back from the L2.  What a block sends of a sum it keeps in 64 KB of its own
+//          memory, so that its part is read once.  A chunk costs the link a round trip, because a fence waits for
+//          everything written; so chunks are as large as registers allow.
 // order    a block numbers its places from its epoch on and takes them in turn, across launches of either kernel.  Its
 //          flag says how many places the other process has written.  A chunk that ends at place n is written once this
 //          process has read all places before n - AHEAD.  To read those, this process has seen a flag that the other
@@ -93,9 +93,8 @@ template <class T, class... More> DEVICE int4 add(int4 x, int4 y, More... z) {
                      plus<T>(x.w, y.w, z.w...));
 }
 
-// The sum of a part and what the other process has sent of its part, in T.
-template <class T> DEVICE int4 total(const Eight& own, int4 theirs) {
-    const int4 ours = own.sent();
+// The sum in T of what both processes have sent.
+template <class T> DEVICE int4 total(int4 ours, int4 theirs) {
     const u32 e = Eight::exponent_of(ours), other = Eight::exponent_of(theirs);
     const auto word = [&](u32 a, u32 b) {
         return pack<T>(Eight::value(a & Eight::MASK, e) + Eight::value(b & Eight::MASK, other),
@@ -103,7 +102,7 @@ template <class T> DEVICE int4 total(const Eight& own, int4 theirs) {
     };
     return make_int4(word(ours.x, theirs.x), word(ours.y, theirs.y), word(ours.z, theirs.z), word(ours.w, theirs.w));
 }
-template <class T> DEVICE int4 total(const Raw& own, int4 theirs) { return add<T>(own.x, theirs); }
+template <> DEVICE int4 total<float>(int4 ours, int4 theirs) { return add<float>(ours, theirs); }
 
 // A block's chunk, or a part of one.  `each` calls f(v, at) for a thread's vectors.  A call that loads does nothing
 // else, because a store would have to wait before the next load.
@@ -124,52 +123,71 @@ template <int VECTORS> struct Chunk {
     DEVICE u32 shared(u32 number, int v) const {
         return ((blockIdx.x * 2 * AHEAD + (number + v / PLACE) % (2 * AHEAD)) * PLACE + v % PLACE) * THREADS + thread();
     }
+    // Likewise in the block's memory, for place `k` of this launch.
+    DEVICE u32 kept(u32 k, int v) const { return ((k + v / PLACE) % AHEAD * PLACE + v % PLACE) * THREADS + thread(); }
 };
 
-template <class Sent, int VECTORS, class Given>
-DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 read) {
+// Places of a launch that a block has read and written, as addresses in its shared memory.
+struct Progress {
+    u32 read, written;
+};
+
+// KEEP: what is written is kept in the block's memory as well, for its readers.
+template <class Sent, bool KEEP, int VECTORS, class Given>
+DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, Progress progress) {
     Sent x[VECTORS];
     chunk.load(x, a.part);
     for (u32 k = 0; chunk.some();) {
-        const u32 number = epoch + k;
+        const u32 place = k;
         k += chunk.PLACES;
-        while (acquire_shared(read) + AHEAD < k);
-        chunk.each([&](int v, u32) { a.theirs[chunk.shared(number, v)] = x[v].sent(); });
+        while (acquire_shared(progress.read) + AHEAD < k);
+        chunk.each([&](int v, u32) {
+            const int4 sent = x[v].sent();
+            a.theirs[chunk.shared(epoch + place, v)] = sent;
+            if (KEEP) block_memory()[chunk.kept(place, v)] = sent;
+        });
         chunk.next();
         chunk.load(x, a.part);  // before the barrier: raising the flag waits until all has been written
         named_barrier<WRITERS, THREADS>();
-        if (thread() == 0) release_system(a.their_flags + blockIdx.x, epoch + k);
+        if (thread() == 0) {
+            release_shared(progress.written, k);
+            release_system(a.their_flags + blockIdx.x, epoch + k);
+        }
     }
 }
 
-// Calls `before(chunk)` before the other process is known to have written a chunk, and `after(chunk, number)`
-// afterwards.
+// Calls `before(chunk)` before either process is known to have written a chunk, and `after(chunk, k)` afterwards.
 template <int VECTORS, class Given, class Before, class After>
-DEVICE void read_chunks(const Given& a, Chunk<VECTORS> chunk, u32 epoch, u32 read, Before before, After after) {
+DEVICE void read_chunks(const Given& a, Chunk<VECTORS> chunk, u32 epoch, Progress progress, Before before,
+                        After after) {
     u32 k = 0;
     for (; chunk.some(); chunk.next()) {
         before(chunk);
         k += chunk.PLACES;
-        if (thread() == 0)  // the other process may be ahead
+        if (thread() == 0) {  // the other process may be ahead
             while (int(acquire_system(a.own_flags + blockIdx.x) - (epoch + k)) < 0);
+            while (acquire_shared(progress.written) < k);
+        }
         named_barrier<READERS, THREADS>();
-        after(chunk, epoch + k - chunk.PLACES);
+        after(chunk, k - chunk.PLACES);
         named_barrier<READERS, THREADS>();  // at once, for writers have few places besides those of two chunks
-        if (thread() == 0) release_shared(read, k);
+        if (thread() == 0) release_shared(progress.read, k);
     }
     if (thread() == 0) a.epochs[blockIdx.x] = epoch + k;
 }
 
-// Half of the threads run `readers(first, epoch, read)` while the others write.
-template <class Sent, int VECTORS, class Given, class Readers> DEVICE void exchange(const Given& a, Readers readers) {
+// Half of the threads run `readers(first, epoch, progress)` while the others write.
+template <class Sent, bool KEEP, int VECTORS, class Given, class Readers>
+DEVICE void exchange(const Given& a, Readers readers) {
     static_assert(VECTORS % PLACE == 0 && 2 * VECTORS / PLACE <= AHEAD, "one chunk is written while another is read");
-    __shared__ u32 read;  // places read
+    __shared__ u32 read, written;  // places
+    const Progress progress = {shared_address(&read), shared_address(&written)};
     const u32 epoch = a.epochs[blockIdx.x];
     const Chunk<VECTORS> first = {blockIdx.x * THREADS + thread(), gridDim.x * THREADS, u32(a.vectors)};
-    if (threadIdx.x == 0) read = 0;
+    if (threadIdx.x == 0) read = written = 0;
     __syncthreads();
-    if (threadIdx.x < THREADS) write<Sent>(a, first, epoch, shared_address(&read));
-    else readers(first, epoch, shared_address(&read));
+    if (threadIdx.x < THREADS) write<Sent, KEEP>(a, first, epoch, progress);
+    else readers(first, epoch, progress);
 }
 
 constexpr int SUMMED = 4, GATHERED = 8;  // vectors of a chunk
@@ -178,23 +196,20 @@ template <class T> struct SentFor { using Sent = Eight; };
 template <> struct SentFor<float> { using Sent = Raw; };
 
 template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(const __grid_constant__ SumParts a) {
-    using Sent = typename SentFor<T>::Sent;
-    exchange<Sent, SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, u32 read) {
+    exchange<typename SentFor<T>::Sent, true, SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, Progress progress) {
         Chunk<AT_ONCE> next = {first.begin, first.stride, first.end};
-        Sent x[AT_ONCE];
         Raw residual[AT_ONCE], other[AT_ONCE];
         const auto load = [&] {
-            next.load(x, a.part);
             if (a.residual) next.load(residual, a.residual);
             if (a.other) next.load(other, a.other);
         };
-        const auto sum = [&](const Chunk<SUMMED>& chunk, u32 number) {
+        const auto sum = [&](const Chunk<SUMMED>& chunk, u32 place) {
 #pragma unroll 1
             for (int v0 = 0; v0 < SUMMED; v0 += AT_ONCE) {
                 int4 y[AT_ONCE];
-                next.each([&](int v, u32) { y[v] = load_system(a.own + chunk.shared(number, v0 + v)); });
+                next.each([&](int v, u32) { y[v] = load_system(a.own + chunk.shared(epoch + place, v0 + v)); });
                 next.each([&](int v, u32 at) {
-                    const int4 both = total<T>(x[v], y[v]);
+                    const int4 both = total<T>(block_memory()[chunk.kept(place, v0 + v)], y[v]);
                     a.sum[at] = a.other      ? add<T>(residual[v].x, other[v].x, both)
                                 : a.residual ? add<T>(both, residual[v].x)
                                              : both;
@@ -204,7 +219,7 @@ template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(c
             }
         };
         load();
-        read_chunks(a, first, epoch, read, [](const Chunk<SUMMED>&) {}, sum);
+        read_chunks(a, first, epoch, progress, [](const Chunk<SUMMED>&) {}, sum);
     });
 }
 
@@ -221,16 +236,16 @@ template <class From> DEVICE void copy(const GatherParts& a, const Chunk<GATHERE
 }
 __global__ void __launch_bounds__(2 * THREADS, 2) gather_parts(const __grid_constant__ GatherParts a) {
     using Gathered = Chunk<GATHERED>;
-    exchange<Raw, GATHERED>(a, [&](const Gathered& first, u32 epoch, u32 read) {
+    exchange<Raw, false, GATHERED>(a, [&](const Gathered& first, u32 epoch, Progress progress) {
         const auto own = [&](const Gathered& chunk) {
             copy(a, chunk, a.rank, [&](u32, int, u32 at) { return a.part[at]; });
         };
         const auto theirs = [&](const Gathered& chunk, u32 number) {
             copy(a, chunk, 1 - a.rank, [&](u32 place, int v, u32) {
-                return load_system(a.own + chunk.shared(number + place, v));
+                return load_system(a.own + chunk.shared(epoch + number + place, v));
             });
         };
-        read_chunks(a, first, epoch, read, own, theirs);
+        read_chunks(a, first, epoch, progress, own, theirs);
     });
 }
 

@@ -11,7 +11,7 @@ template <class Given> int both(const void* one, const void* other, int blocks, 
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < unsigned(blocks); ++blockIdx.x) {
         std::memset(emulation::named, 0, sizeof emulation::named);
-        std::memset(shared_word, 0, sizeof shared_word);
+        for (auto& words : shared_words) words.clear();
         emulation::run(2, kernel);
     }
     return sizeof(Given);
