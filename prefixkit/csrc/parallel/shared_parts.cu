@@ -191,7 +191,7 @@ DEVICE void exchange(const Given& a, Readers readers) {
 }
 
 constexpr int SUMMED = 4, GATHERED = 8;  // vectors of a chunk
-constexpr int AT_ONCE = 2;              // vectors that a thread adds at once; more would spill
+constexpr int AT_ONCE = 2;               // vectors that a thread adds at once; more would spill
 template <class T> struct SentFor { using Sent = Eight; };
 template <> struct SentFor<float> { using Sent = Raw; };
 
@@ -218,8 +218,18 @@ template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(c
                 load();  // also of the next chunk, whatever the other process has written
             }
         };
+        // Residuals were written some layers' weights ago, so they are in main memory: they are fetched a chunk ahead.
+        const auto fetch = [&](Chunk<SUMMED> chunk) {
+            if (thread() % 8 == 0)  // for 128 bytes
+                chunk.each([&](int, u32 at) {
+                    if (a.residual) prefetch(a.residual + at);
+                    if (a.other) prefetch(a.other + at);
+                });
+        };
+        const auto fetch_next = [&](Chunk<SUMMED> chunk) { chunk.next(), fetch(chunk); };
+        fetch(first);
         load();
-        read_chunks(a, first, epoch, progress, [](const Chunk<SUMMED>&) {}, sum);
+        read_chunks(a, first, epoch, progress, fetch_next, sum);
     });
 }
 

@@ -12,6 +12,7 @@ LOAD(u32, acquire_shared, u32, "ld.acquire.cta.shared.b32", "=r", "r")
 // Loads what another GPU has written, past the L1, which may hold older values.
 LOAD4(int4, load_system, const int4*, "ld.relaxed.sys.global.v4.b32", "=r", "l")
 
+DEVICE void prefetch(const void* at) { EFFECT("prefetch.global.L2 [%0];", "l"(at)); }
 extern __shared__ int4 dynamic_shared[];
 DEVICE int4* block_memory() { return dynamic_shared; }  // what a launch gives each block
 

@@ -15,5 +15,6 @@ inline u32 acquire_shared(u32 from) {
     emulation::give_way(), emulation::may_linger();
     return shared_words[emulation::process()][from];
 }
+inline void prefetch(const void*) {}
 inline int4 load_system(const int4* from) { emulation::may_linger(); return *from; }
 }  // namespace prefixkit
