@@ -336,8 +336,7 @@ _OPS: tuple[tuple[Callable[..., object], tuple[str, ...], tuple[Callable[..., ob
     (state_ops.delta_rule, ("states",), (_refuse_gradients, state_ops.check_delta_rule)),
     (state_ops.rms_norm, (), (_refuse_gradients, state_ops.rms_norm)),
     (digest_op.digest, ("total",), (digest_op.digest,)),
-    (shared_parts.part_of_product, (), (_refuse_gradients, shared_parts.part_of_product)),
-    (shared_parts.sum_parts, (), (_refuse_gradients, shared_parts.sum_parts)),
+    *((op, (), (_refuse_gradients, op)) for op in (shared_parts.part_of_product, shared_parts.sum_parts)),
     (shared_parts.gather_parts, (), (_refuse_gradients, shared_parts.gather_parts)),
 )
 SCHEMAS = tuple(op.__name__ + torch.library.infer_schema(op, mutates_args=writes) for op, writes, _ in _OPS)

@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    """Processes share the GPU: what torch holds of a large test is given back."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def checked() -> Iterator[None]:
     """Checked mode, as with PREFIXKIT_CHECK=1."""
