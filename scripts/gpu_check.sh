@@ -39,6 +39,10 @@ part() {
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }
 
+# On a machine with several GPUs tests and sanitizers share all of them; benchmarks run on the first.
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+gpus=$((gpus > 0 ? gpus : 1))
+
 "$python" -c 'from prefixkit.cli.commands.env import facts
 for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 
@@ -46,11 +50,13 @@ for name, value in facts(): print(f"{name}: {value}")' | tee "$out/env.txt"
 if wants compile; then part compile 240 "$python" scripts/compile_all.py --jobs "$(nproc)" || failed=1; fi
 
 if wants tests; then
-    # In several processes if pytest-xdist is installed: they share the GPU well, and compile most of the time.
-    count=$(($(nproc) > 16 ? 14 : $(nproc) > 4 ? $(nproc) - 2 : 2))
-    workers=$("$python" -c "import xdist; print('-n $count')" 2>/dev/null || true)
+    # In several processes if pytest-xdist is installed: they share a GPU well, and compile most of the time.
+    count=$(($(nproc) > 4 ? $(nproc) - 2 : 2))
+    count=$((count < 14 * gpus ? count : 14 * gpus))
+    workers=$("$python" -c "import xdist; print('-n $count --dist worksteal')" 2>/dev/null || true)
     # shellcheck disable=SC2086
-    part tests "${TESTS_SECONDS:-330}" "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py \
+    part tests "${TESTS_SECONDS:-330}" env CUDA_VISIBLE_DEVICES="$(seq -s, 0 $((gpus - 1)))" \
+        "$python" -m pytest tests/gpu tests/benchmarks/test_hydragen_gpu.py -p tests.gpu.first_gpu \
         -v --durations=8 --tb=short $workers ${TESTS_OPTIONS:-} || failed=1
 fi
 
@@ -59,13 +65,15 @@ if wants sanitizers; then
     # API errors are not reported: NVIDIA's own Python bindings ask the driver for functions that it may not have.
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     if [ -x "$sanitizer" ]; then
-        running=()
+        running=() number=0
         for kernel in "" portable; do
             for tool in memcheck racecheck synccheck initcheck; do
                 # Racecheck does not see the order that one lane establishes by arriving for its warp.
                 build=$kernel; [ "$tool$kernel" = racecheck ] && build=racecheck
+                number=$((number + 1))
                 part "sanitizer-$tool${kernel:+-$kernel}" "${SANITIZER_SECONDS:-100}" \
                     env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PREFIXKIT_KERNEL="$build" \
+                    CUDA_VISIBLE_DEVICES=$((number % gpus)) \
                     "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
                     --kernel-name-exclude kernel_substring=at:: "$python" scripts/sanitizer_set.py &
                 running+=($!)
