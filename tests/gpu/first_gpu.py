@@ -1,6 +1,6 @@
 """A pytest plugin for several GPUs: the first GPU that a worker sees is another one for each, and all see all of them.
 
-    CUDA_VISIBLE_DEVICES=0,1,2,3 pytest -n 40 -p tests.gpu.first_gpu tests/gpu
+CUDA_VISIBLE_DEVICES=0,1,2,3 pytest -n 40 -p tests.gpu.first_gpu tests/gpu
 """
 
 from __future__ import annotations
