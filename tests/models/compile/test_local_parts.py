@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from prefixkit import unpatch
+from prefixkit.models.compile.local_parts import SummedLinear, copy_of_module
 from prefixkit.models.compile.packed_weights import packed_view
 from tests.models.compile.decode import Decode
 
@@ -78,3 +79,21 @@ def test_layers_that_are_split_in_another_style_run_as_they_are(split, tiny, dri
     step = decode.step()
     torch.testing.assert_close(decode.runner()(step), decode.driver.runner(step))
     assert "layers run without torch.compile: a Linear of model.layers.0 has a forward of its own" in caplog.text
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "float32 under autocast"])
+def test_where_two_gpus_see_one_memory_products_are_float32_until_they_are_summed(autocast, dynamo):
+    """And the sum has the dtype that the module's product would have."""
+    linear = nn.Linear(16, 8, bias=False, dtype=torch.float32 if autocast else torch.bfloat16)
+    to = {"group": None, "addresses": torch.zeros(5, dtype=torch.int64)}
+    module, found = copy_of_module(linear, SummedLinear, **to), []
+
+    def sums(graph, inputs):
+        ops = torch.ops.prefixkit
+        for part in graph.graph.find_nodes(op="call_function", target=ops.part_of_product):
+            found.append([one.meta["example_value"].dtype for one in (*part.args, part, *part.users)])
+        return lambda *inputs: (torch.zeros(3, 8),)
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        torch.compile(module, backend=sums, fullgraph=True)(torch.zeros(3, 16, dtype=linear.weight.dtype))
+    assert found == [[torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]]
