@@ -24,6 +24,8 @@ gc.disable()
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # The compiler would collect garbage after every graph; thresholds below say when that is worth it.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Inductor would compile torch's vector headers for each of the CPU's instruction sets, to see whether that works.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
