@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -24,6 +25,12 @@ gc.disable()
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 # The compiler would collect garbage after every graph; thresholds below say when that is worth it.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Inductor would compile torch's vector headers for each of the CPU's instruction sets, to see whether that works.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None:
+    # glibc would give tensors of a megabyte back to the kernel, which clears their pages anew for the next ones.
+    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: smaller ones come from the heap,
+    mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD: which keeps so much
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores starve each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -56,6 +56,7 @@ def test_a_campaign_on_two_ray_actors_one_of_which_is_killed(folders, prompts, t
     monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
     for unused in ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart"):  # processes that wait for tasks
         monkeypatch.setenv(unused, "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else other tests take the cores from them
     own = ["--model", str(folders["plain"]), "--input", str(prompts), "-n", "24", "--max-new-tokens", "24"]
     own += ["--in-flight", "2", "--run", str(tmp_path / "run")]
     command = [sys.executable, str(EXAMPLES / "ray_campaign.py"), "--replicas", "2", "--gpus", "0", "--", *own]

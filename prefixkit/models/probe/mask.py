@@ -46,8 +46,10 @@ def chunk_of(mask: Any, length: int, rows: int) -> int | None:
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return None
     shown = _shown(mask, length, rows)
-    first = shown.reshape(-1, rows, length + rows)[0].int().argmax(1)
-    size = int(first[-1] - first[0])
+    first = shown.reshape(-1, rows, length + rows)[0].view(torch.uint8).argmax(1).tolist()
+    size = first[-1] - first[0]
+    if {*first} != {first[0], first[-1]}:  # as in a window, where each query sees another first token
+        return None
     query, key = torch.arange(length, length + rows)[:, None], torch.arange(length + rows)
     chunked = size > 0 and bool((shown == ((key <= query) & (key // size == query // size))).all())
     return size if chunked else None
@@ -66,9 +68,9 @@ def _shown(mask: Any, length: int, rows: int) -> Tensor:
     own: Tensor = mask[..., : length + rows].cpu()
     if own.dtype == torch.bool:
         return own
-    hidden = own <= torch.finfo(own.dtype).min / 2
-    if (own.masked_fill(hidden, 0) != 0).any():
+    hidden, visible = own <= torch.finfo(own.dtype).min / 2, own == 0
+    if not (hidden | visible).all():
         raise UnknownMask(
             "gets a mask that adds to the scores, as ALiBi does; attention over a tree is not told of that"
         )
-    return ~hidden
+    return visible
