@@ -42,11 +42,11 @@ struct Raw {
 };
 
 // Eight float32 as whole numbers of 15 bits times a power of two: 2^(e - 13) where 2^e is that of the largest number, so
-// none is off by more than 2^-13 of the largest.  Word i of the 16 bytes has numbers 2i and 2i + 1, 16,384 added to each,
+// none is off by more than 2^-14 of the largest.  Word i of the 16 bytes has numbers 2i and 2i + 1, 16,384 added to each,
 // and bits 2i of e.  With e for infinities and NaN a number is the upper half of its float32, without the last bit.
 struct Eight {
     static constexpr u32 SMALLEST = 14, NOT_FINITE = 255, MASK = 0x7fff;  // exponents as float32 has them
-    static constexpr float OFFSET = 8388608 + 16384;                     // float32 has whole numbers there
+    static constexpr float OFFSET = 8388608 + 16384;                      // float32 has whole numbers there
     int4 x, y;
     DEVICE void load(const int4* part, u32 at) {
         part += 2 * at;
