@@ -29,8 +29,8 @@ def sum_parts(
 ) -> Tensor:
     """``sum_parts``; the op has checked its arguments."""
     total = part.new_empty(part.shape, dtype=dtype)
-    given = [None if one is None else _aligned(one) for one in (part, residual, other, total)]
-    pointers = tuple(0 if one is None else one.data_ptr() for one in given)
+    given = [None if one is None else _aligned(one) for one in (part, residual, other)]
+    pointers = tuple(0 if one is None else one.data_ptr() for one in (*given, total))
     vectors = total.nbytes // VECTOR_BYTES
     _launch(sum_name(layouts.dtype_name(dtype)), layouts.SUM_PARTS, part, pointers, addresses, vectors)
     return total
