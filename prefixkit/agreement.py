@@ -53,6 +53,12 @@ class Agreement(Protocol):
         ``tensors``: dense tensors on one device, with the same shapes and dtypes in all processes.
         """
 
+    def exchange(self, *tensors: Tensor) -> None:
+        """Complete tensors whose rows the processes have written in equal parts, process r part r, likewise.
+
+        ``tensors``: contiguous, ``[rows, ...]``, rows a multiple of ``processes``.
+        """
+
 
 class Alone:
     """The agreement of a process that has the model for itself."""
@@ -69,6 +75,9 @@ class Alone:
         """Does nothing: ``value`` is not called."""
 
     def broadcast(self, *tensors: Tensor) -> None:
+        """Does nothing."""
+
+    def exchange(self, *tensors: Tensor) -> None:
         """Does nothing."""
 
 
@@ -113,12 +122,21 @@ class Together:
         ordered = sorted((one for one in tensors if one.numel()), key=lambda one: -one.itemsize)
         if not ordered:
             return
-        group = self._host if ordered[0].device.type == "cpu" else self._group
+        group = self._group_for(ordered[0])
         with torch.inference_mode():  # allows writes to inference tensors and to others
             whole = torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in ordered])
             torch.distributed.broadcast(whole, group=group, group_src=0)
             for one, part in zip(ordered, torch.split(whole, [one.nbytes for one in ordered]), strict=True):
                 one.copy_(part.view(one.dtype).view(one.shape))
+
+    def exchange(self, *tensors: Tensor) -> None:
+        with torch.inference_mode():
+            for one in tensors:
+                parts = one.chunk(self.processes)
+                torch.distributed.all_gather([*parts], parts[self.rank].clone(), self._group_for(one))
+
+    def _group_for(self, tensor: Tensor) -> Any:
+        return self._host if tensor.device.type == "cpu" else self._group
 
 
 def everywhere(agreement: Agreement, true: bool) -> bool:

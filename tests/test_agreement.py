@@ -40,6 +40,8 @@ def test_tensors_of_any_shape_dtype_and_stride_come_back(together, inference):
     together.broadcast(*given)
     assert all(map(torch.equal, given, want))
     together.broadcast()
+    together.exchange(*(one for one in given if one.is_contiguous() and one.ndim))
+    assert all(map(torch.equal, given, want))
 
 
 @dataclass(frozen=True)
@@ -100,4 +102,5 @@ def test_what_fails_in_one_process_has_failed_in_all():
 def test_alone_nothing_is_computed_for_it():
     ALONE.check("things", lambda: pytest.fail("it is not called"))
     ALONE.broadcast(torch.empty(3))
+    ALONE.exchange(torch.empty(3))
     assert ALONE.least(3) == 3 and ALONE.first("x") == "x"

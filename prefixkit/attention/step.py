@@ -32,6 +32,8 @@ class Step:
         plans: A plan for each kind of layers, on the device of these layers.
         layer_counts: How many layers are of each kind.
         states: The batches in which tokens run through layers that keep a state, if any.
+        own_logits: Whether each process of a split model may return the logits of its part of ``logit_rows`` alone:
+            equal parts, in the order of the processes.
     """
 
     tokens: Tensor
@@ -42,6 +44,7 @@ class Step:
     plans: tuple[StepPlan, ...]
     layer_counts: tuple[int, ...] = (1,)
     states: tuple[StateBatch, ...] = ()
+    own_logits: bool = False
 
     @property
     def num_rows(self) -> int:

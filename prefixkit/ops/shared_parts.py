@@ -82,8 +82,8 @@ def sum_parts(
     return part.new_empty(part.shape, dtype=dtype)
 
 
-def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
-    """Concatenate the columns of both processes; both get the result.
+def gather_parts(part: Tensor, addresses: Tensor, rank: int, sent: Tensor | None = None) -> Tensor:
+    """Concatenate the columns of both processes.
 
     Both processes call it and ``sum_parts`` in the same order, as described there.
 
@@ -91,9 +91,10 @@ def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
         part: ``[..., width]`` on a GPU, contiguous, each row a multiple of 16 bytes.
         addresses: ``[5]`` int64 on the CPU, from :func:`addresses_of`.
         rank: 0 in the process whose columns come first, 1 in the other one.
+        sent: Like ``part``: the columns that the other process gets.  None: ``part``, and both get the same result.
 
     Returns:
-        ``[..., 2 * width]`` contiguous, in part's dtype.
+        ``[..., 2 * width]`` contiguous, in part's dtype: ``part`` and what the other process has sent.
 
     Raises:
         BadShape, BadDtype, BadDevice: the arguments are not these.
@@ -102,6 +103,9 @@ def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
     """
     op = "gather_parts"
     _check(op, part, addresses, part.dtype, FLOATS)
+    if sent is not None:
+        fits = sent.shape == part.shape and sent.is_contiguous()
+        expect(op, "sent", sent, f"{list(part.shape)} like part, contiguous", fits, (part.dtype,), part.device)
     if rank not in (0, 1):
         raise ValueError(f"{op}: rank must be 0 or 1, got {rank}")
     return part.new_empty((*part.shape[:-1], 2 * part.shape[-1]))

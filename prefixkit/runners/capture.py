@@ -70,7 +70,13 @@ class GraphOutput(NamedTuple):
 
 @dataclass(eq=False)
 class Captured:
-    """A captured step, and the logits that a replay writes if the graph does not sample from them.
+    """A captured step.
+
+    Attributes:
+        step: What the graph runs.
+        graph: The graph.
+        logits: The logits that a replay writes, if the graph does not sample from them.
+        divided: Whether each process samples its part of the rows alone.
 
     The graph holds the addresses of the step's tensors, not the tensors.  Those that planners make for each plan have
     no other owner than ``step``: once they are freed, their memory may be that of other tensors, which replays read.
@@ -79,6 +85,7 @@ class Captured:
     step: Step
     graph: Graph = field(init=False)
     logits: Tensor | None = None
+    divided: bool = False
 
 
 class CudaCapture:
@@ -166,13 +173,17 @@ def capture_step(
         if output.uploads_batch:
             arrays.enqueue_copy(step.num_rows)
         arrays.advance(step.num_rows)
-        logits = model(step)
+        logits = model(replace(step, own_logits=output.samples and not output.top))
         if not output.samples:
             captured.logits = logits
             return
-        _, logprobs = arrays.sampler.sample(logits, output.drawn)
-        sampled = arrays.sampler.sampled(len(logits), output.drawn)
+        captured.divided = len(logits) < step.num_rows
+        first = agreement.rank * len(logits) if captured.divided else 0
+        _, logprobs = arrays.sampler.sample(logits, output.drawn, first=first)
+        sampled = arrays.sampler.sampled(step.num_rows, output.drawn)
         given = [one for one in sampled if one is not None]
+        if captured.divided:
+            return agreement.exchange(*given)
         if not output.top:
             return agreement.broadcast(*given)
         top = top_tokens(logits, output.top, logprobs)

@@ -173,6 +173,8 @@ class GraphRunner:
         arrays = self._arrays
         assert arrays is not None, "launched before"
         with self._on_device():
+            if self._graphs[self._bucket, self._output, self._variant].divided:  # rows may move to another's part
+                self.eager.agreement.exchange(*arrays.sampler.state(self._bucket))
             self._drop_stale_graphs()
             if self._masked is not None:
                 self._masked.select_rows(rows)

@@ -106,29 +106,36 @@ class Sampler:
         """Tokens and log-probabilities of the first ``rows`` rows, and their :attr:`drawn` or None."""
         return self.tokens[:rows], self.logprobs[:rows], self.drawn[:rows] if drawn else None
 
-    def sample(self, logits: Tensor, drawn: bool = False, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sample a token for every active row of the first ``n``, on the current stream; a CUDA graph can capture it.
+    def state(self, rows: int) -> tuple[Tensor, Tensor]:
+        """What :meth:`sample` reads and changes of the first ``rows`` rows: their records, and :attr:`seen`."""
+        return self._records[:rows], self.seen[:rows]
+
+    def sample(
+        self, logits: Tensor, drawn: bool = False, allowed: Tensor | None = None, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Sample a token for every active row of ``n``, on the current stream; a CUDA graph can capture it.
 
         Args:
-            logits: ``[n, vocab]`` float32, bfloat16 or float16, n at most ``rows``; stride 1 over the vocabulary.
+            logits: ``[n, vocab]`` float32, bfloat16 or float16; stride 1 over the vocabulary.
             drawn: Whether :attr:`drawn` is wanted.
             allowed: ``[n, ceil(vocab / 32)]`` int32 bits of the tokens that rows with a grammar may sample; None where
                 no row has one.
+            first: The first of the n rows, which follow each other.
 
         Returns:
-            ``tokens[:n]`` and ``logprobs[:n]``, always in the same buffers.
+            The rows of ``tokens`` and of ``logprobs``, always in the same buffers.
 
         Raises:
             ValueError, TypeError: the logits have the wrong shape or dtype.
         """
-        if logits.ndim != 2 or logits.shape[1] != self.vocab or logits.shape[0] > self.rows:
+        if logits.ndim != 2 or logits.shape[1] != self.vocab or logits.shape[0] > self.rows - first:
             raise ValueError(
-                f"logits must have shape [at most {self.rows}, {self.vocab}], got {list(logits.shape)}; "
+                f"logits must have shape [at most {self.rows - first}, {self.vocab}], got {list(logits.shape)}; "
                 "make a sampler for more rows, or for this vocabulary"
             )
-        state = self._records, self.seen, self.tokens, self.logprobs
-        torch.ops.prefixkit.sample(logits, *state, self.drawn if drawn else None, allowed)
-        return self.tokens[: len(logits)], self.logprobs[: len(logits)]
+        state = [one[first:] for one in (self._records, self.seen, self.tokens, self.logprobs)]
+        torch.ops.prefixkit.sample(logits, *state, self.drawn[first:] if drawn else None, allowed)
+        return state[2][: len(logits)], state[3][: len(logits)]
 
 
 def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ def sums_of(parts, addresses, streams, dtype, residuals=((), ())):
     return both_of(torch.ops.prefixkit.sum_parts, given, streams)
 
 
-def gathers_of(parts, addresses, streams):
-    return both_of(torch.ops.prefixkit.gather_parts, zip(parts, addresses, (0, 1), strict=True), streams)
+def gathers_of(parts, addresses, streams, sent=(None, None)):
+    return both_of(torch.ops.prefixkit.gather_parts, zip(parts, addresses, (0, 1), sent, strict=True), streams)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,6 +84,10 @@ def test_both_get_the_columns_of_both_between_sums(two, dtype):
         expected = torch.cat(parts, -1)
         for got in gathers_of(parts, addresses, streams):
             assert torch.equal(got, expected), (rows, width)
+        sent = [torch.randn_like(part) for part in parts]
+        first, second = gathers_of(parts, addresses, streams, sent)
+        assert torch.equal(first, torch.cat((parts[0], sent[1]), -1)), (rows, width)
+        assert torch.equal(second, torch.cat((sent[0], parts[1]), -1)), (rows, width)
         numbers = [part.float() for part in parts]
         for got in sums_of(numbers, addresses, streams, dtype):
             assert torch.equal(got, sum_of(numbers, dtype)), (rows, width)

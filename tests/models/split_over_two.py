@@ -163,14 +163,17 @@ def refusals(folder, model, rank):
 
 
 def head(model):
-    """Logits that transformers gathers and those that a step gathers, with a stand-in of the op; and its calls."""
+    """Logits that transformers gathers, and those that a step gathers of all rows and of the process's own rows, with a
+    stand-in of the op; and its calls.
+    """
     shapes, group = [], torch.distributed.group.WORLD
 
-    def gather_parts(part, addresses, rank):
+    def gather_parts(part, addresses, rank, sent):
         assert rank == group.rank()
         shapes.append(part.shape)
         parts = [torch.empty_like(part) for _ in range(2)]
-        torch.distributed.all_gather(parts, part)
+        torch.distributed.all_gather(parts, part if sent is None else sent)
+        parts[rank] = part
         return torch.cat(parts, -1)
 
     memory = PartExchange(group, torch.zeros(5, dtype=torch.int64))
@@ -179,10 +182,21 @@ def head(model):
         patch.object(torch.ops.prefixkit, "gather_parts", gather_parts),
         patch.object(gathered_head, "part_exchange", lambda model: memory),
     ):
-        batch = torch.tensor(ALWAYS[:1])
-        expected = model(batch).logits
-        with gathered_head.gathered_head(model).in_step():
-            return expected, model(batch).logits, shapes
+        batch = torch.tensor([range(30, 72)])
+        found = [model(batch).logits]
+        for own_rows in (False, True):
+            with gathered_head.gathered_head(model).in_step(own_rows):
+                found.append(model(batch).logits)
+    return *found, shapes
+
+
+def exchanged(agreement):
+    """Tensors of which each process has written its half of the rows, once they have exchanged these."""
+    given = [torch.full((6, 2), -1), torch.full((4,), torch.nan), torch.full((2, 3), -1, dtype=torch.int32)]
+    for one in given:
+        one.chunk(2)[agreement.rank].fill_(agreement.rank)
+    agreement.exchange(*given)
+    return given
 
 
 def files(folder, model):
@@ -205,6 +219,7 @@ def one_of_two(folder, seed, rank, said):
     for family in FAMILIES:
         model = prefixkit.patch(load(folder / family, split=True))
         assert agreement_of(model).rank == rank
+        found["exchanged"] = exchanged(agreement_of(model))
         found[family] = results(family, model, seed, rank)
         found[f"head of {family}"] = head(model)
         if family == FAMILIES[0]:

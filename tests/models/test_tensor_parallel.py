@@ -121,10 +121,22 @@ def test_each_process_holds_half_of_the_kv_and_preempts(split):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_gathers_the_logits_that_transformers_gathers(split, family):
     """Bit by bit; the Qwen2's head is its embedding, which is split by tokens too.  The Llama's columns do not fit."""
-    for found in split[0]:
-        expected, got, shapes = found[f"head of {family}"]
+    for rank, found in enumerate(split[0]):
+        expected, got, own, shapes = found[f"head of {family}"]
         assert torch.equal(got, expected)
-        assert shapes == ([] if family == "llama" else [(*got.shape[:-1], got.shape[-1] // 2)])
+        if family == "llama":
+            assert torch.equal(own, expected) and shapes == []
+            continue
+        _, rows, vocab = expected.shape
+        assert torch.equal(own, expected.chunk(2, 1)[rank])
+        assert shapes == [(1, rows, vocab // 2), (1, rows // 2, vocab // 2)]
+
+
+def test_rows_that_processes_have_written_in_parts_are_whole_in_both(split):
+    for found in split[0]:
+        for one in found["exchanged"]:
+            zeros, ones = one.chunk(2)
+            assert not zeros.any() and bool((ones == 1).all())
 
 
 def test_calls_that_differ_are_refused_in_both_and_later_ones_run(split):

@@ -42,14 +42,17 @@ def test_a_gather_is_twice_as_wide_as_its_part(shape):
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = gather_parts(torch.empty(shape, dtype=torch.bfloat16), ADDRESSES, 1)
         assert (whole.shape, whole.dtype, whole.is_contiguous()) == ((*shape[:-1], 16), torch.bfloat16, True)
+        part = torch.empty(shape)
+        assert gather_parts(part, ADDRESSES, 0, torch.empty_like(part)).shape == (*shape[:-1], 16)
 
 
 @pytest.mark.parametrize("residuals", [(), (None,), (PART,), (PART, PART)], ids=["none given", "none", "one", "two"])
 def test_plain_torch_has_no_such_memory(residuals):
     with pytest.raises(BackendError, match="all_reduce"):
         sum_parts(PART, ADDRESSES, torch.float32, *residuals)
-    with pytest.raises(BackendError, match="all_gather"):
-        gather_parts(PART, ADDRESSES, 0)
+    for sent in ((), (PART,)):
+        with pytest.raises(BackendError, match="all_gather"):
+            gather_parts(PART, ADDRESSES, 0, *sent)
 
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -99,6 +102,9 @@ def test_arguments_of_a_part_of_a_product_that_do_not_fit_are_refused(given, err
         ((torch.zeros(8, 8, dtype=torch.int32), ADDRESSES, 0), BadDtype, "part must be"),
         ((PART, ADDRESSES[:4], 0), BadShape, "addresses must have shape"),
         ((PART, ADDRESSES, 2), ValueError, "rank must be 0 or 1, got 2"),
+        ((PART, ADDRESSES, 0, PART[:1]), BadShape, r"sent must have shape \[3, 8\] like part, contiguous, got"),
+        ((PART, ADDRESSES, 0, torch.zeros(8, 3).t()), BadShape, "sent .*contiguous"),
+        ((PART, ADDRESSES, 0, PART.half()), BadDtype, "sent must be torch.float32"),
     ],
 )
 def test_arguments_of_a_gather_that_do_not_fit_are_refused(given, error, message):

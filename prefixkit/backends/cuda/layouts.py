@@ -195,7 +195,7 @@ SUM_PARTS = define(
 )
 GATHER_PARTS = define(
     "GatherParts",
-    ("const int4*", "part", "[rows, width] vectors of 16 bytes"),
+    ("const int4*", "part sent", "[rows, width] vectors of 16 bytes; sent: what the other process gets"),
     ("int4*", "whole", "[rows, 2, width]"),
     *_EXCHANGE,
     ("int", "vectors"),

@@ -36,12 +36,13 @@ def sum_parts(
     return total
 
 
-def gather_parts(part: Tensor, addresses: Tensor, rank: int) -> Tensor:
+def gather_parts(part: Tensor, addresses: Tensor, rank: int, sent: Tensor | None = None) -> Tensor:
     """``gather_parts``; the op has checked its arguments."""
     part = _aligned(part)
+    sent = part if sent is None else _aligned(sent)
     *shape, width = part.shape
     whole = part.new_empty((*shape, 2 * width))
-    given, of_row = (part.data_ptr(), whole.data_ptr()), width * part.element_size() // VECTOR_BYTES
+    given, of_row = (part.data_ptr(), sent.data_ptr(), whole.data_ptr()), width * part.element_size() // VECTOR_BYTES
     vectors = part.nbytes // VECTOR_BYTES
     _launch(GATHER_PARTS, layouts.GATHER_PARTS, part, given, addresses, vectors, of_row, rank)
     return whole

@@ -3,9 +3,10 @@
 //
 // shapes   sum_parts: residual, other, sum [vectors] of 16 bytes; residual may be null, and other if residual is.  part
 //          is float32: [vectors] if the sum is, and [vectors, 2] for a sum in 16 bits.  gather_parts: part [rows, width]
-//          vectors, whole [rows, 2, width], the process of rank 0 first.  theirs, own [BLOCKS, 2 AHEAD, PLACE, THREADS]
-//          vectors, memory of the other process and of this one; both processes see both.  their_flags, own_flags
-//          [BLOCKS] in the same memory; epochs [BLOCKS] of this process alone.  Flags and epochs are zero at first.
+//          vectors, sent like part, what the other process gets; whole [rows, 2, width], the process of rank 0 first.
+//          theirs, own [BLOCKS, 2 AHEAD, PLACE, THREADS] vectors, memory of the other process and of this one; both
+//          processes see both.  their_flags, own_flags [BLOCKS] in the same memory; epochs [BLOCKS] of this process
+//          alone.  Flags and epochs are zero at first.
 // tiling   a block takes THREADS vectors of each stripe; there are as many blocks as a stripe needs, up to BLOCKS.  A
 //          chunk is a block's part of VECTORS stripes, which fill VECTORS / PLACE places.  THREADS threads write chunks
 //          and THREADS others read them, so that the link is busy while a block adds.  Both processes launch the same
@@ -134,9 +135,9 @@ struct Progress {
 
 // KEEP: what is written is kept in the block's memory as well, for its readers.
 template <class Sent, bool KEEP, int VECTORS, class Given>
-DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, Progress progress) {
+DEVICE void write(const Given& a, const int4* from, Chunk<VECTORS> chunk, u32 epoch, Progress progress) {
     Sent x[VECTORS];
-    chunk.load(x, a.part);
+    chunk.load(x, from);
     for (u32 k = 0; chunk.some();) {
         const u32 place = k;
         k += chunk.PLACES;
@@ -147,7 +148,7 @@ DEVICE void write(const Given& a, Chunk<VECTORS> chunk, u32 epoch, Progress prog
             if (KEEP) block_memory()[chunk.kept(place, v)] = sent;
         });
         chunk.next();
-        chunk.load(x, a.part);  // before the barrier: raising the flag waits until all has been written
+        chunk.load(x, from);  // before the barrier: raising the flag waits until all has been written
         named_barrier<WRITERS, THREADS>();
         if (thread() == 0) {
             release_shared(progress.written, k);
@@ -176,9 +177,9 @@ DEVICE void read_chunks(const Given& a, Chunk<VECTORS> chunk, u32 epoch, Progres
     if (thread() == 0) a.epochs[blockIdx.x] = epoch + k;
 }
 
-// Half of the threads run `readers(first, epoch, progress)` while the others write.
+// Half of the threads run `readers(first, epoch, progress)` while the others write what is at `from`.
 template <class Sent, bool KEEP, int VECTORS, class Given, class Readers>
-DEVICE void exchange(const Given& a, Readers readers) {
+DEVICE void exchange(const Given& a, const int4* from, Readers readers) {
     static_assert(VECTORS % PLACE == 0 && 2 * VECTORS / PLACE <= AHEAD, "one chunk is written while another is read");
     __shared__ u32 read, written;  // places
     const Progress progress = {shared_address(&read), shared_address(&written)};
@@ -186,7 +187,7 @@ DEVICE void exchange(const Given& a, Readers readers) {
     const Chunk<VECTORS> first = {blockIdx.x * THREADS + thread(), gridDim.x * THREADS, u32(a.vectors)};
     if (threadIdx.x == 0) read = written = 0;
     __syncthreads();
-    if (threadIdx.x < THREADS) write<Sent, KEEP>(a, first, epoch, progress);
+    if (threadIdx.x < THREADS) write<Sent, KEEP>(a, from, first, epoch, progress);
     else readers(first, epoch, progress);
 }
 
@@ -196,7 +197,8 @@ template <class T> struct SentFor { using Sent = Eight; };
 template <> struct SentFor<float> { using Sent = Raw; };
 
 template <class T> __global__ void __launch_bounds__(2 * THREADS, 2) sum_parts(const __grid_constant__ SumParts a) {
-    exchange<typename SentFor<T>::Sent, true, SUMMED>(a, [&](const Chunk<SUMMED>& first, u32 epoch, Progress progress) {
+    using Sent = typename SentFor<T>::Sent;
+    exchange<Sent, true, SUMMED>(a, a.part, [&](const Chunk<SUMMED>& first, u32 epoch, Progress progress) {
         Chunk<AT_ONCE> next = {first.begin, first.stride, first.end};
         Raw residual[AT_ONCE], other[AT_ONCE];
         const auto load = [&] {
@@ -246,7 +248,7 @@ template <class From> DEVICE void copy(const GatherParts& a, const Chunk<GATHERE
 }
 __global__ void __launch_bounds__(2 * THREADS, 2) gather_parts(const __grid_constant__ GatherParts a) {
     using Gathered = Chunk<GATHERED>;
-    exchange<Raw, false, GATHERED>(a, [&](const Gathered& first, u32 epoch, Progress progress) {
+    exchange<Raw, false, GATHERED>(a, a.sent, [&](const Gathered& first, u32 epoch, Progress progress) {
         const auto own = [&](const Gathered& chunk) {
             copy(a, chunk, a.rank, [&](u32, int, u32 at) { return a.part[at]; });
         };

@@ -4,7 +4,7 @@ Under the plan's style each process computes some columns of the logits.  The ``
 module runs the class's ``forward`` on local weights and makes a DTensor of its result, which NCCL gathers and which is
 copied once more; but a DTensor that is already whole is returned as it is.  So only the class's ``forward`` changes, as
 in ``attention_class.py``: in steps of compiled layers it gathers with the op ``gather_parts``, which gives the same
-bits.
+bits.  Where each process samples a part of the rows, each gets the columns of its rows alone: half of the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import logging
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,19 +42,27 @@ class GatheredHead:
         module: The head.
         mesh: The device mesh of the processes, for DTensors.
         addresses, rank: Arguments of the op ``gather_parts``.
+        own_rows: Whether each process gets the logits of its half of the rows alone, if their number is even.
     """
 
     module: nn.Linear
     mesh: Any
     addresses: Tensor
     rank: int
+    own_rows: bool = False
 
-    def in_step(self) -> AbstractContextManager[None]:
+    def in_step(self, own_rows: bool = False) -> AbstractContextManager[None]:
         """Within this context, for a step of this thread, gather the head's columns."""
-        return set_within(_head, self)
+        return set_within(_head, replace(self, own_rows=own_rows))
 
     def whole(self, columns: Tensor) -> Tensor:
-        """The logits as a whole DTensor, or ``columns`` if their number differs per process or does not suit the op."""
+        """The logits as a whole DTensor, or ``columns`` if their number differs per process or does not suit the op.
+
+        With ``own_rows`` the DTensor has different rows in each process, which transformers does not look into.
+
+        Args:
+            columns: ``[..., rows, columns]``.
+        """
         from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
         if isinstance(columns, DTensor) or torch.is_grad_enabled():
@@ -62,7 +70,11 @@ class GatheredHead:
         width = columns.shape[-1]
         if width * self.mesh.size() != self.module.out_features or width * columns.element_size() % VECTOR_BYTES:
             return columns
-        whole = torch.ops.prefixkit.gather_parts(columns.contiguous(), self.addresses, self.rank)
+        part, sent = columns.contiguous(), None
+        if self.own_rows and columns.shape[-2] % 2 == 0:
+            halves = [half.contiguous() for half in columns.chunk(2, -2)]
+            part, sent = halves[self.rank], halves[1 - self.rank]
+        whole = torch.ops.prefixkit.gather_parts(part, self.addresses, self.rank, sent)
         return DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
 
 

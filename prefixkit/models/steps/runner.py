@@ -122,7 +122,8 @@ class ModelRunner:
         kept = {"logits_to_keep": self._rows_to_keep(step)} if self._keeps_logits else {}
 
         def logits(**inputs: Any) -> Tensor | None:
-            with nullcontext() if self._head is None else self._head.in_step():
+            own_rows = step.own_logits and self._keeps_logits
+            with nullcontext() if self._head is None else self._head.in_step(own_rows):
                 found = logits_of(self.call(**inputs, **kept))
             return found if found is None or kept else found[:, step.logit_rows.to(found.device)]
 

@@ -61,9 +61,9 @@ class TwoProcesses:
         both = zip(parts, self.addresses, residuals, strict=True)
         return [part_kernels.sum_parts(part, own, dtype, *residual) for part, own, residual in both]
 
-    def gathered(self, parts):
-        both = enumerate(zip(parts, self.addresses, strict=True))
-        return [part_kernels.gather_parts(part, own, rank) for rank, (part, own) in both]
+    def gathered(self, parts, sent=((), ())):
+        both = enumerate(zip(parts, self.addresses, sent, strict=True))
+        return [part_kernels.gather_parts(part, own, rank, *other) for rank, (part, own, other) in both]
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,14 @@ def test_both_get_the_columns_of_both_side_by_side(two):
         assert all(torch.equal(got, torch.cat(parts, -1)) for got in two.gathered(parts)), (rows, vectors)
 
 
+def test_each_gets_the_columns_that_the_other_sends_beside_its_own(two, few_blocks):
+    for rows, vectors in ((1, 1), (3, 7), (5, 5000), (301, 29)):
+        mine, sent = torch.randn(2, 2, rows, vectors * 4)
+        first, second = two.gathered([*mine], [[one] for one in sent])
+        assert torch.equal(first, torch.cat((mine[0], sent[1]), -1)), (rows, vectors)
+        assert torch.equal(second, torch.cat((sent[0], mine[1]), -1)), (rows, vectors)
+
+
 def test_sums_and_gathers_follow_each_other_in_any_order(two, few_blocks):
     """Chunks of gathers take two places, and begin at any after those of sums: memory may end within one."""
     sizes = torch.tensor([1, PLACE * few_blocks - 5, 5 * PLACE * few_blocks + 9, 12 * PLACE * few_blocks])
@@ -173,3 +181,5 @@ def test_tensors_at_addresses_that_vectors_cannot_have_are_copied(two):
     for got, residual in zip(two.sums(parts, torch.float32, residuals), residuals, strict=True):
         assert torch.equal(got, parts[0] + parts[1] + residual[0])
     assert all(torch.equal(got, torch.cat(parts)) for got in two.gathered(parts))
+    first, second = two.gathered(parts, [[torch.randn(64)], [sent := torch.randn(65)[1:]]])
+    assert torch.equal(first[64:], sent) and torch.equal(second[64:], parts[1])

@@ -42,8 +42,9 @@ def gathered(monkeypatch):
     """Shapes of what the op was given."""
     shapes = []
 
-    def gather_parts(part, addresses, rank):
+    def gather_parts(part, addresses, rank, sent):
         assert addresses is ADDRESSES and rank == 0 and part.is_contiguous()
+        assert sent is None or (sent.shape == part.shape and sent.is_contiguous())
         shapes.append(tuple(part.shape))
         return part.clone()
 
@@ -85,6 +86,19 @@ def test_logits_are_those_of_transformers_and_unpatch_leaves_no_trace(split, gat
     with head.in_step():
         assert torch.equal(logits_of(model), expected)
     assert len(gathered) == 1
+
+
+def test_a_process_gets_the_logits_of_its_half_of_the_rows(split, gathered, tiny):
+    model = split(tiny("llama"))
+    head = gathered_head(patch(model))
+    for tokens in ([5, 6, 7, 8], [5, 6, 7]):
+        with torch.inference_mode():
+            expected = model(torch.tensor([tokens])).logits
+            with head.in_step(own_rows=True):
+                own = model(torch.tensor([tokens])).logits
+        even = len(tokens) % 2 == 0
+        assert torch.equal(own, expected[:, : len(tokens) // 2] if even else expected)
+        assert gathered.pop() == tuple(own.shape)
 
 
 def test_hooks_of_the_head_run_and_see_whole_logits(split, gathered, tiny):
