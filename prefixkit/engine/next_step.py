@@ -16,7 +16,7 @@ from prefixkit.attention.queries import decode_tree
 from prefixkit.attention.uncomputed import choose_queries, tokens_of
 from prefixkit.engine.request_state import RequestState
 from prefixkit.engine.runs.grammar_masks import GrammarMasks
-from prefixkit.engine.runs.run_protocol import Run
+from prefixkit.engine.runs.run_protocol import RowSampling, Run
 from prefixkit.runners.batch import Batch, Outputs, Sampling
 from prefixkit.sampling.specification import SamplingBatch
 from prefixkit.tree.arrays import Ints
@@ -150,7 +150,9 @@ def _has_state(leaf: Node) -> bool:
 def _sampling(rows: list[Row]) -> Sampling:
     if not rows:
         return Sampling(SamplingBatch((), np.empty(0, np.uint64), np.empty(0, np.int64), ()))
-    params, keys, steps, histories, tops, processes, places = zip(*[run.row_sampling() for _, run in rows], strict=True)
+    known: dict[Run, RowSampling] = {}  # all rows of a beam search have one
+    each = [known.get(run) or known.setdefault(run, run.row_sampling()) for _, run in rows]
+    params, keys, steps, histories, tops, processes, places = zip(*each, strict=True)
     batch = SamplingBatch(params, np.array(keys, np.uint64), np.array(steps, np.int64), histories)
     processed = [(i, process) for i, process in enumerate(processes) if process is not None]
 

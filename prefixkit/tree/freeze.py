@@ -85,8 +85,9 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
             continue
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
-    parents, subtree_ends = np.array(parent, np.int32), np.array(_subtree_ends(parent), np.int32)
-    order = heaviest_last(parents, subtree_ends)
+    ends, heavy = _subtrees(parent)
+    parents, subtree_ends = np.array(parent, np.int32), np.array(ends, np.int32)
+    order = heaviest_last(ends, heavy)
     if order is not None:
         nodes = [nodes[old] for old in order.tolist()]
         for index, node in enumerate(nodes):
@@ -119,35 +120,28 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
     return Frozen(snapshot, nodes, tree.sequences_version)
 
 
-def heaviest_last(parent: Ints, subtree_end: Ints) -> Longs | None:
-    """Depth-first order in which each node's child with the most leaves comes last, the other children in their order;
-    among equally heavy children the last one is taken.  None if the nodes are in this order already.
+def heaviest_last(subtree_end: list[int], heavy: list[int]) -> Longs | None:
+    """Depth-first order in which each node's child with the most leaves comes last, the other children in their order.
+    None if the nodes are in this order already.
 
     Attention reads nodes of a path as one list (``attention/paths/heavy_paths.py``), and a path follows the last child.
     Most queries are in leaves, and leaves depend on the structure alone, so snapshots of one version have one order.
 
     Args:
-        parent, subtree_end: ``[nodes]`` of a tree in depth-first order.
+        subtree_end, heavy: Of a tree in depth-first order; see :func:`_subtrees`.
     """
-    nodes = np.arange(len(parent))
-    leaves = np.concatenate(([0], np.cumsum(subtree_end == nodes + 1)))
-    by_parent = np.lexsort((leaves[subtree_end] - leaves[:-1], parent))  # equally heavy ones in their order
-    of = parent[by_parent]
-    last = np.flatnonzero(np.append(of[1:] != of[:-1], True) & (of >= 0)) if len(of) else np.empty(0, np.int64)
-    heavy, above = by_parent[last], of[last]
-    moved = subtree_end[heavy] < subtree_end[above]
-    heavy, above = heavy[moved], above[moved]
-    if not len(heavy):
+    change, moved = [0] * (len(heavy) + 1), False
+    for above, child in enumerate(heavy):
+        # A heavy child's subtree moves back by the nodes of the siblings after it, and these move forward by its nodes.
+        if child >= 0 and (end := subtree_end[child]) < (parents_end := subtree_end[above]):
+            change[child] += parents_end - end
+            change[end] += child - parents_end
+            change[parents_end] += end - child
+            moved = True
+    if not moved:
         return None
-    # A heavy child's subtree moves back by the nodes of the siblings after it, and these move forward by its nodes.
-    end, parents_end = subtree_end[heavy], subtree_end[above]
-    change = np.zeros(len(parent) + 1, np.int64)
-    np.add.at(change, heavy, parents_end - end)
-    np.add.at(change, end, heavy - parents_end)
-    np.add.at(change, parents_end, end - heavy)
-    shift = np.cumsum(change)[:-1]
-    order = np.empty(len(parent), np.int64)
-    order[nodes + shift] = nodes
+    nodes, order = np.arange(len(heavy)), np.empty(len(heavy), np.int64)
+    order[nodes + np.cumsum(change)[:-1]] = nodes
     return order
 
 
@@ -173,13 +167,23 @@ def _growth(frozen: Frozen, touched: Collection[Node]) -> dict[str, Any]:
     return changes
 
 
-def _subtree_ends(parent: list[int]) -> list[int]:
-    ends = list(range(1, len(parent) + 1))
-    for node in range(len(parent) - 1, -1, -1):
-        above = parent[node]
-        if above >= 0 and ends[above] < ends[node]:
-            ends[above] = ends[node]
-    return ends
+def _subtrees(parent: list[int]) -> tuple[list[int], list[int]]:
+    """For each node one past the last node of its subtree, and its child with the most leaves: the last such child, or
+    -1 in a leaf.
+    """
+    count = len(parent)
+    ends, leaves, most, heavy = [*range(1, count + 1)], [0] * count, [0] * count, [-1] * count
+    for node in range(count - 1, -1, -1):
+        above, end = parent[node], ends[node]
+        own = leaves[node] if end > node + 1 else 1
+        if above < 0:
+            continue
+        if ends[above] < end:
+            ends[above] = end
+        leaves[above] += own
+        if own > most[above]:  # later children come first
+            most[above], heavy[above] = own, node
+    return ends, heavy
 
 
 def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:

@@ -84,7 +84,7 @@ class PrefixTree(TreeEdits):
             return self.allocator.num_pages - self.allocator.free - self.reserved
         held = np.zeros(self.allocator.num_pages, np.bool_)
         held[self.snapshot().pages] = True
-        return int(held.sum()) - self.reserved
+        return int(np.count_nonzero(held)) - self.reserved
 
     def states_held(self) -> int:
         """How many states the nodes in the snapshot have, for models with layers that keep a state in place of KV."""

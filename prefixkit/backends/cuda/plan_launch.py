@@ -162,6 +162,7 @@ class GraphPlanner:
     ) -> None:
         self.paths = paths
         self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
+        self._latest: tuple[StepTree, bool, PlanCapacity] | None = None
         target = torch.device(device)
         self.num_sms = num_sms or torch.cuda.get_device_properties(target).multi_processor_count
         most = max(nodes, 1)
@@ -190,7 +191,7 @@ class GraphPlanner:
 
     def holds(self, tree: StepTree) -> bool:
         """Whether any plan of a tree fits, whatever its nodes' lengths become."""
-        return self.capacity.holds(self._need(tree, self.by_paths(tree)))
+        return self.capacity.holds(self._need(tree)[1])
 
     def by_paths(self, tree: StepTree) -> bool:
         """Whether plans of a tree are by heavy paths.
@@ -198,20 +199,26 @@ class GraphPlanner:
         They are if the tree is deep; or if the capacity was made for deep trees and a plan node by node would not fit,
         so that a tree that is deep only at times can use one capacity.
         """
-        if not self.paths:
-            return False
-        return tree.is_deep or bool(self.capacity.paths and not self.capacity.holds(self._need(tree, False)))
+        return self._need(tree)[0]
 
-    def _need(self, tree: StepTree, paths: bool) -> PlanCapacity:
-        return capacity_for(tree, self.shape, self.num_sms, self.gpu, paths=paths)
+    def _need(self, tree: StepTree) -> tuple[bool, PlanCapacity]:
+        """Whether plans of a tree are by heavy paths, and the capacity for any of them; known for the latest tree."""
+        if self._latest is None or self._latest[0] is not tree:
+            of = tree, self.shape, self.num_sms, self.gpu
+            paths = self.paths and tree.is_deep
+            need = capacity_for(*of, paths=paths)
+            if self.paths and self.capacity.paths and not (paths or self.capacity.holds(need)):
+                paths, need = True, capacity_for(*of, paths=True)
+            self._latest = tree, paths, need
+        return self._latest[1:]
 
     def stage(self, tree: StepTree) -> None:
         """The host's part of :meth:`upload`."""
         count = tree.snapshot.num_nodes
         if count > self.nodes:
             raise PlanTooLarge(f"the tree has {count} nodes, but the planner has capacity for {self.nodes}")
-        by_paths = self.by_paths(tree)
-        self.capacity.check(self._need(tree, by_paths), "a plan of this tree")
+        by_paths, need = self._need(tree)
+        self.capacity.check(need, "a plan of this tree")
         sizes, parent, subtree_end, length, own_rows, start, run = self._tree.writable()
         sizes[:2] = count, by_paths
         if by_paths:

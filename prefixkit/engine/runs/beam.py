@@ -173,7 +173,7 @@ def _best_candidates(
         raise ValueError(f"the log-probabilities of beam {beam} hold NaN; look at what the model computed")
     so_far = np.array([beam.score for state in states for beam in state.beams], np.float32)
     totals = (logprobs + so_far[:, None]).reshape(count, -1)
-    best = np.argsort(-totals, axis=1, kind="stable")[:, : num_candidates(params)]
+    best = _largest(totals, num_candidates(params))
     at = best + np.arange(count)[:, None] * totals.shape[1]
     ids = tokens.ravel()[at]
     if not (any((ids == stop).any() for stop in params.stop_token_ids or ()) or any(map(_is_last, states))):
@@ -183,6 +183,18 @@ def _best_candidates(
     columns = (best // logprobs.shape[1], ids, logprobs.ravel()[at], total, total / length[:, None])
     rows = [list(zip(*row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
     return [[one for one in row if one[3] > -np.inf] for row in rows] if np.isneginf(total).any() else rows
+
+
+def _largest(rows: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """``[rows, count]`` where the largest numbers of each row are, largest first and equal ones in their order."""
+    if rows.shape[1] <= count:
+        return np.argsort(-rows, axis=1, kind="stable")
+    # Most numbers are smaller than all of these, and need not be sorted.
+    row, at = np.nonzero(rows >= np.partition(rows, -count, axis=1)[:, -count, None])
+    order = np.lexsort((-rows[row, at], row))
+    first = np.searchsorted(row, np.arange(len(rows)))
+    found: NDArray[np.intp] = at[order[first[:, None] + np.arange(count)]]
+    return found
 
 
 def _is_last(state: BeamSearch) -> bool:
