@@ -130,10 +130,12 @@ class Together:
                 one.copy_(part.view(one.dtype).view(one.shape))
 
     def exchange(self, *tensors: Tensor) -> None:
+        # Named so since torch 2.13, where the older name warns.
+        gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
         with torch.inference_mode():
             for one in tensors:
-                parts = one.chunk(self.processes)
-                torch.distributed.all_gather([*parts], parts[self.rank].clone(), self._group_for(one))
+                own = one.chunk(self.processes)[self.rank].clone()
+                gather(one, own, self._group_for(one))
 
     def _group_for(self, tensor: Tensor) -> Any:
         return self._host if tensor.device.type == "cpu" else self._group

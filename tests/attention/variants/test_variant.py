@@ -240,7 +240,9 @@ def test_different_parameters_give_different_keys() -> None:
     ]
     keys = [register(each) for each in variants]
     assert len(set(keys)) == len(variants), keys
-    assert [lookup(key) for key in keys] == variants
+    for key, each in zip(keys, variants, strict=True):
+        found = lookup(key)  # of variants without captured tensors, the first that does the same
+        assert found is each if each.serials else register(found) == key
 
 
 def test_a_variant_that_captures_tensors_is_freed_with_them() -> None:
