@@ -258,6 +258,29 @@ def test_the_same_bits_in_every_run_and_any_batch(way):
         assert torch.equal(logprobs, found[0][1])
 
 
+def test_rows_sampled_in_two_parts_get_the_same_bits(way):
+    rows, vocab = 64, 49_155  # bits of seen tokens begin at any word
+    logits, params, keys, steps, histories = case(11, rows, vocab, torch.bfloat16)
+    whole, parted = poisoned(rows, vocab), poisoned(rows, vocab)
+    for sampler in (whole, parted):
+        sampler.upload_params(slice(0, rows), SamplingBatch(params, keys, steps, histories))
+        sampler.drawn.fill_(torch.nan)
+    whole.sample(on_gpu(logits), drawn=True)
+    for first in (0, 31):
+        part = logits[first : 31 if first == 0 else rows]
+        tokens, _ = parted.sample(on_gpu(part), drawn=True, first=first)
+        assert tokens.data_ptr() == parted.tokens[first:].data_ptr() and len(tokens) == len(part)
+        assert bool((parted.tokens[first + len(part) :] == -12345).all())
+    for one, other in zip(
+        (*whole.sampled(rows, True), *whole.state(rows)),
+        (*parted.sampled(rows, True), *parted.state(rows)),
+        strict=True,
+    ):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    with pytest.raises(ValueError, match=r"at most 33, 49155"):
+        parted.sample(logits.to(GPU), first=31)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(way, dtype):
     args = [part.to(GPU) for part in arguments(5, 50, dtype)]
