@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go under ten minutes: every kernel compiled, tests, compute-sanitizer over a reduced
-# set, benchmarks.
+# All that needs a GPU, in one go: every kernel compiled, tests, compute-sanitizer over a reduced set, benchmarks.
+# With four GPUs it takes under eight minutes, with one GPU some fifteen.
 #
 #     scripts/gpu_check.sh [folder for the results]      # default $OUT, else build/gpu_check
 #     PARTS="tests" PREFIXKIT_GPU_FORESTS=5000 TESTS_SECONDS=400 scripts/gpu_check.sh    # all forests: 150 to 300 s
@@ -39,7 +39,8 @@ part() {
 }
 wants() { [[ "$parts" == *" $1 "* ]]; }
 
-# On a machine with several GPUs tests and sanitizers share all of them; benchmarks run on the first.
+# On a machine with several GPUs tests and sanitizers share all of them, and benchmarks run side by side, each on one:
+# take times to record from a machine with one GPU, or from one part alone.
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 gpus=$((gpus > 0 ? gpus : 1))
 
@@ -85,18 +86,18 @@ if wants sanitizers; then
     fi
 fi
 
+queue=() # of calls of part
 # benchmark NAME SECONDS OPTIONS...: its table into the log, its numbers into NAME.json.
 benchmark() {
     local name=$1 limit=$2
     shift 2
-    part "$name" "$limit" "$python" benchmarks/attention.py --out "$out/$name.json" --seconds "$((limit - 20))" "$@" ||
-        failed=1
+    script "$name" "$limit" attention --seconds "$((limit - 20))" "$@"
 }
 # script NAME SECONDS FILE OPTIONS...: the same for another benchmark.
 script() {
     local name=$1 limit=$2 file=$3
     shift 3
-    part "$name" "$limit" "$python" "benchmarks/$file.py" --out "$out/$name.json" "$@" || failed=1
+    queue+=("$(printf '%q ' part "$name" "$limit" "$python" "benchmarks/$file.py" --out "$out/$name.json" "$@")")
 }
 if wants launch; then script launch 90 host --launch; fi
 if wants planning; then script planning 60 host; fi
@@ -117,5 +118,16 @@ if wants compare; then
         ${COMPARE_OPTIONS:-}
 fi
 if wants compiled; then script compiled 150 engine --step; fi
+running=()
+for ((gpu = 0; gpu < gpus; gpu++)); do
+    (
+        export CUDA_VISIBLE_DEVICES=$gpu
+        code=0
+        for ((number = gpu; number < ${#queue[@]}; number += gpus)); do eval "${queue[number]}" || code=1; done
+        exit "$code"
+    ) &
+    running+=($!)
+done
+for process in "${running[@]}"; do wait "$process" || failed=1; done
 echo "$((SECONDS - began)) s in all, results in $out" | tee -a "$summary"
 exit "$failed"
