@@ -199,12 +199,12 @@ def test_lists_of_large_trees_follow_each_other_without_gap_or_overlap(name: str
 
 def slots_of(snapshot: TreeSnapshot, node: int, count: int) -> list[int]:
     """The slots from a root to the first ``count`` tokens of a node."""
-    found: list[int] = []
+    found = list[np.ndarray]()
     while node >= 0:
-        found = [*snapshot.slots(np.array(node), np.arange(count)).tolist(), *found]
+        found.append(snapshot.slots(np.array(node), np.arange(count)))
         node = int(snapshot.parent[node])
         count = int(snapshot.length[node])
-    return found
+    return np.concatenate(found[::-1]).tolist()
 
 
 # Runs
