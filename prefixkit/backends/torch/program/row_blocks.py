@@ -65,7 +65,7 @@ def split_rows(plan: Plan, items: Longs, most: int | None, limited_rows: int | N
     rows = items[item, 1] - row
     if most is not None and rows.max(initial=0) > most:
         item, row, rows = _cut(item, row, rows, most)
-    limited = items[item, 4] % KINDS == int(MaskKind.LIMIT)
+    limited = items[item, 4] % KINDS == MaskKind.LIMIT
     none = np.zeros_like(item)
     if not limited.any():
         return RowBlocks(item, row, rows, limited, none, none + OPEN, limited, none)

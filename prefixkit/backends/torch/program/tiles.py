@@ -152,7 +152,7 @@ def _slices(
     q_low, q_high, adjacent = lowest[block], highest[block], in_sequence[block]
     if visible.limits:
         low = np.maximum(low, visible.begin(q_low))
-    causal = (kind == int(MaskKind.OWN))[block]
+    causal = (kind == MaskKind.OWN)[block]
     if reach is not None:
         (_, furthest, _), adjacent = _spans(reach, blocks.row, blocks.rows), np.zeros_like(adjacent)
         q_high = furthest[block]
