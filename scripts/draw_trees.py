@@ -88,7 +88,7 @@ def formats_picture(step: StepTree) -> str:
         rows = int(bsr.q_end[row] - bsr.q_begin[row])
         for node, begin, end in segments(bsr, row, step):
             x, width = scale * (offsets[node] + begin), scale * (end - begin)
-            color = KIND_COLORS[MaskKind(int(bsr.kind[row]))]
+            color = KIND_COLORS[int(bsr.kind[row])]
             body.append(box(x, top + ROW * bsr.q_begin[row] + 1, width, ROW * rows - 2, color))
     return svg(702, top + height + 2, body)
 
@@ -110,7 +110,7 @@ def plan_picture(step: StepTree) -> str:
     body.append(text(0, 46, "tokens read:"))
     for at, item in enumerate(items):
         tokens = sum(end - first for _, first, end in segments(bsr, at, step))
-        x, color = left + wide * at, KIND_COLORS[MaskKind(int(item[4] % KINDS))]
+        x, color = left + wide * at, KIND_COLORS[int(item[4] % KINDS)]
         body.append(text(x + wide / 2 - 4, 46, str(tokens), "middle"))
         body.append(box(x, top + ROW * item[0] + 2, wide - 8, ROW * (item[1] - item[0]) - 4, color))
     out = left + wide * len(items) + 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -63,6 +64,12 @@ def pytest_collection_finish() -> None:
     # The compiler would measure how long guards take, for a log, and for that empty the CPU's caches at each graph.
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *given: 0.0
+    # pytest adds handlers to every logger that does not propagate, six times a test: torch has 60 such loggers.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
+            logger.propagate = True
+    # To whom handles it the compiler would write out all its graphs and guards.
+    logging.getLogger("torch.__trace").handlers.clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ _BLOCK = 256  # tokens per block of the two-level cumulative sum
 _SUMMED_AT_ONCE = 2**17  # 1 MiB of float64: the weights of some rows stay in the cache
 
 
+@lru_cache(maxsize=64)  # rows and steps repeat it
 def rate(temperature: float) -> np.float32:
     """The factor that turns a difference of scores into an exponent of 2."""
     with np.errstate(over="ignore"):  # a temperature beyond float32 is infinite
@@ -114,11 +116,11 @@ def invert(weights: Floats, blocks: NDArray[np.int64], uniform: float) -> int:
     ``blocks`` is the row of :func:`block_sums` of ``weights [tokens]``; ``uniform`` is in [0, 1).
     """
     target = int(uniform * 2**53) * int(blocks[-1]) >> 53
-    block = int(np.searchsorted(blocks, target, side="right"))
+    block = int(blocks.searchsorted(target, side="right"))
     before = int(blocks[block - 1]) if block else 0
     begin = block * _BLOCK
-    inside = np.cumsum(weights[begin : begin + _BLOCK], dtype=np.float64)
-    return begin + int(np.searchsorted(inside, target - before, side="right"))
+    inside = weights[begin : begin + _BLOCK].cumsum(dtype=np.float64)
+    return begin + int(inside.searchsorted(target - before, side="right"))
 
 
 def share(total: int, top_p: float) -> int:

@@ -18,9 +18,20 @@ def indptr_of(counts: NDArray[np.integer]) -> NDArray[np.int32]:
 
 def ranges(begin: NDArray[np.integer], count: NDArray[np.integer]) -> NDArray[np.int64]:
     """``begin[0], begin[0] + 1, ...`` for ``count[0]`` numbers, then the same from ``begin[1]``, and so on."""
-    ends = np.cumsum(count)
-    numbers: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begin - (ends - count), count)
+    ends = count.cumsum()
+    numbers: NDArray[np.int64] = (begin - (ends - count)).repeat(count)
+    numbers += np.arange(len(numbers))
     return numbers
+
+
+def padded(values: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """``[len(counts), longest]``: ragged rows that lie end to end in ``values``, padded with their last elements."""
+    longest = int(counts.max())
+    if len(values) == len(counts) * longest:  # nothing to pad
+        return values.reshape(len(counts), longest)
+    begin = counts.cumsum() - counts
+    grid: NDArray[np.int64] = values[begin[:, None] + np.minimum(np.arange(longest), counts[:, None] - 1)]
+    return grid
 
 
 def appended(buffer: Ints, size: int, values: Ints) -> Ints:

@@ -14,6 +14,7 @@ from prefixkit.testing.named_trees import tree_of
 from prefixkit.tree.radix import PrefixTree
 from tests.attention import slow_formats
 from tests.attention.trees import assert_same_rows, expected_sight, random_queries, random_tree, row_segments
+from tests.seeds import seeds
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
 FREE_SHARING = CostModel(item=0, kv_byte=1, partial_byte=0)
@@ -34,7 +35,7 @@ def seen(snapshot, queries, bsr):
     return counts
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30)
 @pytest.mark.parametrize("sharing", ["cost model", "everything", "nothing", "at random"])
 def test_every_query_sees_every_ancestor_token_exactly_once(seed, sharing):
     print("seed", seed)
@@ -216,7 +217,7 @@ class TestRefusals:
         decompose(StepTree(tree.snapshot(), self.queries((0, 3, 4), (1, 0, 2))), SHAPE, CPU_COST)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@seeds(200)
 def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed):
     rng = np.random.default_rng(seed)
     snapshot, queries = forest(rng)

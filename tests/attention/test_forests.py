@@ -43,6 +43,7 @@ from prefixkit.testing.forests import (
     run_on,
 )
 from tests.attention.torch_errors import Errors, Truth, check_forests
+from tests.seeds import seeds
 
 VARIANTS = ("causal", "window", "cap", "alibi", "sinks", "by_head", "composed")
 
@@ -158,7 +159,7 @@ def prefill_or_decode(rng: np.random.Generator, lengths: list[int]) -> Queries:
     return Queries(*(column.astype(np.int32) for column in (node, begin, end)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_equal_runs_are_bitwise_equal(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
@@ -167,7 +168,7 @@ def test_equal_runs_are_bitwise_equal(seed: int) -> None:
     assert all(map(torch.equal, first, attend(case, plan)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_the_order_of_items_does_not_change_a_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
@@ -176,7 +177,7 @@ def test_the_order_of_items_does_not_change_a_bit(seed: int) -> None:
     assert all(map(torch.equal, attend(case, plan), attend(case, shuffled)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_pages_do_not_change_a_bit_while_copies_are_cheap(seed: int) -> None:
     """Where KV lies decides whether it is copied, and long runs are not; below that, numbers do not depend on it."""
     rng = np.random.default_rng(seed)

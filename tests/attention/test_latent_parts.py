@@ -12,6 +12,7 @@ from prefixkit.attention.latent_parts import LatentPart, Part
 from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.testing.forests import SHARE_ALL, SHARE_NONE, make_snapshot, random_case
+from tests.seeds import seeds
 
 DEEPSEEK = HeadShape(16, 16, 192, 4, 128)  # its heads, with a latent of 512 and rotary keys of 64
 SMALL = HeadShape(4, 4, 12, 4, 8)  # with a latent of 8 and rotary keys of 4
@@ -30,7 +31,7 @@ def rows_of(bsr: BSR, index: np.ndarray) -> set[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("cost", [CPU_COST, SHARE_ALL, SHARE_NONE], ids=["cpu", "all", "none"])
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_each_row_is_in_one_part(seed, cost):
     case = random_case(np.random.default_rng(seed))
     tree = StepTree(case.snapshot, case.queries)

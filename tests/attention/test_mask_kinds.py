@@ -30,6 +30,7 @@ from prefixkit.testing.forests import (
     run_on,
 )
 from tests.attention.formats_reference import formats_attention
+from tests.seeds import seeds
 
 VARIANTS = {"causal": CAUSAL, "window": sliding_window(6), "cap": soft_cap(4.0), "sinks": attention_sinks()}
 SHAPE = HeadShape(6, 2, 32, 4)
@@ -101,7 +102,7 @@ TUNINGS = (
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_random_limits_beside_a_tree_are_exact(seed: int, variant: str) -> None:
     rng = np.random.default_rng([seed, sorted(VARIANTS).index(variant)])
     case, chosen = random_case(rng, heads=(6, 2, 32)), VARIANTS[variant]
@@ -116,7 +117,7 @@ def test_random_limits_beside_a_tree_are_exact(seed: int, variant: str) -> None:
     assert_exact(run_on(case, gpu_program_of(case, plan, chosen), chosen), state)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_the_oracle_of_formats_equals_that_of_trees(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)

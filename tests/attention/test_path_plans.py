@@ -44,6 +44,7 @@ from tests.attention.planners import PLANNERS, in_torch
 from tests.attention.plans import SMALL
 from tests.attention.torch_errors import Errors, Truth, check_forests
 from tests.attention.trees import expected_sight
+from tests.seeds import seeds
 
 # Plans
 
@@ -71,7 +72,7 @@ def items_meet(tree: StepTree, plan: Plan) -> list[Counter[tuple[int, int]]]:
     return counts
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30)
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (64, 1)], ids=str)
 def test_items_cover_every_visible_token_of_every_query_once(seed: int, heads: tuple[int, int]) -> None:
     rng = np.random.default_rng(seed)
@@ -118,7 +119,7 @@ def test_tiles_of_a_path_begin_where_the_first_of_their_queries_sees() -> None:
     assert len(limited) == 64, "one KV split each"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_the_same_tree_gives_the_same_plan(seed: int) -> None:
     plans = []
     for _ in range(2):

@@ -24,6 +24,7 @@ from tests.attention.formats_reference import tokens_of
 from tests.attention.path_steps import COSTS, SHAPE, beams, marks, random_step
 from tests.attention.slow_paths import decide_paths, rows_by_paths
 from tests.attention.trees import expected_sight
+from tests.seeds import seeds
 
 # Formats
 
@@ -77,7 +78,7 @@ def meetings(tree: StepTree, rows: BSR, visible: Visible = ALL) -> list[Counter[
     return counts
 
 
-@pytest.mark.parametrize("seed", range(150))
+@seeds(150)
 def test_every_query_meets_each_visible_token_once(seed: int) -> None:
     """Whatever is shared, in windows and chunks too; no list begins before what one of its queries sees."""
     rng = np.random.default_rng(seed)
@@ -112,7 +113,7 @@ def test_a_row_of_which_all_queries_see_everything_has_no_limits() -> None:
             assert not (rows.kind == MaskKind.LIMIT).any() and len(rows.limit) == 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_partial_states_of_a_query_are_few(seed: int) -> None:
     """At most 1 + log2 of the query rows, where the heaviest child is listed last."""
     rng = np.random.default_rng(seed)
@@ -199,12 +200,12 @@ def test_lists_of_large_trees_follow_each_other_without_gap_or_overlap(name: str
 
 def slots_of(snapshot: TreeSnapshot, node: int, count: int) -> list[int]:
     """The slots from a root to the first ``count`` tokens of a node."""
-    found: list[int] = []
+    found = list[np.ndarray]()
     while node >= 0:
-        found = [*snapshot.slots(np.array(node), np.arange(count)).tolist(), *found]
+        found.append(snapshot.slots(np.array(node), np.arange(count)))
         node = int(snapshot.parent[node])
         count = int(snapshot.length[node])
-    return found
+    return np.concatenate(found[::-1]).tolist()
 
 
 # Runs
@@ -229,7 +230,7 @@ def test_nodes_that_go_on_from_each_others_slots_are_one_run() -> None:
     assert limits_of(rows, 0) == [5, 7, 12, 12][: len(limits_of(rows, 0))]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_a_run_holds_the_slots_of_its_nodes(seed: int) -> None:
     """A segment of a run is what the segments of its nodes would be: rows without runs have the same tokens."""
     rng = np.random.default_rng(seed)
@@ -246,7 +247,7 @@ def test_a_run_holds_the_slots_of_its_nodes(seed: int) -> None:
 # Costs
 
 
-@pytest.mark.parametrize("seed", range(200))
+@seeds(200)
 def test_what_is_decided_is_never_slower_by_the_model_than_sharing_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_step(rng, 200)

@@ -14,9 +14,10 @@ from prefixkit.attention.sharing import CPU_COST, HeadShape
 from prefixkit.tree.radix import PrefixTree
 from tests.attention.plans import SHAPES, SMALL, items_of, plan_of, random_case
 from tests.attention.trees import expected_sight, random_queries, random_tree, row_segments
+from tests.seeds import seeds
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_items_cover_every_visible_token_of_every_query_exactly_once(seed, shape):
     case = random_case(seed, *SHAPES[shape])
@@ -36,7 +37,7 @@ def test_items_cover_every_visible_token_of_every_query_exactly_once(seed, shape
             assert set(got.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 @pytest.mark.parametrize("cost", [SMALL, None], ids=["cut", "whole"])
 def test_a_plan_still_covers_all_once_after_its_leaves_have_grown(seed, cost):
     """Lengths are read when a plan runs: the same plan serves leaves that grew, and their later queries."""
@@ -68,7 +69,7 @@ def test_a_plan_still_covers_all_once_after_its_leaves_have_grown(seed, cost):
             assert set(counts.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("cost", [SMALL, None], ids=["cut", "whole"])
 def test_partial_rows_are_written_once_and_merged_once_root_first(seed, shape, cost):
@@ -92,7 +93,7 @@ def test_partial_rows_are_written_once_and_merged_once_root_first(seed, shape, c
     assert sorted(part for part, _ in written) == list(range(plan.counts[3]))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_without_a_gpu_each_row_is_one_item_and_keeps_its_order(seed):
     case = random_case(seed, 6, 2)
     _, _, (rows,), _ = case

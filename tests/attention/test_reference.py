@@ -9,6 +9,7 @@ import torch
 from prefixkit.attention.reference import reference_attention, visible_tokens
 from prefixkit.attention.variants import alibi, attention_sinks, sliding_window, soft_cap
 from prefixkit.testing.forests import Case, random_case
+from tests.seeds import seeds
 
 
 def sequence(case: Case, node: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -25,7 +26,7 @@ def sequence(case: Case, node: int) -> tuple[list[int], torch.Tensor, torch.Tens
     return slots, *(pages.flatten(0, 1)[slots].double() for pages in (case.k_pages, case.v_pages))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_causal_equals_one_sequence_at_a_time(seed: int) -> None:
     case = random_case(np.random.default_rng(seed))
     positions = case.positions.numpy()

@@ -33,6 +33,7 @@ from prefixkit.testing.forests import (
 )
 from tests.attention.plans import SMALL, items_of
 from tests.attention.trees import assert_same_rows, expected_sight, random_queries, random_tree, row_segments
+from tests.seeds import seeds
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=8, itemsize=4)
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def begins(tree: StepTree, visible: Visible) -> list[int]:
     return [int(first) for first in visible.begin(tree.positions)]
 
 
-@pytest.mark.parametrize("seed", range(80))
+@seeds(80)
 def test_every_query_meets_each_visible_token_once_and_rows_read_little_else(seed: int) -> None:
     """A row reads from the first position that one of its queries sees on, and no row is of a node out of sight."""
     rng = np.random.default_rng(seed)
@@ -111,7 +112,7 @@ def test_every_query_meets_each_visible_token_once_and_rows_read_little_else(see
         assert set(got.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_a_range_that_hides_nothing_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     snapshot = random_tree(rng, page_size=4).snapshot()
@@ -175,7 +176,7 @@ def assert_exact(case: Case, plan: Plan, variant: Variant) -> None:
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_attention_by_a_plan_of_visible_ranges_is_exact(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)

@@ -6,7 +6,9 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from prefixkit.cuda.nvrtc import CSRC
 
@@ -17,6 +19,7 @@ OPTIONS = (
     "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
     "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
 )
+LIBRARY = "setjmp.h", "ucontext.h", "cmath", "cstdint", "cstdlib", "cstring", "map", "memory", "type_traits", "vector"
 
 
 def build(
@@ -42,8 +45,19 @@ def build(
         shutil.copy(HERE / shared, folder)
     (main,) = folder.glob("*.cpp")
     library = main.with_suffix(".so")
-    subprocess.run(["g++", *OPTIONS, *defines, f"-I{folder}", "-o", library, main], check=True)
+    precompiled = Path(library_headers().name, "library.hpp")
+    subprocess.run(["g++", *OPTIONS, *defines, "-include", precompiled, f"-I{folder}", "-o", library, main], check=True)
     return ctypes.CDLL(str(library))
+
+
+@cache
+def library_headers() -> TemporaryDirectory[str]:
+    """A folder with the standard library's headers, compiled: to read them takes longer than most kernels do."""
+    folder = TemporaryDirectory()
+    header = Path(folder.name, "library.hpp")
+    header.write_text("".join(f"#include <{name}>\n" for name in LIBRARY))
+    subprocess.run(["g++", *OPTIONS, "-x", "c++-header", "-o", f"{header}.gch", header], check=True)
+    return folder
 
 
 def write_headers(folder: Path, headers: Headers) -> None:

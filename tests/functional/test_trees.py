@@ -14,6 +14,7 @@ import prefixkit
 from prefixkit.testing.forests import random_parents
 from prefixkit.tree import OutOfPages
 from tests.functional.own_model import DIM, HEADS, KV_HEADS, Errors, OwnModel, pool_of
+from tests.seeds import seeds
 
 
 def test_sharing_of_token_lists_is_found_token_by_token() -> None:
@@ -23,7 +24,7 @@ def test_sharing_of_token_lists_is_found_token_by_token() -> None:
     assert first.slots()[:2].tolist() == second.slots()[:2].tolist() == third.slots().tolist()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_a_tree_of_parents_has_these_nodes_and_each_node_its_sequence(seed: int) -> None:
     print("seed", seed)
     rng = np.random.default_rng(seed)

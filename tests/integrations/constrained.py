@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -98,6 +97,8 @@ def spellings(
 
 def assert_drawn_from(samples: Any, expected: dict[tuple[int, ...], float]) -> None:
     """Samples are as likely as expected: chi-square over those that are not too rare, the others together."""
+    from scipy.stats import chisquare  # which each worker would import for most of a second
+
     counts = Counter(tuple(sample.tokens) for sample in samples)
     assert counts.keys() <= expected.keys()
     likely = {one: share for one, share in expected.items() if share * len(samples) >= 5}

@@ -14,6 +14,7 @@ import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.testing.forests import int_tensors, make_snapshot, random_parents
 from tests.ops.test_library import changed
+from tests.seeds import seeds
 
 advance = torch.ops.prefixkit.advance
 
@@ -66,7 +67,7 @@ def copied(args: list[Any]) -> list[Any]:
     return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_every_row_moves_one_position_further(seed: int) -> None:
     args = arguments(seed)
     expected = copied(args)

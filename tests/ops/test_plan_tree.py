@@ -25,6 +25,7 @@ from prefixkit.testing.random_plans import (
     specified,
 )
 from prefixkit.tree.snapshot import TreeSnapshot
+from tests.seeds import seeds
 
 ops = torch.ops.prefixkit
 NODES = 40
@@ -56,7 +57,7 @@ def arguments(
     return [sizes, *tree, *work, scratch, shape.plan_heads, num_sms, cost.numbers, (0, 0, 0)]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
     snapshot, queries, shape, cost, num_sms = random_case(seed)
     plan = specified(snapshot, queries, shape, cost, num_sms)
@@ -67,7 +68,7 @@ def test_the_plan_is_the_specified_one_array_by_array(seed: int) -> None:
             assert np.array_equal(ours[: len(theirs)].numpy(), theirs)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_by_paths_too_where_sizes_say_so(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = deep_tree(rng, NODES)

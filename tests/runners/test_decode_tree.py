@@ -7,6 +7,7 @@ import torch
 from prefixkit.attention.queries import StepTree, decode_tree
 from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
 from prefixkit.tree.radix import PrefixTree, Sequence
+from tests.seeds import seeds
 
 
 def make_batch(
@@ -37,7 +38,7 @@ def truth(batch: StepTree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tree.start[batch.queries.node] + offset, tree.slots(batch.queries.node, offset), visible
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page_size: int) -> None:
     print("seed", seed)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from prefixkit.tree import PrefixTree
+from tests.seeds import seeds
 from tests.tree.model import fingerprint
 
 
@@ -27,7 +27,7 @@ def test_it_names_the_deepest_node_and_the_place_in_it() -> None:
         assert (found.node, found.offset, found.length) == expected, tokens
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_it_finds_the_longest_prefix_and_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = PrefixTree(4096, page_size=4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from prefixkit.tree import PrefixTree
+from tests.seeds import seeds
 from tests.tree.model import uncomputed
 
 
@@ -76,7 +77,7 @@ def test_random_trees_agree_with_their_nodes(seed: int) -> None:
     assert ends == {handle.id: handle.node.index for handle in handles}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_the_child_with_the_most_leaves_is_listed_last_and_the_others_as_they_came(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = PrefixTree(4096, page_size=4)

@@ -21,7 +21,7 @@ from prefixkit.models.probe.bias import bias_fault, bias_of_rows
 from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
-from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
+from prefixkit.models.probe.mask import UnknownMask, chunk_of, shown_by, window_of
 from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, are_same, close
 from prefixkit.models.states.going_on import measure_state
 
@@ -318,8 +318,8 @@ class ProbedLayer:
         known = self._cache.visible
         try:
             if (mask, window) not in known:
-                chunk = chunk_of(mask, length, ROWS)
-                known[mask, window] = Visible(chunk=chunk) if chunk else Visible(window_of(mask, length, ROWS, window))
+                chunk = chunk_of(shown := shown_by(mask, length, ROWS), length, ROWS)
+                known[mask, window] = Visible(chunk=chunk) if chunk else Visible(window_of(shown, length, ROWS, window))
             return known[mask, window]
         except UnknownMask as error:
             self._refuse(str(error))

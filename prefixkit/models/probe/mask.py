@@ -55,13 +55,24 @@ def chunk_of(mask: Any, length: int, rows: int) -> int | None:
     return size if chunked else None
 
 
+def shown_by(mask: Any, length: int, rows: int) -> Tensor | None:
+    """``[1, 1 or heads, rows, length + rows]`` bool: what a mask shows, on the CPU; a mask too, but read faster.
+
+    None where the attention function makes the mask itself.
+
+    Raises:
+        UnknownMask: the mask does not only hide and show.
+    """
+    return None if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2) else _shown(mask, length, rows)
+
+
 def _shown(mask: Any, length: int, rows: int) -> Tensor:
-    """``[..., rows, length + rows]`` bool: what a mask shows, on the CPU."""
+    """``[1, 1 or heads, rows, length + rows]`` bool: what a mask shows, on the CPU."""
     if (mask_mod := getattr(mask, "mask_mod", None)) is not None:
         none = torch.zeros((), dtype=torch.int64, device=mask.kv_indices.device)
         query, key = torch.arange(rows, device=none.device), torch.arange(length + rows, device=none.device)
         shown: Tensor = mask_mod(none, none, query[:, None], key)
-        return shown.cpu()
+        return shown.cpu()[None, None]
     if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == rows and mask.shape[3] >= length + rows):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnknownMask(f"gets a mask of a kind that is not known, {shape}")

@@ -13,6 +13,7 @@ from prefixkit.attention.queries import Queries, StepTree
 from prefixkit.attention.sharing import HeadShape
 from prefixkit.testing.forests import make_snapshot, random_parents
 from prefixkit.testing.random_plans import deep_tree, random_cost, random_shape, random_tree, size_of, specified
+from tests.seeds import seeds
 
 
 def test_what_does_not_fit_is_named():
@@ -24,7 +25,7 @@ def test_what_does_not_fit_is_named():
     small.check(small)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@seeds(50)
 def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
     """Whatever the lengths, the costs and what is shared; so a planner on the GPU cannot run out of capacity."""
     rng = np.random.default_rng(seed)
@@ -50,7 +51,7 @@ def test_the_capacity_for_a_tree_holds_any_plan_of_it(seed):
         capacity.check(size_of(plan))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed):
     rng = np.random.default_rng(seed)
     snapshot, queries = random_tree(rng, int(rng.choice([1, 5, 60])), int(rng.choice([4, 300, 20000])), 3, 0.6)
@@ -60,7 +61,7 @@ def test_the_capacity_for_now_holds_a_plan_and_is_no_more_than_for_any_plan(seed
     capacity_for(StepTree(snapshot, queries), shape, sms, cost).check(capacity)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@seeds(50)
 def test_the_capacity_for_paths_holds_their_plans(seed):
     """With nodes of any lengths, and with those of now, which is no more."""
     rng = np.random.default_rng(seed)

@@ -15,9 +15,10 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.testing.random_plans import tree
 from tests.attention.plans import SMALL, items_of, plan_of, random_case
 from tests.attention.trees import row_segments
+from tests.seeds import seeds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_cuts_fall_on_whole_units_of_a_row_and_only_its_end_stays_open(seed):
     case = random_case(seed, 8, 1)
     _, _, formats, length = case

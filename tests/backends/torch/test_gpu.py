@@ -38,6 +38,7 @@ from prefixkit.testing.forests import (
     random_split_plan,
     run_on,
 )
+from tests.seeds import seeds
 
 
 def variant_of(rng: np.random.Generator, seed: int, heads: int) -> Variant:
@@ -76,7 +77,7 @@ def plan_as(kind: str, rng: np.random.Generator, case: Case, seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("kind", ["whole", "for the kernels", "split"])
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
@@ -85,7 +86,7 @@ def test_a_forest_under_a_variant_equals_the_reference(seed: int, kind: str) -> 
     check(run_on(case, program, variant), case, variant)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_large_tiles_are_split_to_bound_the_memory(seed: int) -> None:
     """Of scores, masks and gathered keys."""
     rng = np.random.default_rng(seed)

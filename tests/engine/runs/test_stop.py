@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from prefixkit.engine.runs.stop import StopChecker
+from tests.seeds import seeds
 
 WORDS = ["Hello", " world", "!", " the", " end", " of", " it", "\n", "\n\n", "E", "N", "D", " STOP", "ST", "OP", "é"]
 SAMPLES = ["Hello world! 😀", "naïve 你好世界 🏳️‍🌈 end", "a\nb\n\nEND of it", "👍🏽👍🏽 STOP it"]
@@ -79,7 +80,7 @@ def test_characters_of_many_bytes_are_streamed_whole(name, text):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30)
 def test_what_is_streamed_joins_to_the_text(name, seed):
     dice, vocab = random.Random(seed), TOKENIZERS[name].get_vocab_size()
     words = [token for token in range(vocab) if token > 255] or range(vocab)
@@ -157,7 +158,7 @@ def test_bytes_that_never_become_a_character_are_replacement_characters_for_a_st
     assert count <= 2 + 2 + 3, "three more bytes show that the first two are no character"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_random_texts_end_at_the_first_stop_string(seed):
     dice = random.Random(seed)
     tokens = [ord(dice.choice("ab")) for _ in range(60)]
@@ -242,7 +243,7 @@ def test_stop_strings_of_special_tokens(tokens, stop, count, text):
     assert (found, checker.text(), "".join(streamed)) == (count, text, text)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_random_texts_with_special_tokens_end_at_the_first_stop_string(seed):
     dice, names = random.Random(seed), {ord("a"): "a", ord("b"): "b", **SPECIAL}
     tokens = [dice.choice([*names]) for _ in range(60)]

@@ -18,6 +18,7 @@ from prefixkit.models.indexing.indexers import (
     selected_of,
 )
 from prefixkit.testing.forests import random_case
+from tests.seeds import seeds
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def slots_of(tree: StepTree, node: int, end: int) -> list[int]:
 
 
 @pytest.mark.parametrize("most_scores", [1, 60, 1000, 1 << 19])
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_blocks_have_each_row_once_with_the_text_before_it(seed: int, most_scores: int) -> None:
     tree = random_tree(seed)
     blocks, node, offset = blocks_of(tree, CPU, most_scores), tree.queries.row_node(), tree.queries.row_offset()

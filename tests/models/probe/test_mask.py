@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefixkit.models.probe.mask import UnknownMask, chunk_of, window_of
+from prefixkit.models.probe.mask import UnknownMask, chunk_of, shown_by, window_of
 
 
 def mask_of(window=None):
@@ -24,7 +24,8 @@ def test_the_window_is_the_masks_whatever_the_function_is_told(window, told):
     ]
     for mask in (~hidden, torch.zeros(1, 2, 3, 10).masked_fill(hidden, -torch.inf), *masks):
         shows_no_other = window is None and told == 20
-        assert window_of(mask, 7, 3, told) == (20 if shows_no_other else window)
+        for read in (mask, shown_by(mask, 7, 3)):
+            assert window_of(read, 7, 3, told) == (20 if shows_no_other else window)
 
 
 def test_where_the_function_makes_the_mask_the_window_is_what_it_is_told():
@@ -35,7 +36,7 @@ def test_a_mask_of_flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask
 
     made = create_block_mask(lambda b, h, q, k: (k <= q + 7) & (k > q + 3), None, None, 3, 10, device="cpu")
-    assert window_of(made, 7, 3, None) == 4
+    assert window_of(made, 7, 3, None) == window_of(shown_by(made, 7, 3), 7, 3, None) == 4
 
 
 def test_chunks_are_no_window():

@@ -29,7 +29,7 @@ def test_a_long_sequence_holds_its_first_tokens_and_its_last(page_size: int, sin
     sample = tree.insert(np.arange(1, 9))
     window, most = 20, 0
     slot_of: dict[int, int] = {}
-    for token in range(40 * page_size):
+    for token in range(max(40, 12 * page_size)):
         tree.extend_each([sample], [token % 7])
         computed(tree)
         drop_between(tree, sample, sinks, sample.length - window)

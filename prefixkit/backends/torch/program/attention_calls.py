@@ -20,7 +20,7 @@ from prefixkit.attention.variants.evaluate import evaluate
 from prefixkit.backends.torch.program.merge import Index, index_of
 from prefixkit.backends.torch.program.tiles import FULL, LIMITED, MASKED, TRIANGLE, Tiles
 from prefixkit.backends.torch.tuning import Heads
-from prefixkit.tree.arrays import Ints, Longs, ranges
+from prefixkit.tree.arrays import Ints, Longs, padded, ranges
 
 
 class Places(NamedTuple):
@@ -77,25 +77,25 @@ def batches(tiles: Tiles, heads: Heads, scored: int | None) -> Iterator[Longs]:
     """
     tuning = heads.tuning
     tokens, rows = tiles.tokens, tiles.rows
-    single_run = np.diff(tiles.indptr) == 1
     alone = (
-        (single_run & (tokens > heads.longest_copy))
+        ((tiles.runs == 1) & (tokens > heads.longest_copy))
         | (rows * tokens * heads.score_us > 10 * tuning.call_us)
         | (tiles.mask == MASKED)
         | ((tiles.mask == TRIANGLE) & (tokens != rows))
     )
-    for tile in np.flatnonzero(alone):
+    for tile in alone.nonzero()[0]:
         yield np.array([tile])
     for mask in (FULL, TRIANGLE, LIMITED):
-        candidates = np.flatnonzero(~alone & (tiles.mask == mask))
+        candidates = (~alone & (tiles.mask == mask)).nonzero()[0]
         for members in _buckets(rows[candidates], tokens[candidates], heads):
             batch = candidates[members]
-            batch = batch[np.argsort(tiles.row[batch], kind="stable")]
+            batch = batch[tiles.row[batch].argsort(kind="stable")]
             longest, most = int(tokens[batch].max()), int(rows[batch].max())
             limit = tuning.batch_elements // (longest * heads.kv_elements)
             if scored is not None:
                 limit = min(limit, scored // (most * longest * heads.heads))
-            yield from np.array_split(batch, -(-len(batch) // max(1, limit)))
+            parts = -(-len(batch) // max(1, limit))
+            yield from (batch,) if parts == 1 else np.array_split(batch, parts)
 
 
 def _buckets(rows: Longs, tokens: Longs, heads: Heads) -> list[Longs]:
@@ -104,7 +104,11 @@ def _buckets(rows: Longs, tokens: Longs, heads: Heads) -> list[Longs]:
         return []
     tuning = heads.tuning
     # One number per block: rows in the upper 32 bits, tokens in the lower.
-    shapes, which, count = np.unique(_round_up(rows) << 32 | _round_up(tokens), return_inverse=True, return_counts=True)
+    rounded = _round_up(np.concatenate((rows, tokens)))
+    shape = rounded[: len(rows)] << 32 | rounded[len(rows) :]
+    if bool((shape == shape[0]).all()):
+        return [np.arange(len(shape))]
+    shapes, which, count = np.unique(shape, return_inverse=True, return_counts=True)
     token_us = heads.kv_elements * (tuning.copy_us + tuning.read_us)
     leaders: list[tuple[int, int]] = []
     bucket_of_shape = np.zeros(len(shapes), dtype=np.int64)
@@ -158,16 +162,16 @@ def make_call(
     rows, tokens, mask = tiles.rows[batch], tiles.tokens[batch], int(tiles.mask[batch[0]])
     most, longest = int(rows.max()), int(tokens.max())
     row = tiles.row[batch][:, None] + np.minimum(np.arange(most), rows[:, None] - 1)
-    runs = ranges(tiles.indptr[batch], np.diff(tiles.indptr)[batch])
+    runs = ranges(tiles.indptr[batch], tiles.runs[batch])
     places = None
     if not flash or variant.mods or mask in (MASKED, LIMITED):
-        kv_position = _padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
+        kv_position = padded(ranges(tiles.position[runs], tiles.count[runs]), tokens)
         b, q = (torch.from_numpy(each[row])[:, None, :, None] for each in (tree.sequences, tree.positions))
         places = Places(b, q, torch.from_numpy(kv_position)[:, None, None])
     if views and len(runs) == 1:
         slot: Index = int(tiles.slot[runs[0]])
     else:
-        slot = torch.from_numpy(_padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
+        slot = torch.from_numpy(padded(ranges(tiles.slot[runs], tiles.count[runs]), tokens).reshape(-1))
     if flash and places is not None and _by_distance(mask, places, heads, variant):
         return _descending(tree.queries.num_rows - 1 - int(row[0, -1]), slot, places, heads, variant, room)
     last = torch.from_numpy(tree.reach[row])[:, None, :, None] if variant.looks_ahead else None
@@ -207,17 +211,18 @@ def _by_flash(call: Call, triangle: bool, unmasked: bool, heads: Heads, variant:
     grouped = not causal and heads.gqa_group > 1 and call.rows < heads.tuning.group_rows
     if causal and plain:
         return replace(call, causal=True, mask=None, places=None)
-    call = replace(call, causal=causal, grouped=grouped)
     if call.mask is None and call.places is None:
-        return call
+        return replace(call, causal=causal, grouped=grouped)
     bias = None
     if variant.score_mods and call.places is not None:
         if call.batch * call.rows * call.length * (heads.heads if variant.reads("h") else 1) > room:
-            return replace(call, biased=True)
+            return replace(call, causal=causal, grouped=grouped, biased=True)
         bias = bias_of(variant, call.places, heads)
     mask = flash_mask(call.mask, bias, call.rows, heads, grouped=grouped)
     empty = None if mask is None else hidden_rows(mask)
-    return replace(call, mask=mask, empty=empty if empty is not None and bool(empty.any()) else None, places=None)
+    if empty is not None and not bool(empty.any()):
+        empty = None
+    return replace(call, causal=causal, grouped=grouped, mask=mask, empty=empty, places=None)
 
 
 def _by_distance(mask: int, places: Places, heads: Heads, variant: Variant) -> bool:
@@ -260,13 +265,6 @@ def elements_of(mask: Tensor) -> int:
     return mask.untyped_storage().nbytes() // mask.itemsize
 
 
-def _padded(values: Longs, tokens: Longs) -> Longs:
-    """``[batch, longest]``: the ragged rows that lie end to end in ``values``, each padded with its last element."""
-    begin = np.cumsum(tokens) - tokens
-    grid: Longs = values[begin[:, None] + np.minimum(np.arange(tokens.max()), tokens[:, None] - 1)]
-    return grid
-
-
 def _visible(mask: int, tokens: Longs, rows: int, places: Places | None, last: Tensor | None) -> Tensor | None:
     """The keys that the tiles' masks show; None if they show all, or a triangle that the kernel masks by itself.
 
@@ -275,12 +273,14 @@ def _visible(mask: int, tokens: Longs, rows: int, places: Places | None, last: T
     longest = int(tokens.max())
     if mask == TRIANGLE:
         return None if places is None else torch.from_numpy(np.tri(rows, longest, dtype=bool))[None, None]
-    shown = None if bool(np.all(tokens == longest)) else torch.from_numpy(np.arange(longest) < tokens[:, None])
+    shown = None
+    if not bool((tokens == longest).all()):
+        shown = torch.from_numpy((np.arange(longest) < tokens[:, None])[:, None, None])
     if mask in (MASKED, LIMITED):
         assert places is not None, "such a mask is made of them"
         by_position = places.kv <= (places.q if last is None else last)
-        return by_position if shown is None else by_position & shown[:, None, None]
-    return None if shown is None else shown[:, None, None]
+        return by_position if shown is None else by_position & shown
+    return shown
 
 
 def _narrowed(by_tile: Tensor | None, allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor | None:

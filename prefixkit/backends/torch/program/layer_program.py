@@ -151,7 +151,7 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) 
     most = heads.tuning.call_elements
     longest: Longs = np.full(len(tiles), max(1, most // heads.kv_elements))
     if exact_views:
-        longest[np.diff(tiles.indptr) == 1] = np.iinfo(np.int64).max
+        longest[tiles.runs == 1] = np.iinfo(np.int64).max
     if (limited := tiles.mask == LIMITED).any():
         longest = np.where(limited, np.minimum(longest, np.maximum(1, most // tiles.rows)), longest)
     if scored is not None:
@@ -161,18 +161,19 @@ def _longest(tiles: Tiles, heads: Heads, exact_views: bool, scored: int | None) 
 
 def _partials(plan: Plan, num_rows: int, tiles: Tiles, call_of: Longs) -> tuple[Longs, Longs, Longs]:
     """The query row, the tile and the row in it of each partial state, in the plan's merge order, then by tile."""
-    called = np.flatnonzero(call_of >= 0)
+    called = (call_of >= 0).nonzero()[0]
     rows = tiles.rows[called]
-    tile = np.repeat(called, rows)
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(rows) - rows, rows)
+    tile = called.repeat(rows)
+    within = np.arange(len(tile)) - (rows.cumsum() - rows).repeat(rows)
     row = tiles.row[tile] + within
     items = plan.items[tiles.item[tile]]
     partial = np.where(items[:, 2] < 0, -1, items[:, 2] + row - items[:, 0])
     turn = np.full(int(max(partial.max(initial=-1), plan.merge_indices.max(initial=-1))) + 2, -1)
     turn[plan.merge_indices] = np.arange(len(plan.merge_indices))
-    listed = turn[partial[partial >= 0]]
-    owner = np.repeat(np.arange(num_rows), np.diff(plan.merge_indptr))
-    assert np.array_equal(owner[listed], row[partial >= 0]), "a partial merges into another query's row"
-    assert np.all(listed >= 0), "a partial merges nowhere"
+    merged = partial >= 0
+    listed = turn[partial[merged]]
+    owner = np.arange(num_rows).repeat(plan.merge_indptr[1:] - plan.merge_indptr[:-1])
+    assert (owner[listed] == row[merged]).all(), "a partial merges into another query's row"
+    assert (listed >= 0).all(), "a partial merges nowhere"
     order = np.lexsort((tile, turn[partial], row))
     return row[order], tile[order], within[order]

@@ -27,7 +27,7 @@ Index = int | Tensor
 
 def index_of(rows: Longs) -> Index:
     """The ``Index`` of some rows of a tensor."""
-    return int(rows[0]) if bool(np.all(np.diff(rows) == 1)) else torch.from_numpy(rows)
+    return int(rows[0]) if bool((rows[1:] - rows[:-1] == 1).all()) else torch.from_numpy(rows)
 
 
 def pick(tensor: Tensor, index: Index, count: int) -> Tensor:
@@ -68,20 +68,20 @@ def plan_merge(num_rows: int, row: Longs, call: Longs, index: Longs, heights: Lo
     Partial state ``i`` is row ``index[i]`` of the state of call ``call[i]``, and is merged into row ``row[i]``, in
     order of ``i``.  ``heights``: ``[calls]``, the rows of each call's state.
     """
-    by_row = np.argsort(row, kind="stable")
+    by_row = row.argsort(kind="stable")
     count = np.bincount(row, minlength=num_rows)
-    begin = np.cumsum(count) - count
-    sorted_rows = np.argsort(-count, kind="stable")
-    in_order = bool(np.all(count == count[0])) and bool(count[0]) if num_rows else True
+    begin = count.cumsum() - count
+    sorted_rows = (-count).argsort(kind="stable")
+    in_order = bool((count == count[0]).all()) and bool(count[0]) if num_rows else True
     partials = [
         by_row[begin[rows] + level]
         for level in range(int(count.max(initial=0)))
         for rows in (sorted_rows[count[sorted_rows] > level],)
     ]
-    spread = [call[part] for part in partials if np.any(call[part] != call[part[0]])]
+    spread = [call[part] for part in partials if (call[part] != call[part[0]]).any()]
     joined = np.unique(np.concatenate(spread)) if spread else np.zeros(0, dtype=np.int64)
     offset = np.zeros_like(heights)
-    offset[joined] = np.cumsum(heights[joined]) - heights[joined]
+    offset[joined] = heights[joined].cumsum() - heights[joined]
     sorted_index = np.empty(num_rows, dtype=np.int64)
     sorted_index[sorted_rows] = np.arange(num_rows)
     return Merge(
@@ -92,7 +92,7 @@ def plan_merge(num_rows: int, row: Longs, call: Longs, index: Longs, heights: Lo
 
 
 def _level(call: Longs, index: Longs, offset: Longs) -> Level:
-    if bool(np.all(call == call[0])):
+    if bool((call == call[0]).all()):
         return Level(len(index), int(call[0]), index_of(index))
     return Level(len(index), -1, index_of(offset[call] + index))
 

@@ -60,12 +60,11 @@ def split_rows(plan: Plan, items: Longs, most: int | None, limited_rows: int | N
         most: The most rows of a block; None: no bound.
         limited_rows: The most rows of a masked block of kind LIMIT; None: no bound.
     """
-    item = np.flatnonzero(items[:, 1] > items[:, 0])
-    row, end = items[item, :2].T
-    if most is not None:
-        item, row, rows = _cut(item, row, end - row, most)
-    else:
-        rows = end - row
+    item = (items[:, 1] > items[:, 0]).nonzero()[0]
+    row = items[item, 0]
+    rows = items[item, 1] - row
+    if most is not None and rows.max(initial=0) > most:
+        item, row, rows = _cut(item, row, rows, most)
     limited = items[item, 4] % KINDS == MaskKind.LIMIT
     none = np.zeros_like(item)
     if not limited.any():

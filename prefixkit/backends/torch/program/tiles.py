@@ -7,7 +7,8 @@ of keys (positions left to right):
     keys  < p0          [p0 .. p1]                 > p1
     full: all see it    triangle (lower)           no query sees it
 
-All in numpy over whole arrays, because a step may have thousands of items and this runs once a step.
+All in numpy over whole arrays, because a step may have thousands of items and this runs once a step.  Most steps have
+few: then a call of numpy takes longer than its work, and methods of arrays take half as long as functions around them.
 """
 
 from __future__ import annotations
@@ -62,8 +63,17 @@ class Tiles:
     @cached_property
     def tokens(self) -> Longs:
         """``[tiles]`` the number of keys of each tile."""
-        tokens: Longs = np.diff(np.concatenate(([0], np.cumsum(self.count)))[self.indptr])
+        ends = np.zeros(len(self.count) + 1, dtype=np.int64)
+        self.count.cumsum(out=ends[1:])
+        ends = ends[self.indptr]
+        tokens: Longs = ends[1:] - ends[:-1]
         return tokens
+
+    @cached_property
+    def runs(self) -> Longs:
+        """``[tiles]`` the number of runs of each tile."""
+        runs: Longs = self.indptr[1:] - self.indptr[:-1]
+        return runs
 
 
 def make_tiles(
@@ -90,17 +100,17 @@ def make_tiles(
     items = plan.items.astype(np.int64)
     blocks, nodes = split_rows(plan, items, most_rows, limited_rows), with_runs(tree.arrays(), plan.runs)
     slices = _slices(plan, tree, nodes, items[blocks.item], blocks, visible, reach, whole_from)
-    block, mask, node, low, high, skipped = slices[:, np.argsort(slices[0] * 4 + slices[1], kind="stable")]
-    opens = _changes(block, mask, np.where(mask == TRIANGLE, np.arange(len(mask)), -1))
-    first = np.flatnonzero(opens)
-    run_tile, slot, count, position = _runs(nodes, tree.snapshot.page_size, node, low, high, np.cumsum(opens) - 1)
+    block, mask, node, low, high, skipped = slices[:, (slices[0] * 4 + slices[1]).argsort(kind="stable")]
+    opens = _changes(block, mask) | (mask == TRIANGLE)
+    first = opens.nonzero()[0]
+    run_tile, slot, count, position = _runs(nodes, tree.snapshot.page_size, node, low, high, opens.cumsum() - 1)
     block, skipped = block[first], skipped[first]
     return Tiles(
         item=blocks.item[block],
         row=blocks.row[block] + skipped,
         rows=blocks.rows[block] - skipped,
         mask=mask[first],
-        indptr=np.searchsorted(run_tile, np.arange(len(first) + 1)),
+        indptr=run_tile.searchsorted(np.arange(len(first) + 1)),
         slot=slot,
         count=count,
         position=position,
@@ -111,7 +121,10 @@ def make_tiles(
 def _changes(*keys: Longs) -> NDArray[np.bool_]:
     """Where an element of any of the arrays differs from the one before; True at the first element."""
     changes = np.ones(len(keys[0]), dtype=bool)
-    changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    after_first = changes[1:]
+    np.not_equal(keys[0][1:], keys[0][:-1], out=after_first)
+    for key in keys[1:]:
+        after_first |= key[1:] != key[:-1]
     return changes
 
 
@@ -130,8 +143,8 @@ def _slices(
     Each has the number of its block of rows, the mask, the node, the positions ``[low, high)`` of the keys, and the
     number of the block's first rows that see none of these keys.
     """
-    count = items[:, 4] // KINDS
-    block = np.repeat(np.arange(len(items)), count)
+    count, kind = items[:, 4] // KINDS, items[:, 4] % KINDS
+    block = np.arange(len(items)).repeat(count)
     node, begin, end = plan.segments[ranges(items[:, 3], count)].astype(np.int64).T
     start, length, *_ = nodes
     low, high = start[node] + begin, start[node] + np.minimum(end, length[node])
@@ -139,7 +152,7 @@ def _slices(
     q_low, q_high, adjacent = lowest[block], highest[block], in_sequence[block]
     if visible.limits:
         low = np.maximum(low, visible.begin(q_low))
-    causal = (items[:, 4] % KINDS == MaskKind.OWN)[block]
+    causal = (kind == MaskKind.OWN)[block]
     if reach is not None:
         (_, furthest, _), adjacent = _spans(reach, blocks.row, blocks.rows), np.zeros_like(adjacent)
         q_high = furthest[block]
@@ -157,21 +170,23 @@ def _slices(
         low, high = np.maximum(low, blocks.low[block]), np.minimum(high, blocks.high[block])
         split = np.where(limited, np.where(masked, low, high), split)
         by_position, skipped = np.where(limited, LIMITED, by_position), np.where(limited, 0, skipped)
-    full, rest = low < split, split < high
-    none = np.zeros_like(low)
-    before = np.stack((block, none, node, low, split, none))[:, full]
-    after = np.stack((block, by_position, node, split, high, skipped))[:, rest]
-    return np.concatenate((before, after), axis=1)
+    slices = np.zeros((6, 2, len(block)), dtype=np.int64)
+    slices[0], slices[2] = block, node
+    slices[3, 0], slices[4, 0] = low, split
+    slices[1, 1], slices[3, 1], slices[4, 1], slices[5, 1] = by_position, split, high, skipped
+    return slices[:, slices[3] < slices[4]]
 
 
 def _spans(q_positions: Longs, row: Longs, rows: Longs) -> tuple[Longs, Longs, NDArray[np.bool_]]:
     """Lowest and highest position of each block's rows, and whether the positions ascend by one."""
     if not len(row):
         return row, row, np.zeros(0, dtype=bool)
-    bounds = np.stack((row, row + rows), axis=1).reshape(-1)
-    padded = np.append(q_positions, q_positions[-1])  # reduceat needs every bound to be an index
-    low, high = (extreme.reduceat(padded, bounds)[::2] for extreme in (np.minimum, np.maximum))
-    jumps = np.concatenate(([0], np.cumsum(np.diff(q_positions) != 1)))
+    bounds = np.empty(2 * len(row), dtype=np.int64)
+    bounds[::2], bounds[1::2] = row, row + rows
+    padded = np.concatenate((q_positions, q_positions[-1:]))  # reduceat needs every bound to be an index
+    low, high = np.minimum.reduceat(padded, bounds)[::2], np.maximum.reduceat(padded, bounds)[::2]
+    jumps = np.zeros(len(q_positions), dtype=np.int64)
+    (q_positions[1:] - q_positions[:-1] != 1).cumsum(out=jumps[1:])
     return low, high, jumps[row + rows - 1] == jumps[row]
 
 
@@ -184,15 +199,15 @@ def _runs(
     within = first_slot[node] + low - start[node]
     first_page = within // size
     pages = (within + tokens - 1) // size - first_page + 1
-    part = np.repeat(np.arange(len(tokens)), pages)
+    part = np.arange(len(tokens)).repeat(pages)
     page = ranges(first_page, pages)
     begin = np.maximum(page * size, within[part])
     count = np.minimum((page + 1) * size, (within + tokens)[part]) - begin
     slot = pages_of[page_indptr[node][part] + page].astype(np.int64) * size + begin % size
     position = low[part] + begin - within[part]
     tile = tile[part]
-    before = np.cumsum(count) - count
-    first = np.flatnonzero(_changes(tile, slot - before, position - before))
+    before = count.cumsum() - count
+    first = _changes(tile, slot - before, position - before).nonzero()[0]
     return tile[first], slot[first], np.add.reduceat(count, first) if len(first) else count, position[first]
 
 
@@ -203,10 +218,10 @@ def split_keys(tiles: Tiles, shortest: int, longest: Longs) -> Tiles:
     become tiles of their own, which need no copy.  No such tile stays longer than ``longest[tile]`` tokens.
     """
     full, limited = tiles.mask == FULL, tiles.mask == LIMITED
-    detached = full & (np.diff(tiles.indptr) > 1) & (tiles.tokens >= shortest)
-    if not np.any(detached | ((tiles.tokens > longest) & (full | limited))):
+    detached = full & (tiles.runs > 1) & (tiles.tokens >= shortest)
+    if not (detached | ((tiles.tokens > longest) & (full | limited))).any():
         return tiles
-    tile = np.repeat(np.arange(len(tiles)), np.diff(tiles.indptr))
+    tile = np.arange(len(tiles)).repeat(tiles.runs)
     limit = np.where(full | limited, longest, np.iinfo(np.int64).max)[tile]
     alone = full[tile] & (tiles.count >= shortest)
     # The short runs of a tile lie end to end, a long run lies by itself; both are split at multiples of the limit.

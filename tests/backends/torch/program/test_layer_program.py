@@ -27,9 +27,10 @@ from prefixkit.testing.forests import (
     program_of,
 )
 from tests.backends.torch.cases import decode_case, step_tree, tree_case
+from tests.seeds import seeds
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_batches_hold_every_tile_once_and_stay_small(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = decode_case(50, rng.integers(1, 40, 30).tolist())

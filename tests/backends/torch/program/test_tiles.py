@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 import torch
 
 from prefixkit.attention.bsr import OPEN
@@ -24,6 +23,7 @@ from prefixkit.testing.forests import (
 )
 from prefixkit.tree.arrays import Longs
 from tests.backends.torch.cases import step_tree, tree_case
+from tests.seeds import seeds
 
 
 def seen_by_items(plan: Plan, tree: StepTree) -> Counter[tuple[int, int]]:
@@ -53,7 +53,7 @@ def seen_by_tiles(tiles: Tiles, q_positions: Longs) -> Counter[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_tiles_show_each_query_what_its_items_show_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     case = random_case(rng)
