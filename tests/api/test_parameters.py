@@ -118,6 +118,13 @@ def test_parameters_of_another_type(model, option, message):
         prefixkit.generate(model, TOKENIZER, **{"prompts": ["a"], **option})
 
 
+@pytest.mark.parametrize("call", [prefixkit.generate, prefixkit.Session])
+def test_a_model_without_weights_or_on_another_device_is_refused(call):
+    model = prefixkit.patch(tiny_llama()).to("meta")
+    with pytest.raises(prefixkit.UnsupportedModel, match=r"LlamaForCausalLM is on meta, .*; load its weights, or move"):
+        call(model, TOKENIZER, *([["a"]] if call is prefixkit.generate else []))
+
+
 @pytest.mark.parametrize("option", [{"prefill_chunk": "8"}, {"most_running": "8"}])
 def test_numbers_of_a_session_of_another_type(model, option):
     with pytest.raises(TypeError, match=rf"{next(iter(option))} must be an integer, got str '8'"):
