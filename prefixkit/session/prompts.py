@@ -51,8 +51,8 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise TypeError for what cannot decode tokens, such as a tokenizer's name."""
-    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+    """Raise TypeError for what neither encodes text nor decodes tokens, such as a tokenizer's name."""
+    if not (tokenizer is None or callable(tokenizer) or hasattr(tokenizer, "decode")):
         raise TypeError(
             f"tokenizer must be a tokenizer of transformers, or None, got {type(tokenizer).__name__} {tokenizer!r}; "
             "load one: AutoTokenizer.from_pretrained(name)"
