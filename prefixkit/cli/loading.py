@@ -152,20 +152,20 @@ def check_processes(device: str) -> None:
         raise ValueError(f"--device {device}: under --tensor-parallel each process takes its own GPU; leave it out")
 
 
-def check_device(device: str, gpus: int | None = None) -> None:
+def check_device(device: str, gpus: int | None = None, option: str = "--device") -> None:
     """Refuse, before anything is loaded, a device of another type than cpu or cuda, or beyond ``gpus`` (None: torch's
-    number of GPUs).
+    number of GPUs); ``option`` named it.
     """
     import torch
 
     asked = re.fullmatch(r"cpu|cuda(?::(\d+))?", device, re.ASCII)
     if asked is None:
-        raise ValueError(f"--device must be a torch device of type cpu or cuda, such as cuda:0, or auto; got {device}")
+        raise ValueError(f"{option} must be a torch device of type cpu or cuda, such as cuda:0, or auto; got {device}")
     if device == "cpu":
         return
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
-        raise ValueError(f"--device {device}: torch {torch.__version__} sees no CUDA device; leave it out for the CPU")
+        raise ValueError(f"{option} {device}: torch {torch.__version__} sees no CUDA device; leave it out for the CPU")
     if int(asked[1] or 0) >= gpus:
-        raise ValueError(f"--device {device}: torch sees {gpus} CUDA devices, cuda:0 to cuda:{gpus - 1}")
+        raise ValueError(f"{option} {device}: torch sees {gpus} CUDA devices, cuda:0 to cuda:{gpus - 1}")

@@ -125,6 +125,8 @@ class Request:
             raise TypeError(f"params must be SamplingParams or BeamParams, got {type(self.params).__name__}")
         tokens = np.asarray(self.tokens)
         where = f"prompt {self.prompt_index}"
+        if isinstance(self.tokens, str):
+            raise TypeError(f"{where}: tokens must be integers, got text; encode it first, or call generate()")
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"{where}: tokens must be a list of at least one id, got shape {list(tokens.shape)}")
         if not np.issubdtype(tokens.dtype, np.integer):

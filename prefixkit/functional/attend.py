@@ -230,7 +230,10 @@ def commit(step: TreeStep) -> None:
     Raises:
         ValueError: the tree was changed since the step was planned, except for tokens that were appended to leaves; or
             the step is one of page tables or of static buffers.
+        TypeError: ``step`` is no step.
     """
+    if not isinstance(step, TreeStep):
+        raise TypeError(f"commit: step must be what plan returned, got {type(step).__name__}")
     if step.tree is None:
         raise ValueError(
             "commit: a step of page tables or static buffers keeps no record in a tree; make the next step's tree of "

@@ -49,6 +49,8 @@ def kv_pool(
     for name, value in (sizes | {"v_dim": head_dim if v_dim is None else v_dim}).items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"kv_pool: {name} must be an integer, got {type(value).__name__} {value!r}")
+        if value < 1:
+            raise ValueError(f"kv_pool: {name} must be at least 1, got {value}")
     where = _device(device)
     k, v = CachedTensor(num_kv_heads, head_dim), CachedTensor(num_kv_heads, head_dim if v_dim is None else v_dim)
     return KVPool(KVSpec(((k, v),) * num_layers, dtype, where), num_pages, page_size)

@@ -61,7 +61,7 @@ class Budget:
     def error(self, what: str, pages: int, remedy: str) -> KVBudgetTooSmall:
         """The error to raise if ``what`` needs ``pages`` pages, which exceed the budget."""
         size, token = self.tree.page_size, self.bytes_per_token / 2**20
-        need, have = (f"{n * size} tokens ({n * size * token:.1f} MiB)" for n in (pages, self.pages))
+        need, have = (f"{n * size} tokens ({n * size * token:.2f} MiB)" for n in (pages, self.pages))
         beside = f" beside {self.pinned_pages} pages of pinned prefixes" if self.pinned_pages else ""
         half = ", its other half being for states" if self.beside_states else ""
         return KVBudgetTooSmall(

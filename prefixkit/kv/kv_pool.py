@@ -51,7 +51,7 @@ class KVSpec:
         if not self.layers or not all(sum(tensor.size for tensor in cached) for cached in self.layers):
             raise ValueError(f"KVSpec: layers must each cache a tensor, and be at least one, got {self.layers}")
         if self.dtype not in STORED:
-            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, STORED))}, got {self.dtype}")
+            raise ValueError(f"KVSpec: dtype must be one of {', '.join(map(str, STORED))}, got {self.dtype!r}")
         object.__setattr__(self, "device", torch.device(self.device))
         for name, of in (("layer_devices", self.layers), ("state_devices", self.states)):
             if len(getattr(self, name)) not in (0, len(of)):
@@ -170,7 +170,7 @@ class KVPool:
             free = free_for(spec.shares) / 2**30
             raise KVPoolTooLarge(
                 f"KV for {num_pages * page_size} tokens takes {self.bytes / 2**30:.1f} GiB, which {spec.places} cannot "
-                f"give ({free:.1f} GiB are free); lower kv_budget"
+                f"give ({free:.1f} GiB are free); lower kv_budget, or num_pages of kv_pool"
             ) from error
 
     def _allocate(self) -> None:

@@ -63,7 +63,8 @@ class ModelStores:
 
     A shared store is *lent* to one call at a time; another call of its kind gets another store meanwhile.  It lives
     while a session holds it, while it is lent, and while it is *idle* until the next call of ``generate()``.
-    All stores together take at most ``LIMIT_SHARE`` of the memory that was free when the first of them was made.
+    A further store is refused if all stores together would take more than ``LIMIT_SHARE`` of the memory that was free
+    when the first of them was made.  The first may be as large as a ``kv_budget`` asks for.
 
     A copied or unpickled model starts without stores.
 

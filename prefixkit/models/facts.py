@@ -272,8 +272,10 @@ def facts_of(model: object) -> ModelFacts:
 
 def patched_facts(model: object) -> ModelFacts:
     """The facts of a patched model; NotPatched for a model that is not patched, or an object that is no model."""
-    facts = facts_of(model) if isinstance(model, nn.Module) else None
-    if facts is None or not facts.patched:
+    if not isinstance(model, nn.Module):
+        raise NotPatched(f"model must be a model that prefixkit.patch returned, got {type(model).__name__}")
+    facts = facts_of(model)
+    if not facts.patched:
         raise NotPatched(f"{type(model).__name__} is not patched; call model = prefixkit.patch(model) first")
     return facts
 

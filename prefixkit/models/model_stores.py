@@ -6,6 +6,7 @@ from typing import Any
 
 from prefixkit.kv.stores import ModelStores, StoreKind
 from prefixkit.models.facts import ModelFacts
+from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.tensor_parallel import agreement_of
 
 _STORES = "_prefixkit_stores"
@@ -31,7 +32,16 @@ def drop_stores(model: Any, *, all_traces: bool = False) -> None:
 
 
 def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compiled: bool = False) -> StoreKind:
-    """The settings that calls must have in common to share KV; ``compiled`` has an effect on a GPU alone."""
+    """The settings that calls must have in common to share KV; ``compiled`` has an effect on a GPU alone.
+
+    Raises:
+        UnsupportedModel: the model is on a device of another type than cpu and cuda, or has no weights yet (meta).
+    """
+    if (device := facts.spec.device.type) not in ("cpu", "cuda"):
+        raise UnsupportedModel(
+            f"{type(facts.inner).__name__} is on {device}, and prefixkit runs models on a CPU or on NVIDIA GPUs; "
+            "load its weights, or move it by model.to('cpu') or model.to('cuda')"
+        )
     compiles = compiled and facts.spec.device.type == "cuda"
     return StoreKind(
         facts.spec, facts.layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead, facts.held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,6 +113,11 @@ class SamplingParams:
             raise TypeError(
                 f"logits_processors must be a function that makes one for each sample, got "
                 f"{type(self.logits_processors).__name__}; wrap it: lambda: LogitsProcessorList(...)"
+            )
+        if self.logits_processors is not None and not _takes(self.logits_processors):
+            raise TypeError(
+                "logits_processors must be a function without arguments that makes a processor for each sample, got "
+                f"{self.logits_processors!r}, which takes arguments; wrap a processor: lambda: processor"
             )
         if self.logprobs not in ("model", "sampled"):
             raise ValueError(f"logprobs must be 'model' or 'sampled', got {self.logprobs!r}")
@@ -225,6 +231,19 @@ def as_token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(as_integer(name, token, 0, known, 2**31 - 1) for token in tokens))
 
 
+def _takes(function: Callable[..., object], *arguments: str) -> bool:
+    """Whether a function can be called with these arguments; True where Python does not know its signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def as_stops(name: str, value: object) -> tuple[str | StopFunction, ...]:
     stops = [value] if isinstance(value, str) or callable(value) else as_list(name, value, "strings or functions")
     for one in stops:
@@ -232,4 +251,9 @@ def as_stops(name: str, value: object) -> tuple[str | StopFunction, ...]:
             raise TypeError(f"{name} must hold strings or functions, got {type(one).__name__} {one!r}")
         if one == "":
             raise ValueError(f"{name} must not hold an empty string: it would stop every sample at once; remove it")
+        if callable(one) and not _takes(one, "tokens", "text"):
+            raise TypeError(
+                f"a function of {name} must take two arguments, the sample's tokens and their text, got {one!r}; "
+                "write lambda tokens, text: ..."
+            )
     return tuple(one for i, one in enumerate(stops) if one not in stops[:i])  # functions may have no hash

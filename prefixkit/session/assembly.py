@@ -35,7 +35,7 @@ def make_engine(
     prefixkit support it; ``scores``: each request is a text whose tokens are scored, and nothing is sampled.
     """
     refuse_sharded(facts.inner)
-    spec = facts.spec
+    spec, kind = facts.spec, kind_of(facts, page_size, compiled=compiled)
     settings = EngineSettings(prefill_chunk, MOST_RUNNING)
     workspace = step_bytes(facts.config, spec, () if scores else requests, settings.chunk_for(spec.device))
     if scores:
@@ -44,7 +44,7 @@ def make_engine(
     stores.agreement.check("requests", lambda: requests)
     free = stores.free(spec, bytes_for_workspace(spec, workspace))
     num_pages = pool_pages(requests, spec, kv_budget, page_size, free, workspace, None if scores else facts.held)
-    store = stores.make(kind_of(facts, page_size, compiled=compiled), num_pages)
+    store = stores.make(kind, num_pages)
     store.most_state_bytes = left_for_states(spec, kv_budget, num_pages * page_size)
     return engine_of(facts, store, settings, graphs=graphs, compiled=compiled)
 

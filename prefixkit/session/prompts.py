@@ -28,8 +28,9 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     Raises:
         ValueError: no prompts, an empty prompt, padding (see :func:`refuse_padding`), text without a tokenizer, or a
             token outside the vocabulary.
-        TypeError: one of them is not a prompt.
+        TypeError: one of them is not a prompt, or ``tokenizer`` not a tokenizer.
     """
+    check_tokenizer(tokenizer)
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):
@@ -47,6 +48,15 @@ def encode_prompts(tokenizer: Any, prompts: Prompt | Iterable[Prompt], vocab_siz
     for index, tokens in enumerate(encoded):
         check_ids(f"prompt {index}", tokens, vocab_size)
     return [tokens.astype(np.int32) for tokens in encoded]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError for what neither encodes text nor decodes tokens, such as a tokenizer's name."""
+    if not (tokenizer is None or callable(tokenizer) or hasattr(tokenizer, "decode")):
+        raise TypeError(
+            f"tokenizer must be a tokenizer of transformers, or None, got {type(tokenizer).__name__} {tokenizer!r}; "
+            "load one: AutoTokenizer.from_pretrained(name)"
+        )
 
 
 def check_ids(where: str, tokens: NDArray[np.integer], vocab_size: int) -> None:
@@ -84,13 +94,23 @@ def _encode(tokenizer: Any, prompt: object, index: int) -> NDArray[np.int64]:
         tokens = prompt
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise TypeError(
-            f"prompt {index} must be a string, a list of token ids or a list of chat messages, "
-            f"got {type(prompt).__name__} of shape {list(array.shape)}"
-        )
+        raise _no_prompt(prompt, array, index)
     if array.size == 0:
         raise ValueError(f"prompt {index} has no tokens; give the model at least one token to continue")
     return array.astype(np.int64)
+
+
+def _no_prompt(prompt: object, array: NDArray[Any], index: int) -> TypeError:
+    """The error for a prompt that is neither text nor one list of integers."""
+    got, remedy = f"{type(prompt).__name__} {prompt!r}", ""
+    if array.ndim == 0 and np.issubdtype(array.dtype, np.integer):
+        remedy = "; put the token ids of a single prompt into a list: [token_ids]"
+    elif array.ndim > 0:
+        got = f"{type(prompt).__name__} of shape {list(array.shape)} and dtype {array.dtype}"
+        remedy = "; pass each row by itself" if array.ndim > 1 else "; token ids are integers"
+    return TypeError(
+        f"prompt {index} must be a string, a list of token ids or a list of chat messages, got {got}{remedy}"
+    )
 
 
 def text_tokens(tokenizer: Any, text: str, where: str, **options: Any) -> Any:

@@ -37,10 +37,11 @@ _NEUTRAL: dict[str, float | None] = {
     **{"max_time": None, "length_penalty": None},
 }
 
-# The field that corresponds to each name of transformers.
-_OF_TRANSFORMERS = {
+# What to give in place of a name of transformers or vLLM: a field, or something that begins with one and "=".
+_ELSEWHERE = {
     **{"num_return_sequences": "n", "max_length": "max_new_tokens", "do_sample": "temperature=0 for likeliest tokens"},
     **{"stop_strings": "stop", "eos_token_id": "stop_token_ids", "logits_processor": "logits_processors"},
+    **{"max_tokens": "max_new_tokens", "ignore_eos": "stop_token_ids=() to sample past the end"},
 }
 
 Params = TypeVar("Params", bound=SamplingParams | BeamParams)
@@ -137,7 +138,10 @@ def marked_tokens(facts: ModelFacts, tokenizer: Any, prompts: Any, at: Any, one:
         return [Text(tokens, np.arange(0 if at == "all" else len(tokens) - 1, len(tokens))) for tokens in encoded]
     each = [at] if one else as_list("at", at, "lists of positions, one for each prompt")
     if len(each) != len(encoded):
-        raise ValueError(f"at must be one list of positions for each prompt, got {len(each)} for {len(encoded)}")
+        raise ValueError(
+            f"at must be one list of positions for each prompt, got {len(each)} for {len(encoded)}; "
+            "for example at=[[0, -1]] for a list of one prompt"
+        )
     pairs = enumerate(zip(each, encoded, strict=True))
     return [Text(tokens, _positions(own, len(tokens), index)) for index, (own, tokens) in pairs]
 
@@ -149,9 +153,15 @@ def _positions(given: Any, length: int, prompt: int) -> NDArray[np.int64]:
         raise TypeError(f"prompt {prompt}: at must be a list of integers, at least one, got {given!r}")
     found = np.where(positions < 0, positions + length, positions).astype(np.int64)
     if found.min() < 0 or found.max() >= length:
-        raise ValueError(f"prompt {prompt} has {length} tokens, and at={positions.tolist()} leaves them")
+        raise ValueError(
+            f"prompt {prompt} has {length} tokens, and at={positions.tolist()} names others; "
+            f"positions are {-length} to {length - 1}"
+        )
     if (np.diff(found) <= 0).any():
-        raise ValueError(f"prompt {prompt}: positions must be ascending and different, got {positions.tolist()}")
+        raise ValueError(
+            f"prompt {prompt}: positions must be ascending and different, got {positions.tolist()} of {length} tokens; "
+            f"give at={np.unique(found).tolist()}"
+        )
     return found
 
 
@@ -273,7 +283,8 @@ def params_of_each(
     own = [params] * count if isinstance(params, SamplingParams | BeamParams) else as_list("params", params, of)
     if len(own) != count or not all(isinstance(one, kinds) for one in own):
         given = ", ".join(sorted({type(one).__name__ for one in own})) or "none"
-        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({given}) for {count} {things}")
+        remedy = "; call beam_search" if BeamParams not in kinds and "BeamParams" in given else ""
+        raise ValueError(f"params must be {named}, {how}, got {len(own)} ({given}) for {count} {things}{remedy}")
     if not fields:
         return own
     for kind in {type(one) for one in own}:
@@ -286,10 +297,13 @@ def _check_names(kind: type[Any], fields: Iterable[str]) -> None:
     """Raise TypeError if parameters of a kind lack a field of one of these names."""
     names = kind.__dataclass_fields__
     if unknown := [name for name in fields if name not in names]:
-        of_ours = _OF_TRANSFORMERS.get(unknown[0], "")
+        of_ours, remedy = _ELSEWHERE.get(unknown[0], ""), ""
+        if of_ours.partition("=")[0] in names:
+            remedy = f"; in place of {unknown[0]} give {of_ours}"
+        elif unknown[0] in BeamParams.__dataclass_fields__:
+            remedy = f"; for {unknown[0]} call beam_search"
         raise TypeError(
-            f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}"
-            + (f"; in place of transformers' {unknown[0]} give {of_ours}" if of_ours.partition("=")[0] in names else "")
+            f"no parameter is named {unknown[0]!r}; the fields of {kind.__name__} are {', '.join(names)}{remedy}"
         )
 
 

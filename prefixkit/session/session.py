@@ -61,7 +61,7 @@ class Session(SessionMemory):
 
     Raises:
         NotPatched: the model is not patched.
-        ValueError: a parameter is out of range, or the budget is less than one page.
+        ValueError, TypeError: a parameter is out of range or of another type, or the budget is less than one page.
     """
 
     def generate(

@@ -29,7 +29,7 @@ from prefixkit.models.tensor_parallel import refuse_sharded
 from prefixkit.models.weights.content import kv_version
 from prefixkit.session.assembly import engine_of
 from prefixkit.session.call_results import MemoryReleased, Result, SessionBusy, Stream, call_of
-from prefixkit.session.prompts import Prompt
+from prefixkit.session.prompts import Prompt, check_tokenizer
 from prefixkit.session.requests import prompt_requests
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.radix import Sequence as TreeSequence
@@ -95,8 +95,12 @@ class SessionMemory:
         memory: MemoryPolicy | None = None,
     ) -> None:
         patched_facts(model)  # or raise
+        check_tokenizer(tokenizer)
         if not isinstance(memory, MemoryPolicy | None):
-            raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}")
+            raise TypeError(
+                f"memory must be a MemoryPolicy, got {type(memory).__name__} {memory!r}; "
+                "make one: prefixkit.MemoryPolicy(eviction=..., headroom=...)"
+            )
         self.model, self.tokenizer = model, tokenizer
         self._kv_budget, self._page_size, self._compiled = kv_budget, page_size, compiled
         policy = MemoryPolicy() if memory is None else memory

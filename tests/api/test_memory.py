@@ -44,7 +44,9 @@ def test_a_budget_that_holds_no_page(model, budget):
 
 
 def test_a_budget_that_the_device_cannot_give(model):
-    with pytest.raises(ValueError, match=r"KV for \d+ tokens takes .* GiB, which cpu cannot give .*; lower kv_budget"):
+    with pytest.raises(
+        ValueError, match=r"KV for \d+ tokens takes .* GiB, which cpu cannot give .*; lower kv_budget, or num_pages"
+    ):
         prefixkit.Session(model, kv_budget="100000TiB")
 
 

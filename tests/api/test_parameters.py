@@ -105,6 +105,9 @@ def test_parameters_out_of_range(model, option, message):
         ({"kv_budget": True}, "kv_budget: .* got bool True"),
         ({"kv_budget": [1]}, "kv_budget: .* got list"),
         ({"prompts": None}, "prompts must be a list of prompts, got NoneType None; put a single one into a list"),
+        ({"prompts": [5, 6, 7]}, r"prompt 0 must be .* got int 5; put the token ids of a single prompt into a list"),
+        ({"prompts": [[5.0, 6.0]]}, r"got list of shape \[2\] and dtype float64; token ids are integers"),
+        ({"prompts": [[[5, 6]]]}, r"got list of shape \[1, 2\] and dtype int64; pass each row by itself"),
         ({"params": 3}, "params must be a list of SamplingParams, or one of them for all prompts, got int 3"),
         ({"params": {"n": 3}}, "params must be a list of SamplingParams, .* got dict"),
         ({"on_sample": 3}, "on_sample must be a function, got int 3"),
@@ -113,6 +116,13 @@ def test_parameters_out_of_range(model, option, message):
 def test_parameters_of_another_type(model, option, message):
     with pytest.raises(TypeError, match=message):
         prefixkit.generate(model, TOKENIZER, **{"prompts": ["a"], **option})
+
+
+@pytest.mark.parametrize("call", [prefixkit.generate, prefixkit.Session])
+def test_a_model_without_weights_or_on_another_device_is_refused(call):
+    model = prefixkit.patch(tiny_llama()).to("meta")
+    with pytest.raises(prefixkit.UnsupportedModel, match=r"LlamaForCausalLM is on meta, .*; load its weights, or move"):
+        call(model, TOKENIZER, *([["a"]] if call is prefixkit.generate else []))
 
 
 @pytest.mark.parametrize("option", [{"prefill_chunk": "8"}, {"most_running": "8"}])

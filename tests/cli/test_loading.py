@@ -47,6 +47,8 @@ def test_a_gpu_beyond_those_there_is_refused_with_their_names() -> None:
     check_device("cuda:1", gpus=2)
     with pytest.raises(ValueError, match="--device cuda:2: torch sees 2 CUDA devices, cuda:0 to cuda:1"):
         check_device("cuda:2", gpus=2)
+    with pytest.raises(ValueError, match="--devices cuda:2: torch sees 2 CUDA devices"):
+        check_device("cuda:2", gpus=2, option="--devices")
 
 
 def test_the_cpu_is_there() -> None:

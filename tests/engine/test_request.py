@@ -48,6 +48,8 @@ NAN, INF = float("nan"), float("inf")
         ("stop", 7, TypeError, "stop must be a list of strings or functions, got int 7; put a single one into a list"),
         ("stop", ("END", ""), ValueError, "empty string"),
         ("stop", (7,), TypeError, "stop must hold strings or functions, got int"),
+        ("stop", (lambda text: True,), TypeError, "must take two arguments, the sample's tokens and their text"),
+        ("logits_processors", lambda ids, logits: logits, TypeError, "wrap a processor: lambda: processor"),
     ],
 )
 def test_sampling_params_are_checked(field, value, error, message):
@@ -79,6 +81,7 @@ def test_beam_params_are_checked(fields, error, message):
     ("tokens", "error", "message"),
     [
         ([], ValueError, "prompt 3: tokens must be a list of at least one id"),
+        ("text", TypeError, "prompt 3: tokens must be integers, got text; encode it first"),
         ([[1, 2]], ValueError, r"got shape \[1, 2\]"),
         ([1.0, 2.0], TypeError, "encode the text first"),
         ([True], TypeError, "integers"),

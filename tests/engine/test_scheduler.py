@@ -157,7 +157,7 @@ def test_what_is_requeue_goes_first_again():
 
 def test_the_refusal_names_the_need_in_mib_and_tokens():
     with pytest.raises(
-        KVBudgetTooSmall, match=r"prompt 7 .* needs KV for 20 tokens \(20\.0 MiB\).*holds 12 tokens \(12\.0 MiB\)"
+        KVBudgetTooSmall, match=r"prompt 7 .* needs KV for 20 tokens \(20\.00 MiB\).*holds 12 tokens \(12\.00 MiB\)"
     ):
         check_fits([request(7, range(11), max_new_tokens=9)], Budget(PrefixTree(3, 4), 2**20, []))
 

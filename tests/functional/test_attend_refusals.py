@@ -109,6 +109,8 @@ def test_a_step_is_committed_before_its_tree_changes() -> None:
     tree.insert([1, 2, 9])
     with pytest.raises(ValueError, match="the tree was changed since the step was planned; commit a step before"):
         prefixkit.commit(step)
+    with pytest.raises(TypeError, match="commit: step must be what plan returned, got TreeAttention"):
+        prefixkit.commit(attention)  # type: ignore[arg-type]
     assert samples[0].computed == 0
     step = prefixkit.plan(attention, tree, samples)
     tree.extend_each(samples, [7])  # a leaf that grows is fine

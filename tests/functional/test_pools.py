@@ -33,7 +33,8 @@ def test_a_pool_says_what_it_cannot_be() -> None:
     for options, message in (
         ({"dtype": torch.float64}, "dtype must be one of torch.float32"),
         ({"page_size": 200}, "page_size must be 1 to 128"),
-        ({"num_pages": 0}, "num_pages must be at least 1"),
+        ({"num_pages": 0}, "kv_pool: num_pages must be at least 1"),
+        ({"num_kv_heads": 0}, "kv_pool: num_kv_heads must be at least 1, got 0"),
         ({"device": "tape"}, "device must be a CPU or a GPU, got 'tape'; pass 'cpu' or 'cuda'"),
         ({"device": "mps"}, "device must be a CPU or a GPU, got 'mps'"),
         ({"device": "cuda:99"}, r"torch finds \d+ GPUs, and device is 'cuda:99'"),

@@ -144,7 +144,7 @@ def test_keys_and_values_are_transformed_once_and_queries_in_each_step() -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"query": 3}, "query transform must be a function, got a int"),
+        ({"query": 3}, "query transform must be a function, got int 3"),
         ({"key": lambda x: x}, r"key transform '<lambda>' must take 2 arguments, \(x, positions\)"),
     ],
 )

@@ -316,10 +316,12 @@ def test_parameters_come_as_one_value_as_fields_or_one_for_each_prompt(session: 
     ("options", "error", "message"),
     [
         ({"params": [SamplingParams()]}, ValueError, r"one for all or one per prompt, got 1 \(SamplingParams\) for 4"),
-        ({"params": [BeamParams(2)] * 4}, ValueError, r"params must be SamplingParams.*got 4 \(BeamParams\)"),
+        ({"params": [BeamParams(2)] * 4}, ValueError, r"got 4 \(BeamParams\) for 4 prompts; call beam_search$"),
         ({"n": [1, 2]}, ValueError, "n must be one integer or one per prompt, got 2 for 4 prompts"),
         ({"temprature": 1.0}, TypeError, "no parameter is named 'temprature'; the fields of SamplingParams are n, "),
-        ({"num_return_sequences": 2}, TypeError, "in place of transformers' num_return_sequences give n$"),
+        ({"num_return_sequences": 2}, TypeError, "in place of num_return_sequences give n$"),
+        ({"max_tokens": 2}, TypeError, "in place of max_tokens give max_new_tokens$"),
+        ({"num_beams": 2}, TypeError, "no parameter is named 'num_beams'.*; for num_beams call beam_search$"),
         ({"return_samples": False}, ValueError, "return_samples=False drops every sample"),
     ],
 )
@@ -338,6 +340,14 @@ def test_what_a_session_is_made_of_is_checked(model: Any) -> None:
         Session(model, kv_budget=1)
     with pytest.raises(ValueError, match="page_size must be an integer from 1 to 128"):
         Session(model, page_size=0)
+    with pytest.raises(NotPatched, match=r"model must be a model that prefixkit\.patch returned, got str"):
+        Session("gpt2")
+    with pytest.raises(TypeError, match=r"tokenizer must be .* got str 'gpt2'; load one: AutoTokenizer"):
+        Session(model, "gpt2", kv_budget="1MiB")
+    with pytest.raises(
+        TypeError, match=r"memory must be a MemoryPolicy, got dict .*; make one: prefixkit\.MemoryPolicy"
+    ):
+        Session(model, memory={"eviction": "lru"}, kv_budget="1MiB")  # type: ignore[arg-type]
     with Session(model, kv_budget="1MiB") as session, pytest.raises(ValueError, match="tokenizer is None"):
         session.generate([[1, 2]], stop="x")
 

@@ -131,14 +131,15 @@ def test_what_is_refused(model: Any, head: Any) -> None:
     with Session(model, kv_budget="24KiB", page_size=4) as session:
         for at, error, message in (
             ("first", ValueError, "at must be 'last', 'all' or positions"),
-            ([3], ValueError, "prompt 0 has 3 tokens, and at=.3. leaves them"),
+            ([3], ValueError, "prompt 0 has 3 tokens, and at=.3. names others; positions are -3 to 2"),
             ([1, 1], ValueError, "ascending and different"),
+            ([-1, 0], ValueError, r"different, got \[-1, 0\] of 3 tokens; give at=\[0, 2\]"),
             ([], TypeError, "at least one"),
             ([0.5], TypeError, "integers"),
         ):
             with pytest.raises(error, match=message):
                 session.values([5, 6, 7], head, at=at)
-        with pytest.raises(ValueError, match="one list of positions for each prompt, got 1 for 2"):
+        with pytest.raises(ValueError, match="one list of positions for each prompt, got 1 for 2; for example"):
             session.values([[5, 6], [7, 8]], head, at=[[0]])
         with pytest.raises(KVBudgetTooSmall, match="prompt 0 of 300 tokens needs KV for 300 tokens"):
             session.values([5] * 300, head)

@@ -29,7 +29,7 @@ NOTES = {
     "not run: needs several processes": False,
 }
 TUTORIALS = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "tutorials").glob("*.md"))
-PAGES = [*TUTORIALS, "howto/constrain.md", "howto/resume.md"]
+PAGES = [*TUTORIALS, "howto/constrain.md", "howto/memory.md", "howto/resume.md", "reference/search.md"]
 BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -80,7 +80,7 @@ def from_block_mask(block_mask: BlockMask) -> Variant:
         UntraceableVariant: its ``mask_mod`` cannot be traced.
     """
     if not all(hasattr(block_mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
-        raise TypeError(f"from_block_mask: need a BlockMask, got a {type(block_mask).__name__}")
+        raise TypeError(f"from_block_mask: need a BlockMask, got {type(block_mask).__name__}")
     q_block, kv_block = block_mask.BLOCK_SIZE
     classes = _classes(block_mask, kv_block)
     # FlexAttention annotates its functions with the union of all accepted types.

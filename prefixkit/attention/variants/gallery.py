@@ -183,7 +183,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     TypeError unless ``mask_mod`` is a function; :func:`as_mask_mod` makes one from a variant.
     """
     if not callable(mask_mod):
-        raise TypeError(f"not_mask: mask_mod must be a function, got a {type(mask_mod).__name__}")
+        raise TypeError(f"not_mask: mask_mod must be a function, got {type(mask_mod).__name__}")
 
     def inverted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~mask_mod(b, h, q_idx, kv_idx)
@@ -207,7 +207,7 @@ def as_mask_mod(of: Variant) -> MaskMod:
 
 def _check_integers(function: str, parameter: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{function}: {parameter} must be a tensor of integers, got a {type(tensor).__name__}")
+        raise ValueError(f"{function}: {parameter} must be a tensor of integers, got {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.dtype.is_floating_point or tensor.is_complex():
         raise ValueError(f"{function}: {parameter} must hold integers, got {tensor.dtype}")
     if tensor.ndim not in dims or not tensor.numel():

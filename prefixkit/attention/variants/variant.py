@@ -334,7 +334,7 @@ def _mod(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], t
 
 def _check_arguments(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], which: str) -> None:
     if not callable(function):
-        raise BadVariant(f"variant: {kind} must be a function, got a {type(function).__name__}")
+        raise BadVariant(f"variant: {kind} must be a function, got {type(function).__name__} {function!r}")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -8,6 +8,7 @@ from prefixkit.cli.loading import check_dtype, empty_model, load_tokenizer, reso
 from prefixkit.cli.terminal import line
 from prefixkit.cli.views import plant, show_report, show_tree
 from prefixkit.engine.sharing_report import Report
+from prefixkit.evaluation.report.numbers import plural
 from prefixkit.evaluation.tasks.encode import encode_all, uses_chat
 from prefixkit.evaluation.tasks.prompting import Prompting
 from prefixkit.evaluation.tasks.source import Source, load
@@ -43,7 +44,7 @@ def run_inspect(
     snapshot = tree.snapshot()
     total, distinct = snapshot.num_tokens_unshared, snapshot.num_tokens
     title = (
-        f"{len(problems):,} prompts, {total:,} tokens, {distinct:,} of them distinct: "
+        f"{plural(len(problems), 'prompt')}, {total:,} tokens, {distinct:,} of them distinct: "
         f"a token serves {total / max(1, distinct):.1f} prompts"
     )
     show_tree(tree, names, tokenizer.decode, title, console, samples=samples, most=most)

@@ -172,7 +172,7 @@ def sample_on_devices(devices: str, source: Source, settings: Settings, console:
             raise ValueError(f"--devices {devices}: {why}")
     names = parse_devices(devices)
     for name in names:
-        check_device(name)
+        check_device(name, option="--devices")
     run_on_devices(names, sys.argv[1:], console)
 
 

@@ -266,7 +266,7 @@ def test_variants_are_found_by_their_names() -> None:
         (lambda: variants.prefix_lm(0), "prefix_lm: length must be an integer of at least 1, got 0"),
         (lambda: variants.prefix_lm(torch.ones(2, 2).long()), r"prefix_lm: length must have 1 dimensions"),
         (lambda: variants.prefix_lm(torch.ones(2)), r"prefix_lm: length must hold integers, got torch.float32"),
-        (lambda: variants.document([0, 1]), "document: ids must be a tensor of integers, got a list"),  # type: ignore[arg-type]
+        (lambda: variants.document([0, 1]), "document: ids must be a tensor of integers, got list"),  # type: ignore[arg-type]
         (lambda: variants.document(torch.ones(3, dtype=torch.bool)), "document: ids must hold integers"),
         (lambda: variants.document(torch.ones(1, 2, 3).long()), r"document: ids must have 1 or 2 dimensions"),
         (lambda: variants.document(torch.ones(0).long()), "document: ids .* an element"),
@@ -298,9 +298,9 @@ def test_impossible_parameters_are_refused_by_name(make: Callable[[], object], m
 
 
 def test_what_is_no_mask_is_refused_by_its_type() -> None:
-    with pytest.raises(TypeError, match="not_mask: mask_mod must be a function, got a Variant"):
+    with pytest.raises(TypeError, match="not_mask: mask_mod must be a function, got Variant"):
         variants.not_mask(variants.causal())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="from_block_mask: need a BlockMask, got a Tensor"):
+    with pytest.raises(TypeError, match="from_block_mask: need a BlockMask, got Tensor"):
         variants.from_block_mask(torch.zeros(3))  # type: ignore[arg-type]
 
 

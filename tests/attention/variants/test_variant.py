@@ -170,7 +170,7 @@ def test_what_is_not_traced_is_called_as_it_is(where: tuple[Tensor, ...], score:
         (lambda: alibi([]), ValueError, "alibi: slopes"),
         (lambda: alibi([1.0, float("nan")]), ValueError, "alibi: slopes"),
         (lambda: variant(), BadVariant, "got no function"),
-        (lambda: variant(3), BadVariant, "score_mod must be a function, got a int"),  # type: ignore[arg-type]
+        (lambda: variant(3), BadVariant, "score_mod must be a function, got int 3"),  # type: ignore[arg-type]
         (lambda: variant(lambda s, h: s), BadVariant, r"must take 5 arguments, \(score, b, h, q_idx, kv_idx\)"),
         (lambda: variant(mask_mod=lambda q, kv: q > kv), BadVariant, r"must take 4 arguments, \(b, h, q_idx, kv_idx\)"),
         (lambda: variant(mask_mod=lambda b, h, q, kv: q - kv), BadVariant, "must return a bool, .* returns int"),
