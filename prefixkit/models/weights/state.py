@@ -131,8 +131,10 @@ def state_of(model: nn.Module) -> ModelState:
         found += [part for part in parts if isinstance(part, Tensor)]
         modes += [part for part in parts if not isinstance(part, Tensor) and isinstance(part, Hashable)]
     modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    modes += [matmul.fp32_precision for matmul in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+    backends: tuple[Any, ...] = torch.backends.cuda, torch.backends.mkldnn
+    modes += [backend.matmul.fp32_precision for backend in backends]
     of_classes = [getattr(class_below(cls), "forward", None) for cls in dict.fromkeys(map(type, modules))]
+    own: list[Callable[..., Any]]
     own = [forward for forward in of_classes if isinstance(forward, FunctionType)]  # a scripted module's class has none
     return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, own, plain, modules)
 
