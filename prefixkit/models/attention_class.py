@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from prefixkit.models.bound_forwards import ORIGINAL, class_below
+from prefixkit.models.bound_forwards import ORIGINAL
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, set_selected
@@ -164,7 +164,8 @@ def is_patched(model: object) -> bool:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without the patch."""
-    return class_below(type(module))
+    original: type[nn.Module] = type(module).__dict__.get(ORIGINAL, type(module))
+    return original
 
 
 def argument_names(model: nn.Module) -> Container[str]:

@@ -9,12 +9,6 @@ from torch import nn
 ORIGINAL = "_prefixkit_original"  # the attribute of a patch's class that holds the class it was made from
 
 
-def class_below(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a patch's class was made from; any other class itself."""
-    original: type[nn.Module] = cls.__dict__.get(ORIGINAL, cls)
-    return original
-
-
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class, and rebind the ``forward`` that accelerate's hooks and tensor parallelism store."""
     bound = [name for name in ("forward", "_old_forward") if _is_bound(module, module.__dict__.get(name))]

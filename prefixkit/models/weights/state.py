@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.variants import parts_of as variant_parts
-from prefixkit.models.bound_forwards import class_below
+from prefixkit.models.bound_forwards import ORIGINAL
 from prefixkit.models.weights.borrowed import WITH_MEMORY, parts_of
 
 # Types of plain attributes that a module may compute with.
@@ -133,7 +133,8 @@ def state_of(model: nn.Module) -> ModelState:
     modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     backends: tuple[Any, ...] = torch.backends.cuda, torch.backends.mkldnn
     modes += [backend.matmul.fp32_precision for backend in backends]
-    of_classes = [getattr(class_below(cls), "forward", None) for cls in dict.fromkeys(map(type, modules))]
+    classes = dict.fromkeys(map(type, modules))
+    of_classes = [getattr(cls.__dict__.get(ORIGINAL, cls), "forward", None) for cls in classes]
     own: list[Callable[..., Any]]
     own = [forward for forward in of_classes if isinstance(forward, FunctionType)]  # a scripted module's class has none
     return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, own, plain, modules)
