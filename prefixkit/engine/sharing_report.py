@@ -89,8 +89,8 @@ class Report:
 
     def start(self, counters: Counters) -> None:
         """Count the increases of ``counters`` from now on."""
-        self._counters = counters
         self._before = {name: value - getattr(self, name) for name, value in counters().items()}
+        self._counters = counters  # set last: if an interrupt comes before, `end` has nothing to subtract from
 
     def update(self) -> None:
         """Update the counts from the counters."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from prefixkit.models.bound_forwards import ORIGINAL
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, set_selected
@@ -30,7 +31,6 @@ from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_witho
 NAME = "prefixkit"
 # Layer numbers of attention modules that do not store their number, because the model passes it at each call (Zamba).
 numbered_by_model: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_ORIGINAL = "_prefixkit_original"
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's SCALES scales queries by position in the batch; a tree uses positions in the tree.
 SCALES = "attn_temperature_tuning"
@@ -127,7 +127,7 @@ def subclass(
         return _blank, (original, made_by, *arguments), *original.__reduce_ex__(self, protocol)[2:]
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, _ORIGINAL: original})
+    return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, ORIGINAL: original})
 
 
 def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, *arguments: Any) -> nn.Module:
@@ -137,7 +137,7 @@ def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | 
 
 def is_tree_class(cls: type) -> bool:
     """Whether :func:`subclass` made ``cls``."""
-    return _ORIGINAL in cls.__dict__
+    return ORIGINAL in cls.__dict__
 
 
 def patched_modules(model: nn.Module) -> list[nn.Module]:
@@ -153,7 +153,7 @@ def accepts_trees(model: nn.Module) -> bool:
 def forward_below(model: nn.Module) -> Callable[..., Any]:
     """The model's ``forward`` that the patch wraps: it does not handle trees."""
     wrapped: Callable[..., Any] | None = model.__dict__.get(WRAPPED)
-    below = next((cls.__dict__[_ORIGINAL] for cls in type(model).__mro__ if is_tree_class(cls)), type(model))
+    below = next((cls.__dict__[ORIGINAL] for cls in type(model).__mro__ if is_tree_class(cls)), type(model))
     return functools.partial(below.forward, model) if wrapped is None else wrapped
 
 
@@ -164,7 +164,7 @@ def is_patched(model: object) -> bool:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without the patch."""
-    original: type[nn.Module] = type(module).__dict__.get(_ORIGINAL, type(module))
+    original: type[nn.Module] = type(module).__dict__.get(ORIGINAL, type(module))
     return original
 
 

@@ -6,6 +6,8 @@ from types import CellType, FunctionType, MethodType
 
 from torch import nn
 
+ORIGINAL = "_prefixkit_original"  # the attribute of a patch's class that holds the class it was made from
+
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change a module's class, and rebind the ``forward`` that accelerate's hooks and tensor parallelism store."""

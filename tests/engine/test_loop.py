@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
 import prefixkit
 from prefixkit.engine.call import Call
@@ -107,3 +108,20 @@ def test_samples_started_ahead_are_given_back_with_a_call_that_is_dropped() -> N
         loop.step()
     loop.end()
     assert_all_given_back(engine)
+
+
+def test_an_interrupt_before_counters_are_read_is_raised_as_it_is() -> None:
+    made, _ = make_fake_engine()
+    counters = made.runner.counters
+
+    def interrupted() -> dict[str, float]:
+        made.runner.counters = counters  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    made.runner.counters = interrupted  # type: ignore[method-assign]
+    request, params = random_prompts(1)[0], SamplingParams(n=2, max_new_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        made.run([Request(0, request, params)])
+    samples = made.run([Request(0, request, params)])
+    assert [one.tokens for one in samples] == [alone(request, params, one.index) for one in samples]
+    assert_all_given_back(made)

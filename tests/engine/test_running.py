@@ -157,6 +157,16 @@ def test_logits_that_are_broken_name_the_sample(decoding):
     assert_all_given_back(made)
 
 
+@pytest.mark.parametrize("step", [0, 2], ids=["first tokens", "later tokens"])
+def test_logits_that_are_broken_name_the_prompt_of_a_beam_search(step, decoding):
+    made, model = decoding()
+    made.runner.model = broken_from(model, step, row=1)
+    requests = [Request(i, np.arange(5) + 9 * i, BeamParams(num_beams=1, max_new_tokens=9)) for i in range(2)]
+    with pytest.raises(ValueError, match="a beam of prompt 1 hold NaN"):
+        made.run(requests)
+    assert_all_given_back(made)
+
+
 def test_samples_that_come_in_later_need_no_step_of_their_own(decoding):
     made, model = decoding(most_running=4)
     params = SamplingParams(n=14, max_new_tokens=9, seed=8, stop_token_ids=(1, 2, 3, 4, 5, 6))

@@ -68,6 +68,18 @@ def with_window() -> Any:
     return MistralForCausalLM(MistralConfig(**heads, **sizes, eos_token_id=None)).eval()
 
 
+def with_own_class() -> Any:
+    """One with a class of its own, whose methods are no other model's."""
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+
+    class Own(type(mlp)):  # type: ignore[misc]
+        pass
+
+    mlp.__class__ = Own
+    return model
+
+
 def attention(model: Any, layer: int = 0) -> Any:
     return next(m for name, m in model.named_modules() if name.endswith(f"layers.{layer}.self_attn"))
 
@@ -132,6 +144,10 @@ def window(model: Any) -> None:
 def replaced(model: Any) -> None:
     torch.manual_seed(3)
     model.model.layers[0].mlp.up_proj = nn.Linear(64, 96, bias=False)
+
+
+def scaled_class(model: Any) -> None:
+    type(model.model.layers[0].mlp).forward = lambda mlp, x: x * 0.1
 
 
 def vector(model: Any) -> torch.Tensor:
@@ -199,6 +215,7 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "adapter scaled": (with_lora, lambda m: attention(m).k_proj.scaling.update(one=-40.0)),
     "hook": (tiny_llama, lambda m: attention(m).k_proj.register_forward_hook(lambda module, args, out: out * -2)),
     "forward": (tiny_llama, lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x * 0.1)),
+    "forward of a class": (with_own_class, scaled_class),
     "parametrization": (tiny_llama, lambda m: doubled(attention(m).k_proj, "weight", Doubled())),
     "pruning": (tiny_llama, lambda m: prune.random_unstructured(attention(m).k_proj, "weight", 0.9)),
 }  # fmt: skip

@@ -79,7 +79,7 @@ class _Known:
 
     Attributes:
         facts: What is compared first: how modules run, torch's counters of writes, dtypes and strides.
-        objects: Functions that replaced modules' own ``forward``, and tensors without readable memory.
+        objects: The ``forward`` that modules were given, those of their classes, and tensors without readable memory.
         places, steps: Addresses of the weights, and steps of optimizers: if these differ, all memory is compared.
         sample, whole: Digests of the memory; ``whole`` is None if the sample covers all memory.
         number: The number that :func:`kv_version` has returned.
@@ -115,7 +115,8 @@ class _Content:
         self._words.update(tensors)
         places, sample = self._words.places, self._words.sample()
         # accelerate loads offloaded weights for each step into new tensors.
-        objects = [*state.forwards, *[one for one, place in zip(tensors, places, strict=True) if not place[0]]]
+        without_memory = [one for one, place in zip(tensors, places, strict=True) if not place[0]]
+        objects = [*state.forwards, *state.of_classes, *without_memory]
         known = next((one for one in reversed(self._known) if one.is_of(facts, objects)), None)
         moved = known is not None and (known.places != places or known.steps != steps)
         if known is None or sample != known.sample or not self._agrees(state, known, moved, found):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import PretrainedConfig
 
 from prefixkit.attention.variants import Variant
 from prefixkit.attention.variants import parts_of as variant_parts
+from prefixkit.models.bound_forwards import ORIGINAL
 from prefixkit.models.weights.borrowed import WITH_MEMORY, parts_of
 
 # Types of plain attributes that a module may compute with.
@@ -37,8 +40,9 @@ class ModelState:
     Attributes:
         tensors: Parameters and buffers, and the tensors that variants of attention capture.
         modes: How each module runs: its class, mode, hooks and adapters, its numbers and those of its config, the code
-            of its variant of attention; autocast.
+            of its variant of attention; autocast, and the precision of products in float32.
         forwards: Functions that replace modules' own ``forward``.
+        of_classes: The ``forward`` of each class of modules, without the patch.
         plain: Tensors that modules store as plain attributes, without those of a call for the next.
         modules: The modules; a module that is in two places is listed twice.
     """
@@ -46,20 +50,24 @@ class ModelState:
     tensors: list[Tensor]
     modes: list[Hashable]
     forwards: list[Callable[..., Any]]
+    of_classes: list[Callable[..., Any]]
     plain: list[Tensor]
     modules: list[nn.Module]
 
 
 def weights_places(model: nn.Module) -> Hashable:
-    """Addresses of the model's tensors, and how modules use them; CUDA graphs of the model are stale if it changes.
+    """Addresses of the model's tensors, how modules use them, and weak references to the functions that do.
+
+    CUDA graphs of the model are stale if it changes.
 
     Unlike the version, it changes when weights are packed, and stays when weights are written in place.
     """
     state = state_of(model)
+    functions = map(weakref.ref, (*state.forwards, *state.of_classes))
     tensors = [*state.tensors, *state.plain]
     if not WITH_MEMORY.issuperset(map(type, tensors)):
         tensors = [part for tensor in tensors for part in parts_of(tensor)]
-    return *state.modes, *map(_address, tensors)
+    return *state.modes, *functions, *map(_address, tensors)
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -123,7 +131,13 @@ def state_of(model: nn.Module) -> ModelState:
         found += [part for part in parts if isinstance(part, Tensor)]
         modes += [part for part in parts if not isinstance(part, Tensor) and isinstance(part, Hashable)]
     modes += [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, plain, modules)
+    backends: tuple[Any, ...] = torch.backends.cuda, torch.backends.mkldnn
+    modes += [backend.matmul.fp32_precision for backend in backends]
+    classes = dict.fromkeys(map(type, modules))
+    of_classes = [getattr(cls.__dict__.get(ORIGINAL, cls), "forward", None) for cls in classes]
+    own: list[Callable[..., Any]]
+    own = [forward for forward in of_classes if isinstance(forward, FunctionType)]  # a scripted module's class has none
+    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, own, plain, modules)
 
 
 def plain_numbers(owner: Any) -> list[Hashable]:

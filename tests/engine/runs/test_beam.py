@@ -210,6 +210,16 @@ def test_the_first_step_starts_from_the_prompt_alone():
     assert [beam.tokens for beam in state.hypotheses] == [(A, STOP)]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_candidates_rank_in_the_order_of_their_beams_and_tokens(seed):
+    """All beams have one score, and most next tokens have the log-probability of others, or are forbidden."""
+    state, _ = advance(BeamSearch(BeamParams(4, stop_token_ids=())), *log_probs([0.25] * 4))
+    drawn = np.random.default_rng(seed).choice(np.float32([-np.inf, -2, -1]), (4, 30), p=[0.6, 0.35, 0.05])
+    _, (parents, tokens) = advance(state, np.tile(np.arange(30), (4, 1)), drawn)
+    best = np.argsort(-drawn, axis=None, kind="stable")[:4]
+    assert (parents, tokens) == (tuple(best // 30), tuple(best % 30))
+
+
 def test_only_one_of_the_best_num_beams_candidates_may_end():
     state, _ = advance(BeamSearch(BeamParams(2, stop_token_ids=(STOP,))), *log_probs([0.4, 0.3, 0.2, 0.1]))
     assert state.hypotheses == ()  # the stop token ranked fourth
