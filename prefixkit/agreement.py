@@ -1,7 +1,8 @@
 """Decisions that the processes of one model must make alike: under tensor parallelism all of them run each step.
 
 A process that launched another batch than the others would wait for them for ever.  So the processes agree on every
-value that depends on one process's memory or clock before they act on it, and take a step's results from process 0.
+value that depends on one process's memory or clock before they act on it, and take a step's results from process 0, or
+each row's from the process that has sampled it.
 """
 
 from __future__ import annotations

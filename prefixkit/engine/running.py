@@ -60,7 +60,7 @@ class RunningBatch:
         self._by_token, self._alive = np.zeros((2, len(self._runs)), np.bool_)
         self._by_token[rows] = [call.on_token is not None or run.by_token for run in streaming]
         self._alive[rows] = True
-        self._forks = ~self._alive  # runs that do not stream
+        self._not_streaming = ~self._alive
         self._accepted = np.zeros(len(self._runs), np.int64)  # tokens that each run has accepted
         # One row per step, since a step writes one: one row per run would put each token in a cache line of its own.
         shape = 64 if scheduled.pipelined else 1, len(self._runs)
@@ -191,7 +191,7 @@ class RunningBatch:
         alive = self._alive[rows]
         if self.tree.states is not None:  # with launches ahead, rows run on after they end
             self.tree.states.ahead = self.runner.pace.ahead > 1
-        read = alive | self._forks[rows]
+        read = alive | self._not_streaming[rows]
         if len(broken := rows[read & (results.tokens < 0) & ~np.isneginf(results.logprobs)]):
             raise _broken_logits(self._runs[int(broken[0])])
         if self._streaming:
