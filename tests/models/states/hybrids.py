@@ -33,12 +33,14 @@ _DELTA = {
 }
 _HALF = ["linear_attention", "full_attention"]
 # Of each kind of state one model: gated delta nets, Mamba 2, short convolutions, Mamba 1 beside attention and alone.
+# Nemotron-H's time steps are clamped to time_step_min in prompts and not in single tokens: 1e-9 makes both equal.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA
     | {"num_hidden_layers": 4, "layer_types": _HALF * 2, "num_experts": 4, "num_experts_per_tok": 4}
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
-    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16},
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16}
+    | {"time_step_min": 1e-9},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
     | {"mamba_dt_rank": 8, "num_experts": 2, "num_experts_per_tok": 2, "use_mamba_kernels": False},
