@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.models.attention_class import cache_among, original_class, shallow_copy, subclass
+from prefixkit.models.attention_class import cache_among, layer_number, original_class, shallow_copy, subclass
 from prefixkit.models.compile.local_parts import LocalParts, copy_of_module
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
@@ -119,7 +119,7 @@ class CompiledLayers:
         self.active = False
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
-        self._copies: dict[nn.Module, _LayerCopy] = {}
+        self._copies: dict[nn.Module, list[_LayerCopy]] = {}  # one for each layer of KV that a decoder layer computes
         self._spec = cache.pool.spec
         # One graph serves all numbers of rows and pages, and all page sizes, except 1.
         self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
@@ -137,10 +137,10 @@ class CompiledLayers:
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         self.made = made_of(layers[0][0], compiler)
-        for index, (layer, child) in enumerate(layers):
-            traced = TracedLayer(cache.layer_pages[index], self._step)
-            self._copies[layer] = _LayerCopy(layer, child, traced, parts)
-            layer.__class__ = classes[index]
+        for (layer, child), cls in zip(layers, classes, strict=True):
+            pages = [cache.layer_pages[place] for place in cache.places[layer_number(layer.get_submodule(child))]]
+            self._copies[layer] = [_LayerCopy(layer, child, TracedLayer(own, self._step), parts) for own in pages]
+            layer.__class__ = cls
         cache.compiled = self
 
     @property
@@ -187,9 +187,9 @@ class CompiledLayers:
             ValueError: the model was called with other positions or another mask than ``StepCache.inputs()``; or a
                 CUDA graph is being captured, and weights have moved since the last such step.
         """
-        copy = self._copies.get(layer)
-        if copy is None:  # the layer belongs to another model, or was inserted later
+        if (copies := self._copies.get(layer)) is None:  # the layer belongs to another model, or was inserted later
             return original_class(layer).forward(layer, *args, **kwargs)
+        copy = copies[0] if len(copies) == 1 else copies[sum(cache.attended[one.index] for one in copies[:-1])]
         copy.check(cache, kwargs)
         given = (
             tuple(copy.traced if value is cache else value for value in args),
@@ -197,7 +197,7 @@ class CompiledLayers:
         )
         made, before, began = self.made, self.graphs, time.perf_counter()
         try:
-            result = self._call(copy, *given)
+            result = self._call(cache, copy, *given)
         except compiler_errors() as error:
             # No part of the step has run yet: these errors come from the compiler.
             if capturing():
@@ -211,7 +211,7 @@ class CompiledLayers:
             log.info("compiled layer %d in %.1f s, graph %d", copy.index, taken, made.graphs)
         return result
 
-    def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, cache: StepCache, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made, key = self.made, self._key
         if key in made.ready:
             return made.functions[key](copy.current(), args, kwargs)
@@ -224,8 +224,8 @@ class CompiledLayers:
         # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             result = made.functions[key](copy.current(), args, kwargs)
-        if copy.index == len(self._copies) - 1:
-            made.ready.add(key)
+        if cache.attended.count(0) == 1:
+            made.ready.add(key)  # this layer is the last of the step
         return result
 
     def _key_of(self, step: Step) -> _Key:

@@ -62,7 +62,7 @@ def probe(model: nn.Module) -> Probed:
             _run(inner, cache, [1] * ROWS)
             kinds = tuple(cache.kinds) if states else tuple(cache.kinds) * len(layers)
             shapes = Probed(kinds, numbers=cache.numbers, states=cache.found_states, is_spread=is_spread(inner))
-            return replace(shapes, state_devices=cache.state_devices)
+            return replace(shapes, state_devices=cache.state_devices, state_calls=cache.state_calls)
         if random_part(inner) is None:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
@@ -125,11 +125,13 @@ def _look(
     measured = Probed(
         tuple(long.kinds),
         numbers=step.numbers,
+        computed_by=step.computed_by,
         states=step.found_states,
         asks_positions=step.asks_positions,
         takes_offsets=offsets,
         is_spread=is_spread(model),
         state_devices=step.state_devices,
+        state_calls=step.state_calls,
         positions=tables.positions,
     )
     if random_part(model) is not None:
@@ -223,15 +225,17 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one "
             f"length: {_place(error)}{type(error).__name__}: {said}"
         ) from error
-    if len(cache.rows) != len(cache.names) or len(cache.states) != len(cache.mixers):
+    attended = len({module for _, module in cache.ran})
+    if attended != len(cache.modules) or len(cache.states) != len(cache.mixers):
         why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"
         other = "those after them did not attend to the cache that the model was given"
         checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
         raise UnsupportedModel(
-            f"{type(model).__name__}: {len(cache.rows) + len(cache.states)} of {len(cache.names) + len(cache.mixers)} "
+            f"{type(model).__name__}: {attended + len(cache.states)} of {len(cache.modules) + len(cache.mixers)} "
             "layers attended or kept a state; "
             f"{why if checkpointing else other}"
         )
+    cache.sort()
     return None if rows is None else rows[0].float()[[0, -1]]
 
 
@@ -254,11 +258,11 @@ def _place(error: BaseException) -> str:
 
 def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
     """A message that says which rows differ that should be equal, and why that may be; None if none differ."""
-    for name, rows, kind in zip(step.names, step.rows, step.kinds, strict=True):
+    for (_, module), rows, kind in zip(step.ran, step.rows, step.kinds, strict=True):
         if not close(rows[0], rows[-1], kind.dtype):
             return (
-                f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
-                "gets other keys among other tokens"
+                f"before {step.modules[module]} the model mixes tokens, or takes no position_ids: the same token at "
+                "the same position gets other keys among other tokens"
             )
     dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.found_states for one in of)]
     smallest = min(dtypes, key=lambda dtype: dtype.itemsize)

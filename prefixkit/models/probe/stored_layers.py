@@ -1,0 +1,47 @@
+"""For which layers of a cache modules store KV: a looped model runs a module several times, for a layer each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from prefixkit.models.attention_class import forward_below
+from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
+from prefixkit.models.variants.layer_variants import trial
+
+_TOKENS = 4
+
+
+def stored_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[nn.Module, list[int]]:
+    """The layers of the cache for which each of ``modules`` stores KV in a pass over a few tokens, in order; empty if
+    the model cannot run such a pass.
+    """
+    stored = dict[nn.Module, list[int]]()
+    running = list[nn.Module]()
+    cache: Any = empty_cache(model)
+    update = cache.update
+
+    def enter(module: nn.Module, *given: Any) -> None:
+        running[:] = [module]
+
+    def note(key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        for module in running:
+            stored.setdefault(module, []).append(layer_idx)
+        return update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    cache.update = note
+    hooks = [module.register_forward_pre_hook(enter) for module in modules]
+    try:
+        with trial(model):
+            tokens = torch.arange(_TOKENS, device=model.device)[None]
+            forward_below(model)(input_ids=tokens, use_cache=True, **{cache_keyword(model): cache})
+    except Exception:
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return stored
