@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import prefixkit
 from prefixkit import SamplingParams, Session, TreeCache, variants
-from prefixkit.models import UnsupportedModel, facts_of
+from prefixkit.models import UnsupportedModel, facts_of, kv_spec
 from prefixkit.models.families import attention_layers
 from prefixkit.models.requirements import CACHE
 from prefixkit.testing.integrity import check_tree
+from prefixkit.torch_private import without_memory
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.compile.decode import Decode
 from tests.models.generate.generating import BEAMS, SAMPLED, compared, generate
@@ -148,6 +149,15 @@ def test_each_run_is_a_layer_of_kv(family):
     facts = facts_of(make(family))
     assert len(facts.layers) == len(facts.spec.layers) == LAYERS[family]
     assert facts.spec.bytes_per_token == sum(kind.k_dim * kind.kv_heads * 2 * 4 for kind in facts.layers)
+
+
+@pytest.mark.parametrize("family", ["dory", "hrm_text"])
+def test_kv_is_counted_without_weights(family):
+    """As ``prefixkit inspect`` does."""
+    model = make(family)
+    with without_memory():
+        empty = AutoModelForCausalLM.from_config(model.config)
+    assert kv_spec(empty) == kv_spec(model)
 
 
 def test_layers_are_numbered_as_in_the_cache_of_the_model():

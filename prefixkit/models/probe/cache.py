@@ -27,7 +27,7 @@ class ProbeCache(LayeredCache):
     Args:
         length: Tokens that it claims to hold, although it holds none; None: it poses as the cache of a step over a
             tree, and layers must get that step's mask.
-        shapes_only: Tensors have no values to compare; the pass ends at the first attention, unless layers keep states.
+        shapes_only: Tensors have no values to compare.
         mixers: Modules that keep a state, by name.
         offsets: Whether a step over a tree reports a number of cached tokens per row that yields the row's position.
     """

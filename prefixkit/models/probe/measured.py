@@ -50,10 +50,6 @@ class Probed:
     positions: int | None = None
 
 
-class Enough(Exception):
-    """Ends the pass after the first layer."""
-
-
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Whether rows are equal up to rounding, which may differ between matrix products of different rows."""
     error, size = (one - other).abs().max(), one.abs().max()

@@ -20,7 +20,7 @@ from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
 from prefixkit.models.probe.mask import UnknownMask, chunk_of, shown_by, window_of
-from prefixkit.models.probe.measured import ROWS, Enough, are_same, close
+from prefixkit.models.probe.measured import ROWS, are_same, close
 
 if TYPE_CHECKING:
     from prefixkit.models.probe.cache import ProbeCache
@@ -201,8 +201,6 @@ class ProbedLayer:
         self._cache.ran.append((self._layer, self._module))
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
-        if self._cache.shapes_only and not self._cache.mixers:
-            raise Enough
         if self._cache.length is None and not self._cache.shapes_only:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")

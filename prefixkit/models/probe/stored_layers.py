@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def stored_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[
     cache.update = note
     hooks = [module.register_forward_pre_hook(enter) for module in modules]
     try:
-        with trial(model):
+        with trial(model), getattr(next(model.parameters()), "fake_mode", None) or nullcontext():
             tokens = torch.arange(_TOKENS, device=model.device)[None]
             forward_below(model)(input_ids=tokens, use_cache=True, **{cache_keyword(model): cache})
     except Exception:
