@@ -158,6 +158,8 @@ class ModelFacts:
     def variants(self) -> dict[int, Variant]:
         """The variants that users have given to attention layers, by layer number."""
         found = [module for module in self.state.modules if LAYER_VARIANT in module.__dict__]
+        if found:
+            _ = self.probed  # numbers modules that do not store their number, of a copy of a model too
         return {layer_number(module): module.__dict__[LAYER_VARIANT] for module in found}
 
     @property

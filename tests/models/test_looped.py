@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from typing import Any
@@ -181,6 +182,14 @@ def test_a_variant_applies_to_every_run_of_its_module():
     model = make("dory")
     facts = facts_of(prefixkit.patch(model, variant={2: variants.alibi([0.5] * 4)}))
     assert [place for place, kind in enumerate(facts.layers) if kind.variant is not None] == [2, 5, 7]
+
+
+def test_a_copy_of_a_patched_model_applies_its_variants():
+    model = make("hrm_text", H_cycles=2, L_cycles=2)
+    prefixkit.patch(model, variant={4: variants.alibi([0.5] * 4)})
+    for one in (model, copy.deepcopy(model)):
+        places = [place for place, kind in enumerate(facts_of(one).layers) if kind.variant is not None]
+        assert places == [4, 10], "of the upper stack"
 
 
 def test_other_loops_are_measured_and_computed_anew(seed):

@@ -89,10 +89,10 @@ def _shapes(model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[s
         tuple(cache.kinds),
         numbers=cache.numbers,
         computed_by=cache.computed_by,
-        states=cache.found_states,
+        states=cache.states.found,
         is_spread=is_spread(model),
-        state_devices=cache.state_devices,
-        state_calls=cache.state_calls,
+        state_devices=cache.states.devices,
+        state_calls=cache.states.calls,
     )
 
 
@@ -144,12 +144,12 @@ def _look(
         tuple(long.kinds),
         numbers=step.numbers,
         computed_by=step.computed_by,
-        states=step.found_states,
+        states=step.states.found,
         asks_positions=step.asks_positions,
         takes_offsets=offsets,
         is_spread=is_spread(model),
-        state_devices=step.state_devices,
-        state_calls=step.state_calls,
+        state_devices=step.states.devices,
+        state_calls=step.states.calls,
         positions=tables.positions,
     )
     if random_part(model) is not None:
@@ -241,14 +241,13 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one "
             f"length: {_place(error)}{type(error).__name__}: {said}"
         ) from error
-    attended = len({module for _, module in cache.ran})
-    if attended != len(cache.modules) or len(cache.states) != len(cache.mixers):
+    ran = len({module for _, module in cache.ran}) + cache.states.modules
+    if ran != (expected := len(cache.modules) + len(cache.states.names)):
         why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"
         other = "those after them did not attend to the cache that the model was given"
         checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
         raise UnsupportedModel(
-            f"{type(model).__name__}: {attended + len(cache.states)} of {len(cache.modules) + len(cache.mixers)} "
-            "layers attended or kept a state; "
+            f"{type(model).__name__}: {ran} of {expected} layers attended or kept a state; "
             f"{why if checkpointing else other}"
         )
     cache.sort()
@@ -280,7 +279,7 @@ def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
                 f"before {step.modules[module]} the model mixes tokens, or takes no position_ids: the same token at "
                 "the same position gets other keys among other tokens"
             )
-    dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.found_states for one in of)]
+    dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.states.found for one in of)]
     smallest = min(dtypes, key=lambda dtype: dtype.itemsize)
     if logits is not None and not close(logits[0], logits[-1], smallest):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"

@@ -15,6 +15,8 @@ from prefixkit.models.states.taken_cache import cache_keyword, empty_cache
 from prefixkit.models.variants.layer_variants import trial
 
 _TOKENS = 4
+# In the config of a looped model (Dory): which loops cache KV, and the value for each of them.
+_LOOPS_CACHE, _EACH = "recurrent_kv_cache_mode", "per_loop"
 
 
 def stored_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[nn.Module, list[int]]:
@@ -46,3 +48,16 @@ def stored_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> dict[
         for hook in hooks:
             hook.remove()
     return stored
+
+
+def remedy_of_loops(module: nn.Module) -> str:
+    """The end of an error about an attention module: the remedy if it belongs to a looped model of which only the last
+    loop caches KV.
+    """
+    mode = getattr(getattr(module, "config", None), _LOOPS_CACHE, _EACH)
+    if mode == _EACH:
+        return ""
+    return (
+        f": with {_LOOPS_CACHE}={mode!r} a loop attends to KV that another loop has cached in an earlier pass, so that "
+        f"results depend on where passes cut a text; load the model with {_LOOPS_CACHE}={_EACH!r}"
+    )

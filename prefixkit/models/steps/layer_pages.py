@@ -45,7 +45,7 @@ class LayerPages:
     sinks: int | None = None
     frequencies: Tensor | None = None
     elsewhere: torch.device | None = None
-    module: int = -1
+    module: int = field(kw_only=True)
     heads: tuple[tuple[int, int], ...] = field(init=False)  # read in every step
     plain: bool = field(init=False)
     masked: bool = field(init=False)

@@ -125,7 +125,8 @@ class StepCache(AskedLengths):
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step's tokens through a module that keeps a state, which is read from and written to the pool."""
-        number, first = self.next_of(self.mixers[module], len(self.layer_pages)), len(self.layer_pages)
+        places, first = self.mixers[module], len(self.layer_pages)
+        number = places[0] if len(places) == 1 else self.next_of(places, first)
         self.attended[first + number] += 1
         step = self.step_on(self._mixers_elsewhere[number])
         return run_step(module, args, kwargs, step, self.pool.states, number)
