@@ -30,9 +30,8 @@ from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_witho
 
 NAME = "prefixkit"
 # Layer numbers of attention modules whose own attribute does not tell them, because the model passes the number at each
-# call (Zamba) or adds to it (HRM); and the classes of such modules.
+# call (Zamba) or adds to it (HRM).
 numbered_by_model: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_numbered_classes = set[type[nn.Module]]()
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's SCALES scales queries by position in the batch; a tree uses positions in the tree.
 SCALES = "attn_temperature_tuning"
@@ -100,9 +99,8 @@ def layer_number(module: nn.Module) -> int:
     """The layer number of an attention module, read from the attribute in which its class stores it, if it does: the
     layer of the cache for which the module stores KV, or the first of several.
     """
-    cls = original_class(module)
-    number: int | None = module.__dict__.get(code_of(cls).index)  # type: ignore[arg-type]  # classes hash
-    if cls in _numbered_classes:  # spares other modules the slower search
+    number: int | None = module.__dict__.get(code_of(original_class(module)).index)  # type: ignore[arg-type]
+    if numbered_by_model:  # in few programs
         number = numbered_by_model.get(module, number)
     assert number is not None, "of an attention module"
     return number
@@ -111,7 +109,6 @@ def layer_number(module: nn.Module) -> int:
 def number_by_model(module: nn.Module, number: int) -> None:
     """Set the layer number of an attention module whose own attribute does not tell it."""
     numbered_by_model[module] = number
-    _numbered_classes.add(original_class(module))
 
 
 def cached_by(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
