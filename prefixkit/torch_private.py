@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
@@ -130,6 +131,17 @@ def without_memory() -> AbstractContextManager[Any]:
         "torch._subclasses.fake_tensor", "FakeTensorMode", lambda: torch.device("meta")
     )()
     return made
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """A context in which torch does not log that an operation has failed on tensors without memory."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from families_page import VERDICTS, Found, counts, document, types_of
-from tiny_models import FIRST_WORD, LONG_CHUNKS, VOCAB, tiny_config, tiny_model, variants
+from tiny_models import FIRST_WORD, VOCAB, tiny_config, tiny_model, variants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -243,7 +243,7 @@ def survey(kind: str, model_type: str) -> Found:
             reasons.setdefault(one.reason, name)
     if len({(one.verdict, one.reason) for one in found.values()}) > 1:
         result.reason = "; ".join(f"with {name}: {reason}" for reason, name in reasons.items() if reason)
-    if result.verdict == "refused" and LONG_CHUNKS in found and found[LONG_CHUNKS].verdict == "tree":
+    if result.verdict == "refused" and any(one.verdict == "tree" for one in found.values()):
         result.verdict = "partly"
     result.notes = list(dict.fromkeys(note for one in found.values() for note in one.notes))
     return result

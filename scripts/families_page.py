@@ -25,14 +25,15 @@ model with random weights, generates with it, patches it by `patch(model, tree_c
 compares tokens and logits: greedily from a left-padded batch of three texts with a common beginning, with three beams,
 with three samples of a text without padding, and once more with the `token_type_ids` or `mm_token_type_ids` of zeros
 that its processor or tokenizer makes for text. Each config is tried with its options: short windows or chunks and none,
-values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position. The
-verdict is the worst over all variants that transformers can build. Logits may differ by 0.0001 of their spread.
+values of other sizes than keys, layers that share KV, global heads of another size, queries scaled by position, loops
+of which only the last caches KV. The verdict is the worst over all variants that transformers can build. Logits may
+differ by 0.0001 of their spread.
 
 *Tree*: the calls run on the tree, with the same tokens and logits. *Refused*: prefixkit gives the reason, and the model
-runs on transformers' own cache with the same result. *Partly*: the named calls are refused, and all others run on the
-tree. *Wrong*: other tokens or logits. *Error*: an exception that the model without the patch does not raise. *Untried*:
-transformers cannot build the model tiny, or the model cannot generate from text alone. Messages are cut short here; the
-script prints them in full."""
+runs on transformers' own cache with the same result. *Partly*: the named calls or options are refused, and all others
+run on the tree. *Wrong*: other tokens or logits. *Error*: an exception that the model without the patch does not raise.
+*Untried*: transformers cannot build the model tiny, or the model cannot generate from text alone. Messages are cut
+short here; the script prints them in full."""
 # Reasons for a fallback, by patterns of messages; the first that matches counts.
 CAUSES = [
     ("an encoder-decoder", r"is an encoder-decoder|EncoderDecoderCache"),
@@ -41,6 +42,7 @@ CAUSES = [
     ("a recurrent state, or a latent, in some layers", r"a recurrent state, a latent"),
     ("the state of a convolution before attention", r"asks its cache for 'get_conv_state'"),
     ("keys or values changed after they are cached", r"attends over other keys and values"),
+    ("loops that attend to the KV of another", r"recurrent_kv_cache_mode"),
     ("no attention at all", r"; it has no attention"),
     ("attention code of their own", r"no layer both fills a KV cache and calls"),
     ("layers that ask the mask or the cache", r"asks its cache for|cannot run a step over a tree"),

@@ -111,7 +111,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 2,
     },
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATE,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "n_recurrent_loops": 3,
+        "initializer_range": 0.1,  # by which its scales are divided, and they are drawn of this size
+    },
     "dots3_note_text": {
         "per_layer_config": {
             "1": {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 40}
@@ -125,10 +133,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
     "inkling2_loop_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
         "n_layers_per_attn_res_block": 1,
         "loop_layer_index_start": 1,
-        "loop_layer_index_end": 2,
-        "loop_num_passes": 2,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 3,
     },
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": _ALTERNATE},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
@@ -199,6 +209,7 @@ _ADAPTERS = {"use_mem_rope": True, "use_shared_attention_adapter": True, "num_ke
 _NGRAMS = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "eos_token_id": 2}
 # The same of one model_type: arguments of tiny_config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dory": {"KV of the last loop alone": {"recurrent_kv_cache_mode": "last_loop"}},
     "falcon": {"alibi": {"alibi": True}, "the new decoder": {"new_decoder_architecture": True}},
     "olmoe": {"a window that the config was given": {"sliding_window": WINDOW}},
     "qwen4_exp_text": {"embeddings of n-grams": _NGRAMS},

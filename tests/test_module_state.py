@@ -21,6 +21,7 @@ TABLES = {
     ("models/facts.py", "_probed"): "weak: what was measured belongs to the model, which may be copied or pickled",
     ("models/facts.py", "_rotations"): "weak, likewise",
     ("models/facts.py", "_latest"): "weak, likewise: what was measured last, and of which state of the model",
+    ("models/attention_class.py", "numbered_by_model"): "weak, likewise: the number of a module that does not store it",
     ("models/latents/latent_maps.py", "_known"): "weak: what was measured belongs to the module",
     ("models/tensor_parallel.py", "_known"): "weak: how a model's processes agree is not copied with it",
     ("models/variants/layer_scores.py", "_composed"): "weak: what layers make of a user's variant belongs to it",

@@ -29,7 +29,7 @@ class StoreKind:
 
     Attributes:
         spec: What is cached for a token.
-        layers: A description of the attention layers.
+        layers: A description of the attention layers, and of the modules that compute them.
         page_size: Tokens per page.
         eviction: The policy of the prefix cache.
         compiled: Whether layers run through torch.compile, which rounds differently.

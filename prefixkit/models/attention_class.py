@@ -29,7 +29,8 @@ from prefixkit.models.requirements import CACHE, name_cache
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_without_tree
 
 NAME = "prefixkit"
-# Layer numbers of attention modules that do not store their number, because the model passes it at each call (Zamba).
+# Layer numbers of attention modules whose own attribute does not tell them, because the model passes the number at each
+# call (Zamba) or adds to it (HRM).
 numbered_by_model: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _LAYER = "_prefixkit_layer"
 # Attributes of modules.  Llama 4's SCALES scales queries by position in the batch; a tree uses positions in the tree.
@@ -95,9 +96,19 @@ def run_on(layer: LayerCache, module: nn.Module, cache: Cache, args: tuple[Any, 
 
 
 def layer_number(module: nn.Module) -> int:
-    """The layer number of an attention module, read from the attribute in which its class stores it."""
+    """The layer number of an attention module, read from the attribute in which its class stores it, if it does: the
+    layer of the cache for which the module stores KV, or the first of several.
+    """
     number: int | None = module.__dict__.get(code_of(original_class(module)).index)  # type: ignore[arg-type]
-    return numbered_by_model[module] if number is None or number < 0 else number
+    if numbered_by_model:  # in few programs
+        number = numbered_by_model.get(module, number)
+    assert number is not None, "of an attention module"
+    return number
+
+
+def number_by_model(module: nn.Module, number: int) -> None:
+    """Set the layer number of an attention module whose own attribute does not tell it."""
+    numbered_by_model[module] = number
 
 
 def cached_by(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -158,6 +158,8 @@ class ModelFacts:
     def variants(self) -> dict[int, Variant]:
         """The variants that users have given to attention layers, by layer number."""
         found = [module for module in self.state.modules if LAYER_VARIANT in module.__dict__]
+        if found:
+            _ = self.probed  # numbers modules that do not store their number, of a copy of a model too
         return {layer_number(module): module.__dict__[LAYER_VARIANT] for module in found}
 
     @property
@@ -193,7 +195,7 @@ class ModelFacts:
             )
         classes = {attention_index(module): original_class(module) for module in self.state.modules}
         by_number = {number: cls for number, cls in classes.items() if number is not None}
-        numbers = self.probed.numbers or range(len(kinds))
+        numbers = self.probed.computed_by or self.probed.numbers or range(len(kinds))
         return with_variants(kinds, numbers, by_number, variants, lambda: self.rotations)
 
     @property
@@ -234,8 +236,10 @@ class ModelFacts:
 
     @property
     def mixers(self) -> list[nn.Module]:
-        """The modules that keep a state in place of KV, in the order of ``spec.states``."""
-        return [*mixers(self.inner).values()] if self.spec.states else []
+        """The modules that keep a state in place of KV, in the order of ``spec.states``: each as often as it runs."""
+        found = [*mixers(self.inner).values()] if self.spec.states else []
+        calls = self.probed.state_calls or (1,) * len(found)
+        return [module for module, times in zip(found, calls, strict=True) for _ in range(times)]
 
     @cached_property
     def body(self) -> nn.Module:

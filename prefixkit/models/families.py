@@ -14,11 +14,12 @@ import operator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from prefixkit.models.attention_class import numbered_by_model, original_class
+from prefixkit.models.attention_class import number_by_model, numbered_by_model, original_class
 from prefixkit.models.bound_forwards import is_own_forward
 from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.known import own_code
 from prefixkit.models.probe.idle_modules import idle_modules
+from prefixkit.models.probe.stored_layers import stored_layers
 from prefixkit.models.states.mixer_class import mixers
 
 # Names in the code of an attention class that follows the interface.
@@ -26,10 +27,11 @@ _INTERFACE = {"update", "ALL_ATTENTION_FUNCTIONS", "get_interface"}
 
 
 def attention_layers(model: object) -> dict[str, nn.Module]:
-    """The attention modules of a supported model, patched or not, by name and in the order of ``layer_idx``.
+    """The attention modules of a supported model, patched or not, by name and in the order of their layer numbers.
 
     If some modules attend otherwise than a decoder's layers, modules that do not run when the model computes text are
-    left out.
+    left out.  Modules that store the same ``layer_idx`` may be stacks of a looped model, which runs them several times,
+    for a layer of the cache each: then the number of a module is the first of these.
 
     Raises:
         UnsupportedModel: ``model`` is no transformers model, or has layers that do not follow the attention interface,
@@ -42,15 +44,17 @@ def attention_layers(model: object) -> dict[str, nn.Module]:
     for name, module in pretrained.named_modules():
         _note_number(name, module)
         if (index := attention_index(module)) is not None:
-            found.append((index, name, module))
+            stored = getattr(module, "layer_idx", None)
+            found.append((stored if isinstance(stored, int) and stored >= 0 else index, name, module))
     found.sort(key=operator.itemgetter(0))
     if len({index for index, _, _ in found}) < len(found) or not all(_is_causal(module) for _, _, module in found):
         idle = idle_modules(pretrained, [module for _, _, module in found])
         found = [one for one in found if one[2] not in idle]
     for _, name, module in found:
         _check_layer(name, module)
-    _check_order(pretrained, found)
-    return {name: module for _, name, module in found}
+    if (renumbered := _renumbered(pretrained, found)) is None:
+        _check_order(pretrained, found)
+    return {name: module for _, name, module in renumbered or found}
 
 
 def pretrained_model(model: object) -> PreTrainedModel:
@@ -105,7 +109,25 @@ def _note_number(name: str, module: nn.Module) -> None:
     if getattr(module, "layer_idx", 0) in (None, -1) and _follows_interface(original_class(module)):  # type: ignore[arg-type]
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if numbers:
-            numbered_by_model[module] = numbers[0]
+            number_by_model(module, numbers[0])
+
+
+def _renumbered(
+    pretrained: PreTrainedModel, found: list[tuple[int, str, nn.Module]]
+) -> list[tuple[int, str, nn.Module]] | None:
+    """Modules of which some store the same number, by the layer of the cache that each stores KV for first; None unless
+    each layer of the cache is stored for once.
+    """
+    if len({index for index, _, _ in found}) == len(found):
+        return None
+    stored = stored_layers(pretrained, [module for _, _, module in found])
+    layers = sorted(layer for of in stored.values() for layer in of)
+    depth = getattr(text_config(pretrained), "num_hidden_layers", 0) or 0
+    if len(stored) < len(found) or layers != [*range(max(len(layers), depth))]:
+        return None
+    for module, of in stored.items():
+        number_by_model(module, of[0])
+    return sorted((stored[module][0], name, module) for _, name, module in found)
 
 
 @functools.cache

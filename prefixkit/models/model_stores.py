@@ -43,6 +43,5 @@ def kind_of(facts: ModelFacts, page_size: int = 16, eviction: str = "lru", compi
             "load its weights, or move it by model.to('cpu') or model.to('cuda')"
         )
     compiles = compiled and facts.spec.device.type == "cuda"
-    return StoreKind(
-        facts.spec, facts.layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead, facts.held
-    )
+    layers = facts.layers, facts.probed.computed_by, facts.probed.state_calls
+    return StoreKind(facts.spec, layers, page_size, eviction, compiles, facts.outer, facts.looks_ahead, facts.held)

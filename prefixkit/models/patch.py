@@ -101,8 +101,8 @@ def patch(
             so that a write to a single element is noticed too.
         variant: A variant that attention layers apply in addition to their own attention: one
             :class:`prefixkit.Variant` for all attention layers; a mapping from layer numbers (indices of the model's
-            list of layers) to variants; or a function from a layer number to a variant or None.  None: no variant; an
-            earlier one is removed.
+            list of layers) to variants; or a function from a layer number to a variant or None.  A layer that a looped
+            model runs several times has one number.  None: no variant; an earlier one is removed.
         kv_dtype: ``"fp8"``: pages hold K and V in e4m3 (4 significant bits; numbers beyond 448 become 448), in half the
             memory of 16 bits, and attention computes in the model's dtype as before.  Results then differ from the
             model's: docs/howto/memory.md gives the error, and what kernels support.  None: the model's dtype.

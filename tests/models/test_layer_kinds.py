@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import prefixkit
 from prefixkit import TreeCache
 from prefixkit.models import facts_of, kv_spec
+from prefixkit.torch_private import without_memory
 from prefixkit.tree.pages import pages_for
 from tests.models.generate.generating import BEAMS, SAMPLED, compared
 from tests.models.tiny_families import ALTERNATE, FEW_EXPERTS, VOCAB, WINDOW, make_model
@@ -94,6 +97,24 @@ def test_in_bfloat16_it_errs_no_more_than_the_unpatched_model(kind, drive, dense
     run.tree.insert(tokens)
     run.run(25)
     assert (run.logits_of(tokens).double() - reference).norm() <= 1.5 * (own - reference).norm()
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma3n_text"])
+def test_without_weights_each_layer_caches_what_it_does_with_them(kind):
+    """As ``prefixkit inspect`` counts it."""
+    model = make_model(kind, **KINDS[kind])
+    with without_memory():
+        empty = AutoModelForCausalLM.from_config(model.config)
+    assert kv_spec(empty) == kv_spec(model)
+
+
+def test_without_weights_experts_that_do_not_run_say_nothing(caplog):
+    """All layers then count as the first, though their experts ask for values, or for another dtype."""
+    with without_memory():
+        empty = AutoModelForCausalLM.from_config(make_model("qwen3_moe").config)
+    with caplog.at_level(logging.ERROR):
+        assert kv_spec(empty) == kv_spec(make_model("qwen3_moe"))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3"])

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Container, Sequence
 from hashlib import sha256
 from itertools import chain
-from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -30,19 +29,18 @@ from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.models.attention_class import cache_among, original_class, shallow_copy, subclass
-from prefixkit.models.compile.local_parts import LocalParts, copy_of_module
+from prefixkit.models.attention_class import cache_among, layer_number, original_class, subclass
+from prefixkit.models.compile.layer_copy import LayerCopy
+from prefixkit.models.compile.local_parts import LocalParts
 from prefixkit.models.compile.made import Made, made_of
 from prefixkit.models.compile.packing import Compiler, Function, capturing, compile_packed
 from prefixkit.models.compile.residuals import with_residuals
 from prefixkit.models.compile.rotary import with_rotary_append
 from prefixkit.models.compile.traced import TracedLayer
 from prefixkit.models.families import attention_layers, pretrained_model
-from prefixkit.models.model_errors import IncompleteStep
 from prefixkit.models.own_attention.known import own_code
-from prefixkit.models.steps.step_cache import CacheLayer, StepCache
+from prefixkit.models.steps.step_cache import StepCache
 from prefixkit.models.steps.traced_step import TracedStep
-from prefixkit.models.weights.state import plain_numbers
 from prefixkit.ops import library
 from prefixkit.torch_private import compile_graph, compiler_errors, mark_dynamic
 
@@ -119,7 +117,7 @@ class CompiledLayers:
         self.active = False
         self._classes: tuple[type[nn.Module], ...] = ()
         self._step = TracedStep()
-        self._copies: dict[nn.Module, _LayerCopy] = {}
+        self._copies: dict[nn.Module, list[LayerCopy]] = {}  # one for each layer of KV that a decoder layer computes
         self._spec = cache.pool.spec
         # One graph serves all numbers of rows and pages, and all page sizes, except 1.
         self._small = min(cache.pool.num_pages, 2) << 2 | min(cache.pool.page_size, 2)
@@ -137,10 +135,11 @@ class CompiledLayers:
         classes = [layer_class(original_class(layer)) for layer, _ in layers]  # type: ignore[arg-type]
         self._classes = tuple({original_class(part): None for layer, _ in layers for part in layer.modules()})
         self.made = made_of(layers[0][0], compiler)
-        for index, (layer, child) in enumerate(layers):
-            traced = TracedLayer(cache.layer_pages[index], self._step)
-            self._copies[layer] = _LayerCopy(layer, child, traced, parts)
-            layer.__class__ = classes[index]
+        for (layer, child), cls in zip(layers, classes, strict=True):
+            places = cache.places[layer_number(layer.get_submodule(child))]
+            traced = [TracedLayer(cache.layer_pages[place], self._step) for place in places]
+            self._copies[layer] = [LayerCopy(layer, child, one, parts, run) for run, one in enumerate(traced)]
+            layer.__class__ = cls
         cache.compiled = self
 
     @property
@@ -187,9 +186,9 @@ class CompiledLayers:
             ValueError: the model was called with other positions or another mask than ``StepCache.inputs()``; or a
                 CUDA graph is being captured, and weights have moved since the last such step.
         """
-        copy = self._copies.get(layer)
-        if copy is None:  # the layer belongs to another model, or was inserted later
+        if (copies := self._copies.get(layer)) is None:  # the layer belongs to another model, or was inserted later
             return original_class(layer).forward(layer, *args, **kwargs)
+        copy = copies[0] if len(copies) == 1 else copies[sum(cache.attended[one.index] for one in copies[:-1])]
         copy.check(cache, kwargs)
         given = (
             tuple(copy.traced if value is cache else value for value in args),
@@ -197,7 +196,7 @@ class CompiledLayers:
         )
         made, before, began = self.made, self.graphs, time.perf_counter()
         try:
-            result = self._call(copy, *given)
+            result = self._call(cache, copy, *given)
         except compiler_errors() as error:
             # No part of the step has run yet: these errors come from the compiler.
             if capturing():
@@ -211,21 +210,22 @@ class CompiledLayers:
             log.info("compiled layer %d in %.1f s, graph %d", copy.index, taken, made.graphs)
         return result
 
-    def _call(self, copy: _LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, cache: StepCache, copy: LayerCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made, key = self.made, self._key
+        of_run = key, copy.run
         if key in made.ready:
-            return made.functions[key](copy.current(), args, kwargs)
-        if key not in made.functions:
-            made.functions[key] = _function(made)
+            return made.functions[of_run](copy.current(), args, kwargs)
+        if of_run not in made.functions:
+            made.functions[of_run] = _function(made)
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 rows = [dim for dim, size in enumerate(tensor.shape) if size == self._rows > 1]
                 mark_dynamic(tensor, rows)
         # Sizes that are equal by chance when a graph is made may differ later.
         with shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-            result = made.functions[key](copy.current(), args, kwargs)
-        if copy.index == len(self._copies) - 1:
-            made.ready.add(key)
+            result = made.functions[of_run](copy.current(), args, kwargs)
+        if cache.attended.count(0) == 1:
+            made.ready.add(key)  # this layer is the last of the step
         return result
 
     def _key_of(self, step: Step) -> _Key:
@@ -256,42 +256,6 @@ def _function(made: Made) -> Function:
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return layer.forward(*args, **kwargs)
-
-
-class _LayerCopy:
-    """A shallow copy of a decoder layer, with the original attention class, whose cache is a :class:`TracedLayer`."""
-
-    def __init__(self, layer: nn.Module, child: str, traced: TracedLayer, parts: LocalParts) -> None:
-        self.layer, self.child, self.traced, self.index = layer, child, traced, traced.own.index
-        self._local, self._parts = parts, tuple[object, ...]()
-        self._weights: list[Tensor | None] = []  # this process's, if the model is split
-        self._current = layer
-
-    def current(self) -> nn.Module:
-        """The copy, made anew if parts, split weights or numbers of the layer have been replaced."""
-        layer = self.layer
-        attention = layer._modules[self.child]
-        assert attention is not None
-        parts = (*layer._modules.values(), *plain_numbers(layer), *plain_numbers(attention))
-        weights = self._local.weights_of(layer)
-        if parts != self._parts or not all(map(is_, weights, self._weights)):
-            inner = shallow_copy(attention, original_class(attention), self.traced)
-            inner.__dict__["layer_idx"] = 0  # else each layer would be compiled for its number
-            made = copy_of_module(layer, original_class(layer), _modules={**layer._modules, self.child: inner})
-            self._current, self._parts = self._local.in_place_of(made), parts
-            self._weights = self._local.weights_of(layer)
-        return self._current
-
-    def check(self, cache: StepCache, kwargs: dict[str, Any]) -> None:
-        """Make the checks of a call that layers make when they are not compiled."""
-        attention = self.layer._modules[self.child]
-        assert attention is not None
-        layer = CacheLayer(cache, attention)
-        layer.check_positions(kwargs.get("position_ids"))
-        if "attention_mask" in kwargs:
-            layer.check_mask(kwargs["attention_mask"])
-        if cache.attended[self.index]:
-            raise IncompleteStep(f"StepCache: layer {self.index} ran twice in one step; each must run once")
 
 
 @functools.cache

@@ -54,7 +54,8 @@ class RowSteps:
         scales_from, counts_from_zero: See :attr:`ModelFacts.scales_from` and :attr:`ModelFacts.counts_from_zero`.
         index_dtypes: See :func:`index_dtypes`.
         compresses: Whether layers attend to compressed tokens, which may include padding.
-        keeps_more: Whether caches of transformers hold more than KV and index keys: states, positions or entries.
+        keeps_more: Whether caches of transformers hold more than KV and index keys (states, positions or entries),
+            or layers that only the model makes, as a looped model does.
         dtype: The dtype of the model's weights, to which logits are converted.
 
     Raises:
@@ -81,7 +82,10 @@ class RowSteps:
         self._patched = [(module, module.__dict__.get(LAYER_VARIANT)) for module in patched]
         self.index_dtypes = index_dtypes(facts.layers)
         self.compresses = any(kind.compressed for kind in facts.layers)
-        self.keeps_more = self.compresses or facts.probed.asks_positions or bool(facts.spec.states)
+        probed = facts.probed
+        self.keeps_more = (
+            self.compresses or probed.asks_positions or bool(facts.spec.states) or bool(probed.computed_by)
+        )
         self._example = example_of(tokens, pad)
         self._chunk = prefill_chunk_for(facts.spec.device)  # prompt tokens of a step
         self._order: tuple[Tensor, Tensor] | None = None  # while steps repeat: the runner's order, its inverse

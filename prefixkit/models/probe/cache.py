@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from prefixkit.attention.visible import Visible
 from prefixkit.kv.layer_kinds import CachedTensor, LayerKind
-from prefixkit.kv.state_pool import States, StateTensor
 from prefixkit.models.attention_class import SCALES, layer_number, original_class
 from prefixkit.models.indexing.indexers import IndexerCall
 from prefixkit.models.indexing.text_positions import text_positions
@@ -21,9 +21,10 @@ from prefixkit.models.probe.bias import bias_fault, bias_of_rows
 from prefixkit.models.probe.compressor import ProbedCompressor
 from prefixkit.models.probe.eager_function import eager_error, smaller
 from prefixkit.models.probe.indexer import ProbedIndexer, Selection
-from prefixkit.models.probe.mask import UnknownMask, chunk_of, shown_by, window_of
-from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, Enough, are_same, close
-from prefixkit.models.states.going_on import measure_state
+from prefixkit.models.probe.mask import UnknownMask, visible_by
+from prefixkit.models.probe.measured import ORDER, ROWS, TOKENS, are_same, close
+from prefixkit.models.probe.probed_states import ProbedStates
+from prefixkit.models.probe.stored_layers import remedy_of_loops
 
 
 class ProbeCache(LayeredCache):
@@ -32,7 +33,7 @@ class ProbeCache(LayeredCache):
     Args:
         length: Tokens that it claims to hold, although it holds none; None: it poses as the cache of a step over a
             tree, and layers must get that step's mask.
-        shapes_only: Tensors have no values to compare; the pass ends at the first attention, unless layers keep states.
+        shapes_only: Tensors have no values to compare.
         mixers: Modules that keep a state, by name.
         offsets: Whether a step over a tree reports a number of cached tokens per row that yields the row's position.
     """
@@ -46,49 +47,44 @@ class ProbeCache(LayeredCache):
         offsets: bool = False,
     ) -> None:
         super().__init__(len(layers))
-        self.mixers = {} if mixers is None else {module: name for name, module in mixers.items()}
-        self.states, self._state_devices = dict[nn.Module, tuple[StateTensor, ...]](), dict[nn.Module, torch.device]()
-        self._numbers = tuple(map(layer_number, layers.values()))
+        self.states = ProbedStates(mixers or {})
         self.length, self.shapes_only, self._offsets = length, shapes_only, offsets
         self.asks_positions = self.measured = False  # whether the model asks for texts' positions or lengths
         self.is_initialized = length != 0
-        self.names, self._layers = list(layers), list(layers.values())
+        self.modules = {module: name for name, module in layers.items()}
+        # Per layer of the cache, as they run; sort() puts the layers in order.
         self.kinds, self.selections = list[LayerKind](), list[Selection]()  # of all layers, and of all indexers
-        self.cached: list[tuple[Tensor, ...]] = []  # per layer; empty if it attends over another's KV
+        self.cached: list[tuple[Tensor, ...]] = []  # empty if the layer attends over another's KV
+        self.rows: list[Tensor] = []  # [ROWS, query, keys and values of a row]
+        self.ran: list[tuple[int, nn.Module]] = []  # the layer, and the module that computes it
         self.visible: dict[tuple[Any, int | None], Visible] = {}  # by mask (layers share masks) and window
-        self.rows: list[Tensor] = []  # per layer: [ROWS, query, keys and values of a row]
 
     def layer(self, module: nn.Module, position_ids: Tensor | None) -> ProbedLayer:
         return ProbedLayer(self, module)
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure a module that keeps a state, apart from attention: each row is a text of its own."""
-        name = self.mixers[module]
+        return self.states.measure(module, args, kwargs, check=self.length is None)  # in a step over a tree alone
 
-        def refuse(what: str) -> NoReturn:
-            raise UnsupportedModel(f"{name} ({original_class(module).__name__}) {what}")
-
-        if module in self.states:
-            refuse("runs twice in one pass, and a tree holds one state of each module")
-        in_step = self.length is None  # states are checked in this pass alone
-        made, self.states[module] = measure_state(module, args, kwargs, ROWS, refuse if in_step else None)
-        self._state_devices[module] = (made[0] if isinstance(made, tuple) else made).device
-        return made
+    def sort(self) -> None:
+        """Put the layers in the order of their numbers; a looped model runs them in another."""
+        order = sorted(range(len(self.ran)), key=lambda place: self.ran[place][0])
+        after = {before: place for place, before in enumerate(order)}
+        read = [kind if kind.reads is None else replace(kind, reads=after[kind.reads]) for kind in self.kinds]
+        self.kinds, self.cached = [read[at] for at in order], [self.cached[at] for at in order]
+        self.rows, self.ran = [self.rows[at] for at in order], [self.ran[at] for at in order]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The attention layers' numbers in the model if other layers lie between them; else empty."""
-        return () if self._numbers == tuple(range(len(self._numbers))) else self._numbers
+        """The numbers of the attention layers if other layers lie between them; else empty."""
+        ended = len({module for _, module in self.ran}) == len(self.modules)
+        found = tuple([layer for layer, _ in self.ran] if ended else map(layer_number, self.modules))
+        return () if found == tuple(range(len(found))) else found
 
     @property
-    def found_states(self) -> States:
-        """The state tensors of each module that keeps a state, in the order of the modules."""
-        return tuple(self.states.get(module, ()) for module in self.mixers)
-
-    @property
-    def state_devices(self) -> tuple[torch.device, ...]:
-        """Where each of these modules keeps them."""
-        return tuple(self._state_devices[module] for module in self.mixers if module in self._state_devices)
+    def computed_by(self) -> tuple[int, ...]:
+        """The number of the module that computes each attention layer if one computes several; else empty."""
+        found = tuple(layer_number(module) for _, module in self.ran)
+        return found if len(set(found)) < len(found) else ()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         self.measured = True
@@ -103,7 +99,7 @@ class ProbeCache(LayeredCache):
     @property
     def offsets(self) -> Tensor:
         """``[ROWS]`` the number added to the index of each row of a step to give its position."""
-        device = next(next(iter(self.mixers or self._layers)).parameters()).device
+        device = next(next(iter(self.states.names or self.modules)).parameters()).device
         return torch.tensor(ORDER, device=device) - torch.arange(ROWS, device=device)
 
     def text_positions(self) -> Tensor:
@@ -122,7 +118,7 @@ class ProbedLayer:
     """One layer's part of a :class:`ProbeCache`."""
 
     def __init__(self, cache: ProbeCache, module: nn.Module) -> None:
-        self._cache, self._module = cache, module
+        self._cache, self._module, self._layer = cache, module, layer_number(module)
         self._cached: tuple[Tensor, ...] = ()
         self._indexed: Selection | None = None  # the selection of the layer's own indexer
         self._attended: Selection | None = None  # the selection that the layer attends to
@@ -134,9 +130,12 @@ class ProbedLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        numbers, at = self._cache._numbers, len(self._cache.kinds)
-        if self._cached or layer_idx != (numbers[at] if at < len(numbers) else -1):
-            self._refuse(f"caches KV out of order, of layer {layer_idx} after {at} layers")
+        before = [layer for layer, module in self._cache.ran if module is self._module]
+        if self._cached or (layer_idx < before[-1] if before else layer_idx != self._layer):
+            self._refuse(f"caches KV out of order, of layer {layer_idx} after or in place of layer {self._layer}")
+        if others := [self._cache.modules[module] for layer, module in self._cache.ran if layer == layer_idx]:
+            self._refuse(f"caches KV of layer {layer_idx} after {others[0]} has cached it in the same pass")
+        self._layer = layer_idx
         for states in (key_states, value_states):
             if states.ndim != 4 or states.shape[0] != 1 or states.shape[2] != ROWS:
                 self._refuse(
@@ -209,6 +208,7 @@ class ProbedLayer:
             if not found:
                 others = [cached for cached in self._cache.cached if cached and cached[0].device != key.device]
                 where = f" on {key.device}; layers that share KV must lie on one device" if others else ""
+                where += remedy_of_loops(self._module)
                 self._refuse(f"attends over KV that neither it nor another layer has cached{where}")
             self._reads = found[0]
         elif not self._same((key, value), self._cached):
@@ -271,10 +271,11 @@ class ProbedLayer:
             biased=self._bias is not None,
             compressed=() if self._compressed is None else self._compressed.kinds,
         )
+        if self._reads is not None and any(layer == self._layer for layer, _ in self._cache.ran):
+            self._refuse("runs several times in one pass, and again without caching KV of its own")
+        self._cache.ran.append((self._layer, self._module))
         self._cache.kinds.append(kind)
         self._cache.cached.append(self._cached)
-        if self._cache.shapes_only and not self._cache.mixers:
-            raise Enough
         if self._cache.length is None and not self._cache.shapes_only:
             if not isinstance(self._mask, Tensor) or self._mask.numel():
                 self._refuse("gets another mask than the model was given, so it is not known what is hidden from it")
@@ -318,8 +319,7 @@ class ProbedLayer:
         known = self._cache.visible
         try:
             if (mask, window) not in known:
-                chunk = chunk_of(shown := shown_by(mask, length, ROWS), length, ROWS)
-                known[mask, window] = Visible(chunk=chunk) if chunk else Visible(window_of(shown, length, ROWS, window))
+                known[mask, window] = visible_by(mask, length, ROWS, window)
             return known[mask, window]
         except UnknownMask as error:
             self._refuse(str(error))
@@ -341,8 +341,8 @@ class ProbedLayer:
         return [CachedTensor(1, size // dtype.itemsize)]
 
     def _refuse(self, what: str) -> NoReturn:
-        place = self._cache._numbers.index(layer_number(self._module))
-        raise UnsupportedModel(f"{self._cache.names[place]} ({original_class(self._module).__name__}) {what}")
+        name = self._cache.modules[self._module]
+        raise UnsupportedModel(f"{name} ({original_class(self._module).__name__}) {what}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefixkit.attention.visible import Visible
+
 
 class UnknownMask(ValueError):
     """A mask hides or changes scores in a way that no window of causal attention does."""
@@ -53,6 +55,12 @@ def chunk_of(mask: Any, length: int, rows: int) -> int | None:
     query, key = torch.arange(length, length + rows)[:, None], torch.arange(length + rows)
     chunked = size > 0 and bool((shown == ((key <= query) & (key // size == query // size))).all())
     return size if chunked else None
+
+
+def visible_by(mask: Any, length: int, rows: int, told: int | None) -> Visible:
+    """The chunk that a model's mask shows, or else the window; arguments as for :func:`window_of`."""
+    chunk = chunk_of(shown := shown_by(mask, length, rows), length, rows)
+    return Visible(chunk=chunk) if chunk else Visible(window_of(shown, length, rows, told))
 
 
 def shown_by(mask: Any, length: int, rows: int) -> Tensor | None:

@@ -26,26 +26,28 @@ class Probed:
             cache reports, which may differ per row.
         asks_positions: The model keeps positions of all tokens in its cache.
         scales_padded: Queries or the bias on scores change with the number of tokens before, padding included.
-        numbers: The layers' numbers in the model if other layers lie between them; else empty.
+        numbers: The layers' numbers in the model's cache if other layers lie between them; else empty.
+        computed_by: The number of the module that computes each layer if one computes several, as in a looped model;
+            else empty.
         is_spread: The model's weights lie on several devices.
         positions: Positions in the table of positions that the model has learned; None: it has none.
-        states, state_devices: For each module that keeps a state, the tensors that it keeps per sequence, and where.
+        states, state_devices: For each module that keeps a state, and each of its calls in a step, the tensors that it
+            keeps per sequence, and where.
+        state_calls: How often each of these modules runs in a step if any runs several times; else empty.
     """
 
     layers: tuple[LayerKind, ...]
     counts_from_zero: bool = True
     numbers: tuple[int, ...] = ()
+    computed_by: tuple[int, ...] = ()
     states: States = ()
     asks_positions: bool = False
     takes_offsets: bool = False
     scales_padded: bool = False
     is_spread: bool = False
     state_devices: tuple[torch.device, ...] = ()
+    state_calls: tuple[int, ...] = ()
     positions: int | None = None
-
-
-class Enough(Exception):
-    """Ends the pass after the first layer."""
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

@@ -31,13 +31,14 @@ from prefixkit.models.model_errors import UnsupportedModel
 from prefixkit.models.own_attention.bodies import body_class, known_bodies
 from prefixkit.models.own_attention.compare import compare_own_code
 from prefixkit.models.probe.cache import ProbeCache
-from prefixkit.models.probe.measured import ORDER, ROWS, Enough, Probed, close
+from prefixkit.models.probe.measured import ORDER, ROWS, Probed, close
 from prefixkit.models.probe.position_tables import PositionTables
 from prefixkit.models.states.mixer_class import mixer_class, mixers
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.steps.step_cache import empty_mask
 from prefixkit.models.tensor_parallel import agreement_of, is_sharded, tp_size
 from prefixkit.models.variants.layer_variants import measuring
+from prefixkit.torch_private import unlogged
 
 _LONGEST = 1 << 17  # about as many tokens as the cache claims to hold
 _ATTEMPTS = 3
@@ -47,8 +48,8 @@ SCALES_FROM = "log_scaling_n_floor"  # in a config: positions up to which querie
 def probe(model: nn.Module) -> Probed:
     """Measure the attention layers of a model, patched or not.
 
-    A model whose tensors have shapes but no values runs up to its first attention layer, and all layers are assumed to
-    be of that layer's kind.
+    If a model whose tensors have shapes but no values cannot run to its end, because it asks for values, all layers are
+    assumed to be of the first attention layer's kind.
 
     Raises:
         UnsupportedModel: an assumption of attention over a tree does not hold; the message says which.
@@ -58,11 +59,7 @@ def probe(model: nn.Module) -> Probed:
     fake = getattr(next(inner.parameters()), "fake_mode", None)
     with measuring(), torch.no_grad(), _accepting_trees(inner, layers.values(), states.values()), fake or nullcontext():
         if fake is not None or _device(inner).type == "meta":
-            cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
-            _run(inner, cache, [1] * ROWS)
-            kinds = tuple(cache.kinds) if states else tuple(cache.kinds) * len(layers)
-            shapes = Probed(kinds, numbers=cache.numbers, states=cache.found_states, is_spread=is_spread(inner))
-            return replace(shapes, state_devices=cache.state_devices)
+            return _shapes(inner, layers, states)
         if random_part(inner) is None:
             compare_own_code(inner, _call_of(inner), layers, torch.tensor(_tokens(inner, 0), device=_device(inner)))
         differing = set[str]()
@@ -76,6 +73,27 @@ def probe(model: nn.Module) -> Probed:
     if everywhere(agreement, len(differing) == 1):
         raise UnsupportedModel(f"{type(inner).__name__}: {differing.pop()}")
     return probed
+
+
+def _shapes(model: PreTrainedModel, layers: dict[str, nn.Module], states: dict[str, nn.Module]) -> Probed:
+    """What the layers of a model without values cache."""
+    cache = ProbeCache(layers, None, shapes_only=True, mixers=states)
+    try:
+        with unlogged():
+            _run(model, cache, [1] * ROWS)
+    except UnsupportedModel:
+        if states or not cache.kinds:
+            raise
+        return Probed(tuple(cache.kinds[:1]) * len(layers), numbers=cache.numbers, is_spread=is_spread(model))
+    return Probed(
+        tuple(cache.kinds),
+        numbers=cache.numbers,
+        computed_by=cache.computed_by,
+        states=cache.states.found,
+        is_spread=is_spread(model),
+        state_devices=cache.states.devices,
+        state_calls=cache.states.calls,
+    )
 
 
 def _look_both_ways(
@@ -125,11 +143,13 @@ def _look(
     measured = Probed(
         tuple(long.kinds),
         numbers=step.numbers,
-        states=step.found_states,
+        computed_by=step.computed_by,
+        states=step.states.found,
         asks_positions=step.asks_positions,
         takes_offsets=offsets,
         is_spread=is_spread(model),
-        state_devices=step.state_devices,
+        state_devices=step.states.devices,
+        state_calls=step.states.calls,
         positions=tables.positions,
     )
     if random_part(model) is not None:
@@ -213,8 +233,6 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             rows = logits_of(_call_of(model)(**given))
         else:
             rows = getattr(model.base_model(**given), "last_hidden_state", None)
-    except Enough:
-        return None
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -223,15 +241,16 @@ def _run(model: PreTrainedModel, cache: ProbeCache, tokens: Sequence[int], **giv
             f"{type(model).__name__} cannot run a step over a tree, which has neither a mask nor a cache of one "
             f"length: {_place(error)}{type(error).__name__}: {said}"
         ) from error
-    if len(cache.rows) != len(cache.names) or len(cache.states) != len(cache.mixers):
+    ran = len({module for _, module in cache.ran}) + cache.states.modules
+    if ran != (expected := len(cache.modules) + len(cache.states.names)):
         why = "in training mode with gradient checkpointing a model drops its cache; call model.eval()"
         other = "those after them did not attend to the cache that the model was given"
         checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
         raise UnsupportedModel(
-            f"{type(model).__name__}: {len(cache.rows) + len(cache.states)} of {len(cache.names) + len(cache.mixers)} "
-            "layers attended or kept a state; "
+            f"{type(model).__name__}: {ran} of {expected} layers attended or kept a state; "
             f"{why if checkpointing else other}"
         )
+    cache.sort()
     return None if rows is None else rows[0].float()[[0, -1]]
 
 
@@ -254,13 +273,13 @@ def _place(error: BaseException) -> str:
 
 def _difference(step: ProbeCache, logits: Tensor | None) -> str | None:
     """A message that says which rows differ that should be equal, and why that may be; None if none differ."""
-    for name, rows, kind in zip(step.names, step.rows, step.kinds, strict=True):
+    for (_, module), rows, kind in zip(step.ran, step.rows, step.kinds, strict=True):
         if not close(rows[0], rows[-1], kind.dtype):
             return (
-                f"before {name} the model mixes tokens, or takes no position_ids: the same token at the same position "
-                "gets other keys among other tokens"
+                f"before {step.modules[module]} the model mixes tokens, or takes no position_ids: the same token at "
+                "the same position gets other keys among other tokens"
             )
-    dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.found_states for one in of)]
+    dtypes = [*(kind.dtype for kind in step.kinds), *(one.dtype for of in step.states.found for one in of)]
     smallest = min(dtypes, key=lambda dtype: dtype.itemsize)
     if logits is not None and not close(logits[0], logits[-1], smallest):
         return "after its last attention layer the model mixes tokens, or does not keep the logits that it is asked for"

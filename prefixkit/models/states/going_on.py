@@ -20,8 +20,9 @@ Refuse = Callable[[str], None]
 
 def measure_state(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, refuse: Refuse | None = None
-) -> tuple[Any, tuple[StateTensor, ...]]:
-    """The module's output if each of the tokens is a text of its own, and the state tensors that it keeps of a text.
+) -> tuple[Any, tuple[StateTensor, ...], int]:
+    """The module's output if each of the tokens is a text of its own, the state tensors that it keeps of a text, and
+    the layer of the model's cache in which it keeps them.
 
     Args:
         module, args, kwargs: The module, and the arguments that it was called with for ``[1, tokens]``.
@@ -35,12 +36,13 @@ def measure_state(
 
     rows, cache = run_texts(module, args, kwargs, tokens, lambda packed: packed.transpose(0, 1))
     states = tuple(cache.found())
+    measured = _in_a_row(rows), states, cache.layer_idx
     if refuse is None:
-        return _in_a_row(rows), states
+        return measured
     if not states:
         refuse("keeps nothing of a text in its cache")
     if (made := _tensor(rows)).is_meta or fake_mode_of([made]) is not None:  # there are no values to compare
-        return _in_a_row(rows), states
+        return measured
     whole, _ = run_texts(module, args, kwargs, tokens, lambda packed: packed, plain=True)
     middle = tokens // 2
     first, before = run(0, middle)
@@ -59,7 +61,7 @@ def measure_state(
     ):
         if not (error := (got - of).abs().max()) <= _ALLOWED * effect + rounding:
             refuse(f"computes {what} otherwise than in one text: they differ by {error:.1e}")
-    return _in_a_row(rows), states
+    return measured
 
 
 def _tensor(made: Any) -> Tensor:

@@ -14,6 +14,21 @@ from prefixkit.models.states.fused_functions import PoolState
 _MOST_STATES = 8  # of one layer
 
 
+class _EachLayer(list[Any]):
+    """The layers of a cache of which one module runs one: the same layer for any index."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__(layers)
+        self.last = len(layers) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            return super().__getitem__(index)
+        if index >= 0:
+            self.last = index
+        return super().__getitem__(0)
+
+
 class SegmentCache(Cache):
     """States of some sequences for one call of a module.
 
@@ -28,7 +43,8 @@ class SegmentCache(Cache):
     ) -> None:
         layer: Any = LinearAttentionLayer(number_of_states=_MOST_STATES)
         self.layer = layer
-        super().__init__(layers=[layer] * (layer_idx + 1))
+        super().__init__(layers=[])
+        self.layers = self.asked = _EachLayer([layer] * (layer_idx + 1))
         for state, value in zip(states, values or (), strict=values is not None):
             layer.device, layer.dtype = value.device, value.dtype
             if state.recurrent:
@@ -38,6 +54,11 @@ class SegmentCache(Cache):
                 layer.conv_kernel_size[state.index] = value.shape[-1]
         if values is not None:  # for all states: 5.17 asks without an index
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+
+    @property
+    def layer_idx(self) -> int:
+        """The layer of the model's cache whose states the call has used; in a looped model each loop uses another."""
+        return self.asked.last
 
     def found(self) -> list[StateTensor]:
         """The state tensors that the module keeps, read after a call for texts."""

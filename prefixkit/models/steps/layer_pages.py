@@ -17,7 +17,7 @@ class LayerPages:
     """What a step needs to know of one attention layer.
 
     Attributes:
-        index: The layer's number in the model.
+        index: The layer's number in the model's cache.
         kind: Its kind.
         plan: Index of the layer's plan among a step's plans; of its expanded part if it attends over latents.
         absorbed: Index of the plan of the absorbed part; None if the layer has none.
@@ -30,6 +30,7 @@ class LayerPages:
         elsewhere: The layer's device if it is not that of the step's tensors; else None.
         heads: Number and size of a token's heads in each of ``pages``.
         plain: See :class:`LayerKind`.
+        module: The number of the attention module that computes the layer; a looped model's module computes several.
         masked: Whether a window, a chunk or a variant's masks may hide KV that it reads.
     """
 
@@ -44,6 +45,7 @@ class LayerPages:
     sinks: int | None = None
     frequencies: Tensor | None = None
     elsewhere: torch.device | None = None
+    module: int = field(kw_only=True)
     heads: tuple[tuple[int, int], ...] = field(init=False)  # read in every step
     plain: bool = field(init=False)
     masked: bool = field(init=False)
@@ -57,10 +59,15 @@ class LayerPages:
 
 
 def layer_pages(
-    kinds: Sequence[LayerKind], plan_kinds: Sequence[PlanKind], pool: KVPool, numbers: Sequence[int] = ()
+    kinds: Sequence[LayerKind],
+    plan_kinds: Sequence[PlanKind],
+    pool: KVPool,
+    numbers: Sequence[int] = (),
+    computed_by: Sequence[int] = (),
 ) -> list[LayerPages]:
-    """The kind, plan and pages of each attention layer; ``numbers``: layer numbers if other layers lie between them."""
+    """The kind, plan and pages of each attention layer; ``numbers`` and ``computed_by``: see ``Probed``."""
     names = numbers or range(len(kinds))
+    modules = computed_by or names
     number = iter(range(len(kinds)))
     own = {index: next(number) for index, kind in enumerate(kinds) if kind.cached}
 
@@ -73,6 +80,6 @@ def layer_pages(
         frequencies = None if kind.rotation is None else torch.tensor(kind.rotation.frequencies, device=kind.device)
         compressed, attended = pages[len(pages) - len(kind.compressed) :], pages[: kinds[read].attended]
         more = compressed, absorbed, sinks, frequencies, None if kind.device == pool.spec.device else kind.device
-        return LayerPages(names[index], kind, plan, attended, index_pages, *more)
+        return LayerPages(names[index], kind, plan, attended, index_pages, *more, module=modules[index])
 
     return [of(index, kind) for index, kind in enumerate(kinds)]

@@ -73,10 +73,11 @@ class ModelRunner:
             )
         self._keeps_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.model, self.call = model, model if call is None else call
-        layers = layer_pages(facts.layers, facts.plan_kinds, pool, facts.probed.numbers)
+        probed = facts.probed
+        layers = layer_pages(facts.layers, facts.plan_kinds, pool, probed.numbers, probed.computed_by)
         self.cache = StepCache(pool, layers, facts.mixers)
         self.cache.keyword, self.cache.takes = cache_keyword(inner), None if facts.layers else inner
-        self.cache.takes_offsets = facts.probed.takes_offsets
+        self.cache.takes_offsets = probed.takes_offsets
         self._device, self._spread = pool.spec.device, facts.is_spread
         self._norms = norms_by_ops if facts.mixers else nullcontext
         self.vocab_size, self._looks_ahead = facts.vocab_size, bool(facts.looks_ahead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partialmethod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from prefixkit.models.steps.asked_lengths import AskedLengths
 from prefixkit.models.steps.layer_pages import LayerPages
 from prefixkit.models.steps.other_devices import OTHER_POSITIONS, OtherDevices
 from prefixkit.models.variants.masked_plans import masked_plan
+
+_Owner = TypeVar("_Owner", bound=Hashable)
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -50,8 +52,9 @@ class StepCache(AskedLengths):
     Attributes:
         pool: The page tensors, made for this model's :func:`kv_spec`.
         layer_pages: The kind, plan and pages of each attention layer.
-        mixers: The modules that keep a state, with their indices in the pool.
-        attended: ``[layers + mixers]`` how often each has run in the current step.
+        places: For the number of each attention module, the layers that it computes, one after another in a step.
+        mixers: The same for each module that keeps a state: the places of its states in the pool.
+        attended: ``[layers + states]`` how often each has run in the current step.
         given_positions: ``[1, T]`` int64 positions of the current step.
         keyword: The keyword for the cache in the model's ``forward``.
         takes: The model whose keywords :meth:`inputs` uses, if it has no attention.
@@ -62,8 +65,8 @@ class StepCache(AskedLengths):
         self.keyword = CACHE
         self.takes: nn.Module | None = None
         self.pool, self.layer_pages, self.biased = pool, layers, any(one.kind.biased for one in layers)
-        self.places = {layer.index: place for place, layer in enumerate(layers)}
-        self.mixers = {module: number for number, module in enumerate(mixers)}
+        self.places = _places([layer.module for layer in layers])
+        self.mixers = _places(mixers)
         self.attended = [0] * (len(layers) + len(mixers))
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
@@ -122,10 +125,15 @@ class StepCache(AskedLengths):
 
     def run_state(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step's tokens through a module that keeps a state, which is read from and written to the pool."""
-        number = self.mixers[module]
-        self.attended[len(self.layer_pages) + number] += 1
+        places, first = self.mixers[module], len(self.layer_pages)
+        number = places[0] if len(places) == 1 else self.next_of(places, first)
+        self.attended[first + number] += 1
         step = self.step_on(self._mixers_elsewhere[number])
         return run_step(module, args, kwargs, step, self.pool.states, number)
+
+    def next_of(self, places: Sequence[int], first: int = 0) -> int:
+        """The place of a module's next call in the step: that of the first layer which has not run; else the last."""
+        return next((place for place in places if not self.attended[first + place]), places[-1])
 
     def end(self) -> None:
         """Finish the step, and check that it went through every layer.
@@ -159,6 +167,14 @@ class StepCache(AskedLengths):
         return f"StepCache({self.pool.spec}, {state})"
 
 
+def _places(owners: Sequence[_Owner]) -> dict[_Owner, tuple[int, ...]]:
+    """The places of each owner in a sequence."""
+    found = dict[_Owner, tuple[int, ...]]()
+    for place, owner in enumerate(owners):
+        found[owner] = (*found.get(owner, ()), place)
+    return found
+
+
 def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
     raise TypeError(f"StepCache.{method}: the tree decides whose KV is kept; use PrefixTree's fork, trim and release")
 
@@ -178,16 +194,16 @@ class CacheLayer(PlainLayer):
     step: Step
 
     def __init__(self, cache: StepCache, module: nn.Module) -> None:
-        index = layer_number(module)
-        if index not in cache.places:
+        number = layer_number(module)
+        if (places := cache.places.get(number)) is None:
             raise ValueError(
-                f"StepCache: layer {index} of the model asked for KV, but the pool was made for "
+                f"StepCache: layer {number} of the model asked for KV, but the pool was made for "
                 f"{len(cache.layer_pages)} layers; make it with KVPool(kv_spec(model), ...)"
             )
-        self.place = cache.places[index]
+        self.place = places[0] if len(places) == 1 else cache.next_of(places)
         own = cache.layer_pages[self.place]
         super().__init__(own, cache.step if own.elsewhere is None else cache.step_on(own.elsewhere))
-        self.cache, self.module, self.index = cache, module, index
+        self.cache, self.module, self.index = cache, module, own.index
         self.blocks, self.equal_blocks = cache.blocks, cache.equal_blocks
         self.appended = False
 
