@@ -1,4 +1,4 @@
-"""Layers of several kinds on a GPU: windows, two shapes of heads, shared KV, latents."""
+"""Layers of several kinds on a GPU: windows, two shapes of heads, shared KV, latents, layers that run several times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from prefixkit.engine.request import Request, Sample
 from prefixkit.models import facts_of
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
+from tests.models.test_looped import FAMILIES as LOOPED
+from tests.models.test_looped import make as make_looped
 from tests.models.tiny_families import VOCAB, make_model
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "initializer_range": 0.06, "max_position_embeddings": 1024}
@@ -106,3 +108,15 @@ def test_latents_give_the_tokens_of_the_unpatched_model(v_head_dim: int) -> None
         session = prefixkit.Session(model, kv_budget="64MiB")
         found = session.generate([prompt[0].tolist()], n=1, max_new_tokens=24, temperature=0.0, stop_token_ids=())
     assert found[0].tokens == want
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", LOOPED)
+def test_each_run_of_a_looped_layer_has_its_kv_in_graphs(family: str, compiled: bool) -> None:
+    model = make_looped(family, head_dim=64, max_position_embeddings=1024).to("cuda", torch.bfloat16)
+    asked = requests(9, n=1, temperature=0.0, max_new_tokens=40)
+    with prefixkit.patched(model):
+        engine = make_engine(model, asked, compiled=compiled)
+        found = engine.run(asked)
+    assert_greedy(model, asked, found)
+    assert engine.report.graph_steps == engine.report.decode_steps == 39
