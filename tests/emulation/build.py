@@ -41,8 +41,8 @@ def build(
         assert old in text, f"{name} no longer has {old!r}"
         (folder / name).write_text(text.replace(old, new))
     shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
-    for shared in ("fibers.cuh", "numbers.cuh"):
-        shutil.copy(HERE / shared, folder)
+    for shared in HERE.glob("*.cuh"):
+        shutil.copy(shared, folder)
     (main,) = folder.glob("*.cpp")
     library = main.with_suffix(".so")
     precompiled = Path(library_headers().name, "library.hpp")

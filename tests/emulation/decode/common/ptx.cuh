@@ -30,6 +30,7 @@ struct Thread { struct { operator unsigned() const { return emulation::current; 
 static Thread threadIdx;
 
 #include "numbers.cuh"
+#include "products.cuh"
 
 namespace prefixkit {
 #ifndef PREFIXKIT_HALF
@@ -228,23 +229,6 @@ DEVICE u32 transpose8(u32 x) {
     const int column = lane_anew() / 4, row = 2 * (lane_anew() % 4);
     return half_of(all(4 * row + column / 2), column % 2) | half_of(all(4 * (row + 1) + column / 2), column % 2) << 16;
 }
-// What the lanes of a warp bring, each number widened once; the other buffer may still be read.
-struct Factors { float a[16][16], b[8][16]; };
-static Factors factors[EMULATED_THREADS / 32][2];
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const int warp = emulation::current / 32, row = lane_anew() / 4, column = 2 * (lane_anew() % 4);
-    Factors& all = factors[warp][emulation::warps[warp].generation & 1];
-    for (int i = 0; i < 4; ++i) {
-        const int k = 8 * (i / 2) + column + i % 2;
-        for (int high = 0; high < 2; ++high)
-            all.a[row + 8 * high][k] = widen(Operand{u16(half_of(a[i / 2 * 2 + high], i % 2))});
-        all.b[row][k] = widen(Operand{u16(half_of(i / 2 ? b1 : b0, i % 2))});
-    }
-    __syncwarp();
-    for (int i = 0; i < 4; ++i) {
-        const float *x = all.a[row + 8 * (i / 2)], *y = all.b[column + i % 2];
-        for (int k = 0; k < 16; ++k) d[i] += x[k] * y[k];
-    }
-}
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<Operand>(d, a, b0, b1); }
 }  // namespace prefixkit
 #define fmaxf(...) std::fmax(__VA_ARGS__)
