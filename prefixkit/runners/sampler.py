@@ -149,7 +149,8 @@ def top_tokens(logits: Tensor, count: int, best: Tensor) -> tuple[Tensor, Tensor
     Returns:
         ``[n, count]`` int64 and float32.  In a row that holds NaN, a token whose logit is NaN comes first.
     """
-    logits = logits if count else logits[:, :0]
+    if not count:
+        return logits.new_empty((len(logits), 0), dtype=torch.int64), best.new_empty((len(logits), 0))
     ids = _top_ids(logits, min(count, logits.shape[1]))  # in the logits' dtype: ranking 16 bits takes half the time
     scores = logits.gather(1, ids).float()
     return ids, (scores - scores[:, :1]) + best[:, None]
@@ -160,7 +161,7 @@ def _top_ids(logits: Tensor, count: int) -> Tensor:
     token by token.
     """
     rows, vocab = logits.shape
-    if not count or vocab % _BLOCK or vocab < 2 * _BLOCK * count:
+    if vocab % _BLOCK or vocab < 2 * _BLOCK * count:
         return logits.topk(count).indices
     parts = logits.reshape(rows, -1, _BLOCK)
     block = parts.amax(2).topk(count).indices

@@ -16,10 +16,10 @@ HERE = Path(__file__).parent
 Headers = tuple[tuple[str, str], ...]
 OPTIONS = (
     *("-std=c++17", "-Og", "-ffp-contract=off", "-shared", "-fPIC", "-w"),
+    "-fvisibility-inlines-hidden",  # calls of inline functions need no table
     "-fno-gnu-unique",  # another emulated kernel in the same process has fibers of its own
-    "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
 )
-LIBRARY = "setjmp.h", "ucontext.h", "cmath", "cstdint", "cstdlib", "cstring", "map", "memory", "type_traits", "vector"
+LIBRARY = "ucontext.h", "cmath", "cstdint", "cstdlib", "cstring", "map", "memory", "type_traits", "vector"
 
 
 def build(
@@ -41,8 +41,8 @@ def build(
         assert old in text, f"{name} no longer has {old!r}"
         (folder / name).write_text(text.replace(old, new))
     shutil.copytree(HERE / emulation, folder, dirs_exist_ok=True)
-    for shared in ("fibers.cuh", "numbers.cuh"):
-        shutil.copy(HERE / shared, folder)
+    for shared in HERE.glob("*.cuh"):
+        shutil.copy(shared, folder)
     (main,) = folder.glob("*.cpp")
     library = main.with_suffix(".so")
     precompiled = Path(library_headers().name, "library.hpp")

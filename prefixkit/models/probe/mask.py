@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +31,19 @@ def window_of(mask: Any, length: int, rows: int, told: int | None) -> int | None
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return told
     shown = _shown(mask, length, rows)
-    query, key = torch.arange(length, length + rows)[:, None], torch.arange(length + rows)
-    for window in (told, int(shown.reshape(-1, length + rows)[-1].sum())):
-        expected = (key <= query) & (key > query - (window or length + rows))
-        wrong = (shown != expected).nonzero()
-        if not len(wrong):
+    counts = np.count_nonzero(shown.numpy(), axis=-1).reshape(-1, rows)
+    queries = np.arange(length, length + rows)
+    for window in (told, int(counts[-1, -1])):
+        # Counts are compared first, for a long mask takes as long to compare as the model takes to run.
+        whole = np.minimum(queries + 1, window or length + rows)
+        if (counts == whole).all() and all(
+            shown[..., row, query + 1 - count : query + 1].numpy().all()
+            for row, (query, count) in enumerate(zip(queries.tolist(), whole.tolist(), strict=True))
+        ):
             return None if window == length + rows else window
+    query, key = torch.from_numpy(queries)[:, None], torch.arange(length + rows)
+    expected = (key <= query) & (key > query - (window or length + rows))
+    wrong = (shown != expected).nonzero()
     row, at = wrong[-1, -2:].tolist()
     raise UnknownMask(
         f"gets a mask that {'hides' if expected[row, at] else 'shows'} the token {length + row - at} before a query, "
@@ -48,7 +56,7 @@ def chunk_of(mask: Any, length: int, rows: int) -> int | None:
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return None
     shown = _shown(mask, length, rows)
-    first = shown.reshape(-1, rows, length + rows)[0].view(torch.uint8).argmax(1).tolist()
+    first = shown.reshape(-1, rows, length + rows)[0].numpy().argmax(1).tolist()
     size = first[-1] - first[0]
     if {*first} != {first[0], first[-1]}:  # as in a window, where each query sees another first token
         return None
@@ -84,12 +92,14 @@ def _shown(mask: Any, length: int, rows: int) -> Tensor:
     if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == rows and mask.shape[3] >= length + rows):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnknownMask(f"gets a mask of a kind that is not known, {shape}")
-    own: Tensor = mask[..., : length + rows].cpu()
+    own: Tensor = mask[..., : length + rows].detach().cpu()
     if own.dtype == torch.bool:
         return own
-    hidden, visible = own <= torch.finfo(own.dtype).min / 2, own == 0
-    if not (hidden | visible).all():
+    # numpy compares the values of a long mask several times as fast as torch does.
+    values = (own.float() if own.element_size() < 4 else own).numpy()
+    visible, hidden = values == 0, values <= torch.finfo(own.dtype).min / 2
+    if np.count_nonzero(visible) + np.count_nonzero(hidden) != values.size:
         raise UnknownMask(
             "gets a mask that adds to the scores, as ALiBi does; attention over a tree is not told of that"
         )
-    return visible
+    return torch.from_numpy(visible)

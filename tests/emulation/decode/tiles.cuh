@@ -35,25 +35,35 @@ static double number_at(u32 tile, int row, int column) {
 static void add_kv_tile(const Attention& a, const TileShared& s, int stage, const int4& item, std::vector<ExactRow>& rows) {
     const int4 raw = load_shared_int4(s.kv_tiles + 16 * stage);
     const KVTileInfo info = {raw.x, raw.y, raw.z, raw.w};
-    const u32 k = s.k + stage * K_TILE_BYTES, v = s.v + stage * V_TILE_BYTES;
+    // Read once for all rows; of V, what tensor cores make of the values of other rows, which they multiply by 0.
+    static double k[KV_TILE][D], v[KV_TILE][D], hidden[D];
+    for (int i = 0; i < D; ++i) hidden[i] = 0;
+    for (int token = 0; token < KV_TILE; ++token) {
+        const bool shown = token >= info.low() && token < info.high();
+        for (int i = 0; i < D; ++i) {
+            v[token][i] = number_at(s.v + stage * V_TILE_BYTES, token, i);
+            if (shown) k[token][i] = number_at(s.k + stage * K_TILE_BYTES, token, i);
+            else hidden[i] += 0 * v[token][i];
+        }
+    }
     for (int r = 0; r < item.y; ++r) {
         const TileRow row(a, item.w, r);
         const u16* q = a.q + row.index(a, item.x) * D;
         const int kind = !(info.flags & CLIPPED) ? ALL : info.flags & LIMITED ? LIMIT : OWN;
         const int end = end_seen(a, kind, item.x, item.z, row.query), query = item.x + row.query;
+        double numbers[D];
+        for (int i = 0; i < D; ++i) numbers[i] = from_bfloat16(q[i]);
+        double* o = rows[r].o;
         for (int token = info.low(); token < info.high() && info.position + token < end; ++token) {
             const int position = int(a.q_positions[query]), kv = info.position + token;
             if ((info.flags & MASKED) && !Variant::mask(sequence_of(a, query), row.head, position, kv, a.words)) continue;
             double score = 0;
-            for (int i = 0; i < D; ++i) score += from_bfloat16(q[i]) * number_at(k, token, i);
+            for (int i = 0; i < D; ++i) score += numbers[i] * k[token][i];
             const double weight = std::exp(score * a.scale);
             rows[r].sum += weight;
-            for (int i = 0; i < D; ++i) rows[r].o[i] += weight * number_at(v, token, i);
+            for (int i = 0; i < D; ++i) o[i] += weight * v[token][i];
         }
-        // Tensor cores multiply the values of other rows too, by 0.
-        for (int token = 0; token < KV_TILE; ++token)
-            for (int i = 0; i < D && (token < info.low() || token >= info.high()); ++i)
-                rows[r].o[i] += 0 * number_at(v, token, i);
+        for (int i = 0; i < D; ++i) o[i] += hidden[i];
     }
 }
 

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from prefixkit import patch, unpatch
 
-NEW = 14
+NEW = 11
 ENDS = {"pad_token_id": 0, "eos_token_id": 2}
 SAMPLED = {"do_sample": True, "num_return_sequences": 4}
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}

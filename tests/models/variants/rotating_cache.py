@@ -1,5 +1,6 @@
 """StreamingLLM as its authors have it: a cache of unrotated keys, all rotated anew at each token, at positions in the
-cache.  transformers runs the model's own code token by token, with an identity in the place of rotary embedding.
+cache.  transformers runs the model's own code, with an identity in the place of rotary embedding; each layer attends
+token by token.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def token_by_token(
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(_identity)
     with torch.no_grad():
-        rows = [other(torch.tensor([[token]], device=other.device), use_cache=False).logits[0, 0] for token in tokens]
-    return torch.stack(rows)
+        logits: Tensor = other(torch.tensor([list(tokens)], device=other.device), use_cache=False).logits[0]
+    return logits
 
 
 def _identity(module: nn.Module, args: Any, made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,16 +80,31 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     cache: RotatingCache = module.__dict__[NAME]
-    k, v = cache.take(key[0], value[0])
+    rows = [
+        _row(cache, *(of[0, :, at : at + 1] for of in (query, key, value)), scaling, softcap, s_aux)
+        for at in range(query.shape[2])
+    ]
+    return torch.cat(rows, 1).transpose(0, 1)[None], None
+
+
+def _row(
+    cache: RotatingCache,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """``[heads, 1, dim]`` of one more token."""
+    k, v = cache.take(key, value)
     at = torch.arange(k.shape[1], device=k.device)
-    q = query[0]
     if cache.rotate is not None:
         k, q = cache.rotate(k, at), cache.rotate(q, at[-1:])
     groups = q.shape[0] // k.shape[0]
     plain = softcap is None and cache.slopes is None and s_aux is None
     if plain and q.dtype in (torch.bfloat16, torch.float16):  # by torch's own kernel, whose error is the measure
-        out = scaled_dot_product_attention(q[None], k[None], v[None], scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
+        return scaled_dot_product_attention(q[None], k[None], v[None], scale=scaling, enable_gqa=True)[0]
     scores = q.double() @ k.repeat_interleave(groups, 0).transpose(1, 2).double() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -97,7 +113,7 @@ def _attention(
     if s_aux is not None:
         scores = torch.cat((scores, s_aux.double()[:, None, None]), -1)
     out = scores.softmax(-1)[..., : len(at)] @ v.repeat_interleave(groups, 0).double()
-    return out.to(query.dtype).transpose(0, 1)[None], None
+    return out.to(q.dtype)
 
 
 AttentionInterface.register(NAME, _attention)

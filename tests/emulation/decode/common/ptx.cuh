@@ -30,6 +30,7 @@ struct Thread { struct { operator unsigned() const { return emulation::current; 
 static Thread threadIdx;
 
 #include "numbers.cuh"
+#include "products.cuh"
 
 namespace prefixkit {
 #ifndef PREFIXKIT_HALF
@@ -91,14 +92,15 @@ DEVICE void land(const Flying& f) {
     const auto& [to, m, at, barrier] = f;
     const int total = m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.box[4];
     if (to % 128) std::abort();
+    int of_box[5] = {};  // the element in the box, innermost first
     for (int e = 0; e < total; ++e) {
-        int left = e;
         long long from = 0;
         bool there = true;
         for (int d = 0; d < 5; ++d) {
-            const long long x = at[d] + left % m.box[d];
-            left /= m.box[d], there = there && x >= 0 && x < m.size[d], from += x * m.stride[d];
+            const long long x = at[d] + of_box[d];
+            there = there && x >= 0 && x < m.size[d], from += x * m.stride[d];
         }
+        for (int d = 0; d < 5 && ++of_box[d] == m.box[d]; ++d) of_box[d] = 0;
         const u16 value = there ? m.base[from] : 0;
         std::memcpy(at_address(swizzled(to + 2 * e)), &value, 2);
     }
@@ -227,17 +229,6 @@ DEVICE u32 transpose8(u32 x) {
     const int column = lane_anew() / 4, row = 2 * (lane_anew() % 4);
     return half_of(all(4 * row + column / 2), column % 2) | half_of(all(4 * (row + 1) + column / 2), column % 2) << 16;
 }
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const Lanes left[2] = {of_lanes(a[0], a[1]), of_lanes(a[2], a[3])};  // by the half of the sum
-    const Lanes right = of_lanes(b0, b1);
-    for (int i = 0; i < 4; ++i) {
-        const int m = lane_anew() / 4 + 8 * (i / 2), n = 2 * (lane_anew() % 4) + i % 2;
-        for (int k = 0; k < 16; ++k) {
-            const int pair = k % 8 / 2;
-            const u32 x = half_of(left[k / 8](m % 8 * 4 + pair, m / 8), k % 2);
-            d[i] += widen(Operand{u16(x)}) * widen(Operand{u16(half_of(right(4 * n + pair, k / 8), k % 2))});
-        }
-    }
-}
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<Operand>(d, a, b0, b1); }
 }  // namespace prefixkit
 #define fmaxf(...) std::fmax(__VA_ARGS__)

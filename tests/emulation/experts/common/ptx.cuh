@@ -4,6 +4,7 @@
 #define EMULATED_THREADS 256
 #define EMULATED_BLOCKS 1
 #include "fibers.cuh"
+#include "products.cuh"
 #include <cstdlib>
 #include <vector>
 
@@ -60,9 +61,6 @@ DEVICE Lanes of_lanes(uint64_t mine) {
     std::memcpy(copy.of, emulation::exchange(mine), sizeof(copy.of));
     return copy;
 }
-DEVICE float number(uint64_t lane, int register_, int half) {
-    return widen(Storage{u16(lane >> (32 * register_ + 16 * half))});
-}
 DEVICE u16 element(u32 address) { u16 x; std::memcpy(&x, at_address(address), 2); return x; }
 // Lane i says where row i % 8 of matrix i / 8 is.
 DEVICE void load_matrix(u32 (&a)[4], u32 address) {
@@ -79,15 +77,5 @@ DEVICE void load_matrix_transposed(u32 (&a)[4], u32 address) {
         a[i] = element(u32(rows.of[8 * i + row]) + 2 * column) |
                u32(element(u32(rows.of[8 * i + row + 1]) + 2 * column)) << 16;
 }
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const Lanes left[2] = {of_lanes(a[0] | u64(a[1]) << 32), of_lanes(a[2] | u64(a[3]) << 32)};
-    const Lanes right = of_lanes(b0 | u64(b1) << 32);
-    for (int i = 0; i < 4; ++i) {
-        const int m = lane_anew() / 4 + 8 * (i / 2), n = 2 * (lane_anew() % 4) + i % 2;
-        for (int k = 0; k < 16; ++k) {
-            const int pair = k % 8 / 2;
-            d[i] += number(left[k / 8].of[m % 8 * 4 + pair], m / 8, k % 2) * number(right.of[4 * n + pair], k / 8, k % 2);
-        }
-    }
-}
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<Storage>(d, a, b0, b1); }
 }  // namespace prefixkit
