@@ -25,7 +25,9 @@ DEVICE float from_bfloat16(u16 x) { return __uint_as_float(u32(x) << 16); }
 DEVICE float widen(BFloat x) { return from_bfloat16(x.bits); }
 DEVICE float widen(Half x) { _Float16 y; __builtin_memcpy(&y, &x.bits, 2); return float(y); }
 template <class T = Storage> DEVICE u32 pack(float low, float high);
-template <> inline u32 pack<BFloat>(float low, float high) { return u32(to_bfloat16(low)) | u32(to_bfloat16(high)) << 16; }
+template <> inline u32 pack<BFloat>(float low, float high) {
+    return u32(to_bfloat16(low)) | u32(to_bfloat16(high)) << 16;
+}
 template <> inline u32 pack<Half>(float low, float high) {
     const _Float16 both[2] = {_Float16(low), _Float16(high)};
     u32 x;

@@ -1,12 +1,13 @@
-// Hopper's loads of the tile path, and consumers that compute attention as its definition says: in double, one row after
-// the other.
+// Hopper's loads of the tile path, and consumers that compute attention as its definition says: in double, one row
+// after the other.
 #pragma once
 #include "attention/sm90/tile_load.cuh"
 #include <vector>
 
 namespace prefixkit {
 struct alignas(1024) TileRings {
-    unsigned char k[TILE_STAGES * K_TILE_BYTES], v[TILE_STAGES * V_TILE_BYTES], staged[2 * STAGED * STAGED_BYTES + 1024];
+    unsigned char k[TILE_STAGES * K_TILE_BYTES], v[TILE_STAGES * V_TILE_BYTES];
+    unsigned char staged[2 * STAGED * STAGED_BYTES + 1024];
     u64 barriers[TILE_BARRIERS];
     int4 items[2], slices, kv_tiles[TILE_STAGES + STAGED];
 };
@@ -32,7 +33,8 @@ static double number_at(u32 tile, int row, int column) {
     return widen(Operand{load_address<u16>(tile + vector_at<KV_TILE>(row, column / 8) + 2 * (column % 8))});
 }
 
-static void add_kv_tile(const Attention& a, const TileShared& s, int stage, const int4& item, std::vector<ExactRow>& rows) {
+static void add_kv_tile(const Attention& a, const TileShared& s, int stage, const int4& item,
+                        std::vector<ExactRow>& rows) {
     const int4 raw = load_shared_int4(s.kv_tiles + 16 * stage);
     const KVTileInfo info = {raw.x, raw.y, raw.z, raw.w};
     // Read once for all rows; of V, what tensor cores make of the values of other rows, which they multiply by 0.
@@ -56,7 +58,8 @@ static void add_kv_tile(const Attention& a, const TileShared& s, int stage, cons
         double* o = rows[r].o;
         for (int token = info.low(); token < info.high() && info.position + token < end; ++token) {
             const int position = int(a.q_positions[query]), kv = info.position + token;
-            if ((info.flags & MASKED) && !Variant::mask(sequence_of(a, query), row.head, position, kv, a.words)) continue;
+            const bool masks = info.flags & MASKED;
+            if (masks && !Variant::mask(sequence_of(a, query), row.head, position, kv, a.words)) continue;
             double score = 0;
             for (int i = 0; i < D; ++i) score += numbers[i] * k[token][i];
             const double weight = std::exp(score * a.scale);
@@ -111,7 +114,8 @@ extern "C" int tiles_on_cpu(const prefixkit::Attention* a, int blocks, int stage
             const Item first = load_item(arguments.tile_items, blockIdx.x, arguments.kv_heads, arguments.tile_capacity);
             if (warp < 2) tile_load(arguments, tile_shared(), warp == 1, first);
             else if (emulation::current == 64) consume_items(arguments, tile_shared());
-            else if (FP8 && warp > 2 && blockIdx.x % 2 == 0) Slices{tile_shared(), warp % 2 == 1}.help();  // of K one, of V two
+            else if (FP8 && warp > 2 && blockIdx.x % 2 == 0)
+                Slices{tile_shared(), warp % 2 == 1}.help();  // of K one, of V two
         });
     }
     if (!flying.empty()) std::abort();

@@ -1,5 +1,5 @@
-// What sums of two processes take of a GPU, on the CPU: the blocks of a number, of each of them one, run together.  Takes
-// the place of csrc/common/ptx.cuh.
+// What sums of two processes take of a GPU, on the CPU: the blocks of a number, of each of them one, run together.
+// Takes the place of csrc/common/ptx.cuh.
 #pragma once
 #define EMULATED_THREADS 512
 #define EMULATED_BLOCKS 2
