@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from prefixkit.models.bound_forwards import ORIGINAL
+from prefixkit.models.bound_forwards import ORIGINAL, subclass
 from prefixkit.models.indexing.compressors import is_compressor
 from prefixkit.models.indexing.indexers import is_indexer
 from prefixkit.models.indexing.plain_layer import MASK_OF, add, compress, mask_of, select, set_selected
@@ -123,27 +123,6 @@ def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache |
     if isinstance(given, LayeredCache):
         return given
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, LayeredCache)), None)
-
-
-def subclass(
-    original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, methods: dict[str, Any], *arguments: Any
-) -> type[nn.Module]:
-    """A subclass of a module's class with the same name, with ``methods`` and attributes of its own; see ``unpatch``.
-
-    Pickle and deepcopy find the original class by that name, so they rebuild a module of the class
-    ``made_by(original, *arguments)``, or of the original class where ``made_by`` is None.
-    """
-
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (original, made_by, *arguments), *original.__reduce_ex__(self, protocol)[2:]
-
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, ORIGINAL: original})
-
-
-def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, *arguments: Any) -> nn.Module:
-    cls = original if made_by is None else made_by(original, *arguments)
-    return cls.__new__(cls)
 
 
 def is_tree_class(cls: type) -> bool:

@@ -1,12 +1,35 @@
-"""Changing a module's class, and with it the bound ``forward`` methods of the old class that other code stores."""
+"""Classes made for a patch, and changing a module's class, with the bound ``forward`` that other code stores."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
+from typing import Any
 
 from torch import nn
 
 ORIGINAL = "_prefixkit_original"  # the attribute of a patch's class that holds the class it was made from
+
+
+def subclass(
+    original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, methods: dict[str, Any], *arguments: Any
+) -> type[nn.Module]:
+    """A subclass of a module's class with the same name, with ``methods`` and attributes of its own; see ``unpatch``.
+
+    Pickle and deepcopy find the original class by that name, so they rebuild a module of the class
+    ``made_by(original, *arguments)``, or of the original class where ``made_by`` is None.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (original, made_by, *arguments), *original.__reduce_ex__(self, protocol)[2:]
+
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (original,), {**names, **methods, "__reduce_ex__": reduce, ORIGINAL: original})
+
+
+def _blank(original: type[nn.Module], made_by: Callable[..., type[nn.Module]] | None, *arguments: Any) -> nn.Module:
+    cls = original if made_by is None else made_by(original, *arguments)
+    return cls.__new__(cls)
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prefixkit.models.attention_class import subclass
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.ops.backend import backend_for
 from prefixkit.threads import set_within
 

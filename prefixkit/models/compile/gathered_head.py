@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import prefixkit.ops.library  # noqa: F401 - registers torch.ops.prefixkit
-from prefixkit.models.attention_class import is_tree_class, original_class, subclass
-from prefixkit.models.bound_forwards import become, is_own_forward
+from prefixkit.models.attention_class import is_tree_class, original_class
+from prefixkit.models.bound_forwards import become, is_own_forward, subclass
 from prefixkit.models.compile.part_exchange import part_exchange
 from prefixkit.models.tensor_parallel import process_mesh, tp_size
 from prefixkit.ops.shared_parts import VECTOR_BYTES

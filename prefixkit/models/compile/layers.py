@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from prefixkit.attention.step import Step
 from prefixkit.kv.kv_pool import KVSpec
-from prefixkit.models.attention_class import cache_among, layer_number, original_class, subclass
+from prefixkit.models.attention_class import cache_among, layer_number, original_class
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.models.compile.layer_copy import LayerCopy
 from prefixkit.models.compile.local_parts import LocalParts
 from prefixkit.models.compile.made import Made, made_of

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from prefixkit.agreement import everywhere
-from prefixkit.models.attention_class import WRAPPED, forward_below, subclass
+from prefixkit.models.attention_class import WRAPPED, forward_below
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.models.generate.forward import forward_on_tree
 from prefixkit.models.generate.in_use import generating, use
 from prefixkit.models.generate.tree_cache import TreeCache

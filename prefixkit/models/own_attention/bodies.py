@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prefixkit.models.attention_class import cache_among, original_class, subclass
+from prefixkit.models.attention_class import cache_among, original_class
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.models.own_attention.own_code import transformers_name
 
 Attributes = Callable[[Any, dict[str, Any]], dict[str, Any]]

@@ -15,8 +15,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from prefixkit.attention.variants import lookup
 from prefixkit.attention.visible import Visible
-from prefixkit.models.attention_class import original_class, run_on, subclass
-from prefixkit.models.bound_forwards import become
+from prefixkit.models.attention_class import original_class, run_on
+from prefixkit.models.bound_forwards import become, subclass
 from prefixkit.models.families import text_config
 from prefixkit.models.layered_cache import Bias
 from prefixkit.models.model_errors import UnsupportedModel

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from prefixkit.kv.state_pool import StateTensor
-from prefixkit.models.attention_class import original_class, subclass
+from prefixkit.models.attention_class import original_class
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.models.states.fused_functions import PoolState
 from prefixkit.models.states.scan_bodies import states_body
 from prefixkit.models.states.segment_cache import SegmentCache

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import prefixkit.ops.library  # noqa: F401  (declares torch.ops.prefixkit)
-from prefixkit.models.attention_class import original_class, subclass
+from prefixkit.models.attention_class import original_class
+from prefixkit.models.bound_forwards import subclass
 from prefixkit.ops.arguments import FLOATS
 from prefixkit.threads import set_within
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.layer_kinds import LayerKind, PlanKind
+
+_Owner = TypeVar("_Owner", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +86,11 @@ def layer_pages(
         return LayerPages(names[index], kind, plan, attended, index_pages, *more, module=modules[index])
 
     return [of(index, kind) for index, kind in enumerate(kinds)]
+
+
+def places_of(owners: Sequence[_Owner]) -> dict[_Owner, tuple[int, ...]]:
+    """The places of each owner in a sequence."""
+    found = dict[_Owner, tuple[int, ...]]()
+    for place, owner in enumerate(owners):
+        found[owner] = (*found.get(owner, ()), place)
+    return found

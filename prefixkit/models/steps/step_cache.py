@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partialmethod
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,9 @@ from prefixkit.models.requirements import CACHE
 from prefixkit.models.states.step_states import run_step
 from prefixkit.models.states.taken_cache import step_inputs
 from prefixkit.models.steps.asked_lengths import AskedLengths
-from prefixkit.models.steps.layer_pages import LayerPages
+from prefixkit.models.steps.layer_pages import LayerPages, places_of
 from prefixkit.models.steps.other_devices import OTHER_POSITIONS, OtherDevices
 from prefixkit.models.variants.masked_plans import masked_plan
-
-_Owner = TypeVar("_Owner", bound=Hashable)
 
 
 def empty_mask(device: torch.device) -> Tensor:
@@ -65,8 +63,8 @@ class StepCache(AskedLengths):
         self.keyword = CACHE
         self.takes: nn.Module | None = None
         self.pool, self.layer_pages, self.biased = pool, layers, any(one.kind.biased for one in layers)
-        self.places = _places([layer.module for layer in layers])
-        self.mixers = _places(mixers)
+        self.places = places_of([layer.module for layer in layers])
+        self.mixers = places_of(mixers)
         self.attended = [0] * (len(layers) + len(mixers))
         self.given_positions: Tensor | None = None
         self._no_mask = empty_mask(pool.spec.device)
@@ -165,14 +163,6 @@ class StepCache(AskedLengths):
     def __repr__(self) -> str:
         state = "between steps" if self._step is None else f"in a step of {self._step.tokens.shape[0]} tokens"
         return f"StepCache({self.pool.spec}, {state})"
-
-
-def _places(owners: Sequence[_Owner]) -> dict[_Owner, tuple[int, ...]]:
-    """The places of each owner in a sequence."""
-    found = dict[_Owner, tuple[int, ...]]()
-    for place, owner in enumerate(owners):
-        found[owner] = (*found.get(owner, ()), place)
-    return found
 
 
 def _refuse(cache: StepCache, *args: Any, method: str, **kwargs: Any) -> NoReturn:
