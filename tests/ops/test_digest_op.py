@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import prefixkit.backends  # noqa: F401  (registers them)
+import prefixkit.backends
+import prefixkit.ops.library  # noqa: F401  (declares the op, which backends compute)
 from prefixkit.ops.arguments import BadDtype, BadShape
 
 digest = torch.ops.prefixkit.digest
@@ -32,6 +33,17 @@ def test_a_changed_word_and_words_in_another_order_change_a_digest(dtype, count)
     if words[0] != words[-1]:
         words[[0, -1]] = words[[-1, 0]]
         assert of(words) != before
+
+
+@pytest.mark.parametrize("count", [8, 16, 64])
+def test_other_signs_of_all_numbers_change_a_digest(count):
+    """Each word changes by one of two numbers then: a sum of multiples of one number would be 0 once in 200 times."""
+    seed = torch.seed() % 2**32
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(1000):
+        numbers = torch.randn(2 * count, generator=generator)
+        assert of(numbers.view(torch.int64), start) != of((-numbers).view(torch.int64), start)
 
 
 def test_digests_are_added():
