@@ -20,7 +20,7 @@ CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Two layers, 4 query heads over 2 KV heads, float32; its logits differ enough for clear greedy choices.
 
-    torch's random numbers go on as behind its making, whether this process has made such a model before or not.
+    Models of equal arguments are copies of one.  torch's random state afterwards is that of making the model.
     """
     model, state = _made(seed, pickle.dumps(sorted(changes.items())))
     torch.set_rng_state(state)
@@ -29,7 +29,9 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 @lru_cache(maxsize=32)
 def _made(seed: int, changes: bytes) -> tuple[LlamaForCausalLM, torch.Tensor]:
-    """The model, of which each caller gets a copy, which takes half as long; and torch's state behind its making."""
+    """The model that is copied, for a copy takes half as long as another one, and torch's random state after it was
+    made.  ``changes``: pickled, so that lists among them can be keys.
+    """
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,

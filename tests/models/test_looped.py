@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from prefixkit.torch_private import without_memory
 from scripts.tiny_models import tiny_config, tiny_model
 from tests.models.compile.decode import Decode
 from tests.models.generate.generating import BEAMS, SAMPLED, compared, generate
-from tests.models.states.hybrids import VOCAB, assert_logprobs, by_pass
+from tests.models.states.hybrids import VOCAB, assert_logprobs, assert_samples, by_pass, padded
 
 FAMILIES = ["dory", "hrm_text", "inkling2_loop_text"]
 # Dory: 4 layers, of which 1 and 2 run three times.  HRM: two stacks of 2 layers, which run 3 * 2 and 2 times.
@@ -52,16 +51,6 @@ def make(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     return tiny_model(tiny_config(family, vocab_size=VOCAB, **options), "")
 
 
-def padded(seed: int, length: int = 24, pads: tuple[int, ...] = (0, 4, 7)) -> dict[str, torch.Tensor]:
-    """Rows behind padding, which share the head of their text."""
-    ids = torch.randint(3, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-        ids[row, pad : pad + 12] = ids[0, :12]
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.mark.parametrize("family", ["dory", "hrm_text"])
 @pytest.mark.parametrize("budget", [13, 10**6])
 def test_a_tree_gives_the_logits_of_the_original_model(family, budget, drive, dense_logits, rng):
@@ -84,15 +73,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(family, budget, drive, de
 
 def test_samples_have_the_probabilities_of_one_forward_pass(family, seed):
     """In steps of few tokens, and in calls that go on from samples."""
-    rng, model = random.Random(seed), prefixkit.patch(make(family, seed))
-    base = [rng.randrange(3, VOCAB) for _ in range(18)]
-    with Session(model, prefill_chunk=rng.choice([None, 7]), page_size=rng.choice([4, 16])) as session:
-        prompts = [base[:part] + [rng.randrange(3, VOCAB) for _ in range(own)] for part, own in ((18, 1), (11, 6))]
-        for turn in range(2):
-            found = session.generate(prompts, SamplingParams(n=2, max_new_tokens=5, seed=turn, stop_token_ids=()))
-            assert_logprobs(model, prompts, [*found][turn::3])
-            prompts = [*([*prompts[one.prompt_index], *one.tokens, 7] for one in [*found][:2]), base[:3]]
-        assert session.report.prompt_tokens_found > 0
+    assert_samples(make(family, seed), seed)
 
 
 def test_scores_are_those_of_one_forward_pass(family, rng):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+import prefixkit
+from prefixkit import SamplingParams, Session
 from prefixkit.models.attention_class import forward_below
 from prefixkit.models.states.taken_cache import cache_keyword
 
@@ -111,3 +114,28 @@ def assert_logprobs(
     assert ours.mean() <= allowed + 1.5 * own.mean(), (float(ours.mean()), float(own.mean()))
     if exact is None:
         assert ours.max() <= allowed + 1.5 * own.max(), (float(ours.max()), float(own.max()))
+
+
+def padded(seed: int, length: int = 24, pads: tuple[int, ...] = (0, 4, 7)) -> dict[str, torch.Tensor]:
+    """Rows behind padding, which share the head of their text."""
+    ids = torch.randint(3, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+        ids[row, pad : pad + 12] = ids[0, :12]
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_samples(model: Any, seed: int) -> None:
+    """Samples of a session have the log-probabilities of one forward pass: of prompts that part anywhere, in steps of
+    few tokens, and in calls that go on from samples.
+    """
+    rng, model = random.Random(seed), prefixkit.patch(model)
+    base = [rng.randrange(3, VOCAB) for _ in range(18)]
+    with Session(model, prefill_chunk=rng.choice([None, 7]), page_size=rng.choice([4, 16])) as session:
+        prompts = [base[:part] + [rng.randrange(3, VOCAB) for _ in range(own)] for part, own in ((18, 1), (11, 6))]
+        for turn in range(2):
+            found = session.generate(prompts, SamplingParams(n=2, max_new_tokens=5, seed=turn, stop_token_ids=()))
+            assert_logprobs(model, prompts, [*found][turn::3])
+            prompts = [*([*prompts[one.prompt_index], *one.tokens, 7] for one in [*found][:2]), base[:3]]
+        assert session.report.prompt_tokens_found > 0

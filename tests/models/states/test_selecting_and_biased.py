@@ -6,7 +6,6 @@ Texts are longer than what is selected (8 tokens), than windows (7), and than th
 from __future__ import annotations
 
 import functools
-import random
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.cache_utils import DynamicCache
 
 import prefixkit
-from prefixkit import SamplingParams, Session, TreeCache
+from prefixkit import TreeCache
 from prefixkit.models import IncompleteStep, UnsupportedModel, facts_of, kv_spec
 from scripts.tiny_models import VARIANTS, tiny_config, tiny_model
 from tests.models.generate.generating import BEAMS, SAMPLED, compared, generate
-from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
+from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, assert_samples, make_hybrid, padded
 
 # The kind of layer, by its name in this transformers.
 _INDEXED = tiny_config("glm5_next").text_config.layer_types[-1] if "glm5_next" in CONFIG_MAPPING else ""
@@ -62,16 +61,6 @@ def make(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     return tiny_model(config, "", AutoModelForImageTextToText if family in IMAGES else AutoModelForCausalLM)
 
 
-def padded(seed: int, length: int = 24, pads: tuple[int, ...] = (0, 4, 7)) -> dict[str, torch.Tensor]:
-    """Rows behind padding, which share the head of their text."""
-    ids = torch.randint(3, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-        ids[row, pad : pad + 12] = ids[0, :12]
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def logits(model: PreTrainedModel, seed: int) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(padded(seed)["input_ids"][:1], use_cache=False).logits[0]
@@ -80,15 +69,7 @@ def logits(model: PreTrainedModel, seed: int) -> torch.Tensor:
 
 def test_samples_have_the_probabilities_of_one_forward_pass(family, seed):
     """Prompts that part anywhere, in steps of few tokens, and calls that go on from samples."""
-    rng, model = random.Random(seed), prefixkit.patch(make(family, seed))
-    base = [rng.randrange(3, VOCAB) for _ in range(18)]
-    with Session(model, prefill_chunk=rng.choice([None, 7]), page_size=rng.choice([4, 16])) as session:
-        prompts = [base[:part] + [rng.randrange(3, VOCAB) for _ in range(own)] for part, own in ((18, 1), (11, 6))]
-        for turn in range(2):
-            found = session.generate(prompts, SamplingParams(n=2, max_new_tokens=5, seed=turn, stop_token_ids=()))
-            assert_logprobs(model, prompts, [*found][turn::3])
-            prompts = [*([*prompts[one.prompt_index], *one.tokens, 7] for one in [*found][:2]), base[:3]]
-        assert session.report.prompt_tokens_found > 0
+    assert_samples(make(family, seed), seed)
 
 
 def test_tokens_are_those_without_the_patch(family, seed):
