@@ -107,10 +107,10 @@ struct Item {
 };
 
 // The entry of the tile list that a walk takes as its entry number `entry`.  Where the plan says so, the walk goes head
-// by head, so that the KV of fewer heads competes for the L2.
+// by head, so that the KV of fewer heads competes for the L2.  Groups of heads that read the same latents stay together.
 DEVICE int walk_entry(const Attention& a, int entry) {
     const int items = a.counts[0];
-    return a.counts[4] ? u32(entry) % u32(items) * a.kv_heads + u32(entry) / u32(items) : entry;
+    return !LATENT && a.counts[4] ? u32(entry) % u32(items) * a.kv_heads + u32(entry) / u32(items) : entry;
 }
 
 // Loads entry `entry` of a work list, which holds each item once for every KV head.  Entries past `capacity` items are

@@ -183,7 +183,7 @@ def test_k_and_v_are_made_once_for_each_layer_while_they_are_kept() -> None:
 
 def test_without_memory_to_keep_them_k_and_v_are_made_at_each_call(caplog: pytest.LogCaptureFixture) -> None:
     plain, slots = maps_of(np.random.default_rng(1)), torch.arange(2 * PAGE)
-    maps = Scarce(plain, 5)  # read four times for one layer
+    maps = Scarce(plain, 1)  # for one layer
     expansion = Expansion(LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY), slots, (b"tokens",))
     layers = [a_layer(2 * PAGE) for _ in range(3)]
     for _ in range(2):
@@ -237,7 +237,7 @@ def test_k_and_v_are_made_again_after_steps_that_did_not_keep_them() -> None:
 def test_k_and_v_that_memory_did_not_suffice_to_make_are_made_when_they_are_asked_for_again() -> None:
     part = LatentPart(Part.EXPANDED, WHOLE, LATENT, ROTARY)
     plain = maps_of(np.random.default_rng(6))
-    layer, maps = a_layer(2 * PAGE), Scarce(plain, 4)  # read four times to make them first
+    layer, maps = a_layer(2 * PAGE), Scarce(plain, 1)
     expansion = StaticExpansion(part, 2, CPU)
     expansion.set_keeps(True)
     with torch.inference_mode():
@@ -246,7 +246,7 @@ def test_k_and_v_that_memory_did_not_suffice_to_make_are_made_when_they_are_aske
     maps.left = 0
     with pytest.raises(torch.OutOfMemoryError):
         expansion.change(tokens, keeps=True)
-    maps.left = 4
+    maps.left = 1
     expansion.change(tokens, keeps=True)
     for one, wanted in zip(made, expand(layer, plain, torch.from_numpy(tokens.slots)), strict=True):
         torch.testing.assert_close(one[:1], wanted)

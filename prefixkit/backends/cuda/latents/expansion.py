@@ -118,21 +118,32 @@ class Expansion:
 
 
 def expand(pages: Sequence[Tensor], maps: Maps, slots: Tensor, into: Made | None = None) -> Made:
-    """K and V of the tokens in ``slots``, head by head, so that a head's tokens are adjacent in memory."""
-    latents, rotary = pages
+    """K and V of the tokens in ``slots``, head by head, so that a head's tokens are adjacent in memory: K, then V."""
+    (latents, rotary), key, value = pages, maps.key, maps.value
     page, slot = slots // latents.shape[1], slots % latents.shape[1]
     if into is None:
-        heads, count = maps.key.shape[0], len(slots) // PAGE
-        of_heads = [latents.new_empty((heads, count, PAGE, of.shape[1])) for of in (maps.key, maps.value)]
-        k, v = (each.permute(1, 2, 0, 3) for each in of_heads)
-        into = k, v, rotary.new_empty((count, PAGE, 1, rotary.shape[3]))
+        heads, count, own = key.shape[0], len(slots) // PAGE, key.shape[1]
+        both = latents.new_empty((heads, count, PAGE, own + value.shape[1])).permute(1, 2, 0, 3)
+        into = both[..., :own], both[..., own:], rotary.new_empty((count, PAGE, 1, rotary.shape[3]))
     k, v, r = into
-    c = latents[page, slot, 0].expand(maps.key.shape[0], -1, -1)
-    biases = None if maps.key_bias is None else maps.key_bias[:, maps.made], maps.value_bias
-    for made, weight, bias in zip((k, v), (maps.key, maps.value), biases, strict=True):
-        out = made.permute(2, 0, 1, 3).flatten(1, 2)  # the layout in memory
-        torch.bmm(c, weight.transpose(1, 2), out=out)
-        if bias is not None:
-            out += bias[:, None]
+    c = latents[page, slot, 0].expand(key.shape[0], -1, -1)
+    parts = [(key, k), (value, v)]
+    if (weight := _one_weight(key, value)) is not None:  # one product is faster than two
+        parts = [(weight, k.as_strided((*k.shape[:3], weight.shape[1]), k.stride()))]
+    for of, made in parts:
+        torch.bmm(c, of.transpose(1, 2), out=made.permute(2, 0, 1, 3).flatten(1, 2))  # the layout in memory
+    if maps.key_bias is not None:
+        k += maps.key_bias[:, maps.made]
+    if maps.value_bias is not None:
+        v += maps.value_bias
     r.view(len(slots), -1).copy_(rotary[page, slot, 0])
     return into
+
+
+def _one_weight(key: Tensor, value: Tensor) -> Tensor | None:
+    """``[heads, rows of key + rows of value, latent]``, if each head's rows of ``value`` follow those of ``key``."""
+    after = key.data_ptr() + key.shape[1] * key.stride(1) * key.itemsize
+    if value.data_ptr() != after or key.stride() != value.stride():
+        return None
+    heads, rows, latent = key.shape
+    return key.as_strided((heads, rows + value.shape[1], latent), key.stride())
