@@ -6,6 +6,8 @@ import ctypes
 import gc
 import logging
 import os
+import random
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 pytest.register_assert_rewrite("prefixkit.testing")
+
+DRAWN_BY = "PREFIXKIT_DRAWN_BY"  # the environment variable that says by which number cases are drawn
 
 # Imports and collection leave no garbage to speak of, and looking for it takes a second of each worker.
 gc.disable()
@@ -39,6 +43,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forests", type=int, default=160, help="random forests in tests/attention/test_forests.py")
+    parser.addoption("--all-cases", action="store_true", help="run all cases of the tests of which some are drawn")
+
+
+def pytest_configure() -> None:
+    """All workers draw the same cases: they inherit the variable."""
+    os.environ.setdefault(DRAWN_BY, str(secrets.randbelow(10**6)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    how = "all" if config.getoption("--all-cases") else f"drawn by {DRAWN_BY}={os.environ[DRAWN_BY]}"
+    return f"cases of tests that are marked drawn: {how}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,9 +63,32 @@ def pytest_xdist_auto_num_workers() -> int:
     return (len(mine(0)) if mine else os.cpu_count() or 1) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: or one worker would end with them, and the others wait."""
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that are not drawn are left out.  The longest come first: or one worker would end with them, and the others
+    wait.
+    """
+    if not config.getoption("--all-cases"):
+        left_out = not_drawn(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All but ``count`` cases of each test marked ``drawn(count)``: those of a matrix that others are much like.
+
+    Which these are differs from run to run, so that over many runs all of them run.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set[pytest.Item]()
+    for name, own in cases.items():
+        (count,) = own[0].get_closest_marker("drawn").args
+        left_out.update(random.Random(os.environ[DRAWN_BY] + name).sample(own, max(0, len(own) - count)))
+    return left_out
 
 
 def pytest_collection_finish() -> None:

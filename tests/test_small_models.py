@@ -96,6 +96,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
             assert sample.score == pytest.approx(score.item(), abs=1e-4)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "options", [{"num_beams": 1}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
 )
@@ -148,9 +149,9 @@ def test_in_bfloat16_it_errs_no_more_than_the_unpatched_model(loaded: Any) -> No
 
 
 def test_at_positions_in_the_cache_a_text_goes_on_far_behind_what_was_learnt() -> None:
-    """The hybrid has learnt texts of 384 bytes.  Its attention sees 4 sinks and 252 bytes here, 2,000 bytes on."""
+    """The hybrid has learnt texts of 384 bytes.  Its attention sees 4 sinks and 252 bytes here, 1,800 bytes on."""
     model = small_model("hybrid")
-    tokens = tokens_of("".join(path.read_text() for path in sorted(SOURCES.glob("*.py"))))[:2400]
+    tokens = tokens_of("".join(path.read_text() for path in sorted(SOURCES.glob("*.py"))))[:1800]
     whole = losses(model, tokens)
     prefixkit.patch(model, variant=variants.streaming_llm(4, 252))
     (score,) = prefixkit.score(model, None, tokens[:1], [tokens[1:]])
@@ -158,6 +159,6 @@ def test_at_positions_in_the_cache_a_text_goes_on_far_behind_what_was_learnt() -
     assert streamed[1200:].mean() < whole[1200:].mean() - 0.05
     assert streamed[1200:].mean() < streamed[:500].mean()
     (sample,) = prefixkit.generate(
-        model, TOKENIZER, PROMPTS[:1], max_new_tokens=290, temperature=0.5, seed=1, stop_token_ids=()
+        model, TOKENIZER, PROMPTS[:1], max_new_tokens=280, temperature=0.5, seed=1, stop_token_ids=()
     )
     assert -np.mean(sample.logprobs[256:]) < 1.3, "it goes on with what it finds likely"

@@ -151,6 +151,7 @@ def random_case(rng: np.random.Generator) -> Case:
     return fill(rng, tree.snapshot, pages, tree.queries, (6, 2, 32), torch.float32, float(rng.choice([0.3, 1.0, 4.0])))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_attention_by_paths_is_within_torchs_error(name: str) -> None:
     """By the op and by other programs, whole rows and items for a GPU, whatever is shared."""

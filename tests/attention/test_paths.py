@@ -165,6 +165,7 @@ def large_tree(name: str) -> TreeSnapshot:
     return beams(8, 2000) if name == "beams" else tree_of(name)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "cost"),
     [*((name, H200.sharing) for name in LARGE), *zip(LARGE, itertools.cycle((SHARE_ALL, SHARE_NONE)), strict=False)],

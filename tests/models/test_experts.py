@@ -88,6 +88,7 @@ def test_on_a_cpu_experts_stay_as_they_are(tiny, drive, rng):
     assert products_of(run.run) == 0
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_tokens_are_those_of_the_models_own_experts(family, tiny, rng, monkeypatch):
     model = patch(tiny(family, **FAMILIES[family]))
@@ -164,6 +165,7 @@ def test_a_compiled_layer_holds_both_products_in_one_graph(by_ops, dynamo, tiny,
     assert runner.compiled.reason is None and held == [2], "layers of a kind share it"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("first", "graphs"), [(4, [1, 1, 2, 2, 2, 2]), (9, [1, 2, 2, 2, 2, 2])])
 def test_steps_of_few_rows_and_of_many_have_a_graph_each(first, graphs, dynamo, tiny, drive, rng, monkeypatch):
     """Of 2 of 4 experts for each token, 6 rows have 3 pairs an expert."""

@@ -71,6 +71,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(family, budget, drive, de
         assert (run.logits_of(tokens) - truth).abs().max() <= 1e-4 * min(1, truth.std())
 
 
+@pytest.mark.drawn(1)
 def test_samples_have_the_probabilities_of_one_forward_pass(family, seed):
     """In steps of few tokens, and in calls that go on from samples."""
     assert_samples(make(family, seed), seed)
@@ -98,6 +99,7 @@ def test_a_prefix_from_a_file_does_not_run_again(family, rng, tmp_path):
         assert_logprobs(model, [[*text, 7]], [*found])
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
 def test_tokens_are_those_without_the_patch(family, options, seed):
     want, got, cache = compared(make(family, seed), padded(seed), max_new_tokens=6, **options)
@@ -106,6 +108,7 @@ def test_tokens_are_those_without_the_patch(family, options, seed):
     assert torch.equal(got, want)
 
 
+@pytest.mark.drawn(1)
 def test_a_cache_goes_on_with_more_text(family, seed):
     """And so does the cache that it falls back to, or is pickled as, with the KV of every run."""
     model, given = make(family, seed), padded(seed)
@@ -184,6 +187,7 @@ def test_other_loops_are_measured_and_computed_anew(seed):
         assert session.report.prompt_tokens_found == 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("family", "options"), [("dory", {}), ("hrm_text", {"H_cycles": 3, "L_cycles": 3})])
 def test_compiled_layers_compute_the_same(family, options, dynamo, drive, rng):
     """However many loops there are: torch makes at most 8 graphs of one function."""

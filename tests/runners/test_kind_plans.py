@@ -64,6 +64,7 @@ def expected(tree: StepTree, row: int) -> list[tuple[int, int]]:
     return sorted(keys)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "visible",
     [

@@ -54,6 +54,7 @@ def kernel(request, built):
     return request.param, built(request.param)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("heads", [(8, 1), (6, 3)], ids=str)
 @pytest.mark.parametrize("tokens", [2, 16, 17, 33, 300])
 def test_lone_sequences(kernel, heads, tokens):
@@ -138,6 +139,7 @@ MASKS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mask", MASKS)
 def test_hidden_blocks_are_not_read(built, mask):
     run, of = built(64, MASKS[mask]), MASKS[mask]
@@ -171,6 +173,7 @@ def test_rows_that_see_the_tokens_of_one_item_are_not_merged(built, shared, is_m
     torch.testing.assert_close(out, exact.out, rtol=1e-2, atol=2e-2, check_dtype=False)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("seed", range(8))
 def test_queries_see_no_token_of_their_ancestors_behind_their_limits(kernel, seed):
     rng = np.random.default_rng(seed)
@@ -203,6 +206,7 @@ def test_rows_that_pad_a_batch_come_out_as_zeros_and_change_no_other(kernel, pad
     assert bool((padded[1][2:] == -torch.inf).all())
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("kernel", [64, 128, 256], indirect=True)
 @pytest.mark.parametrize("seed", range(6))
 def test_forests(kernel, seed):
@@ -225,6 +229,7 @@ def wide_kernel(request, built):
     return request.param, built(request.param, group=16)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("dim", "heads", "variant"),
     [(128, (16, 1), CAUSAL), (64, (12, 1), CAUSAL), (80, (6, 3), MASKS["blocks"])],
@@ -266,6 +271,7 @@ def test_all_pairs_of_e4m3_become_the_same_numbers_without_a_conversion(tmp_path
     assert torch.equal(found.signbit() | found.isnan(), pairs.to(dtype).signbit() | found.isnan())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_warps_take_groups_of_9_to_16_together(wide_kernel, seed):
     """Forests, alone and with limits of their queries; rings longer than one warp's."""

@@ -18,6 +18,7 @@ from tests.models.compile.decode import Decode
 from tests.models.forwards import class_level_forward
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "graphs"),
     [("llama", torch.float32, 1), ("gemma2", torch.bfloat16, 2)],
@@ -53,6 +54,7 @@ def _rows_of(truth, logits):
     return torch.cdist(logits, truth).argmin(-1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("family", "graphs"), [("mixtral", 1), ("gpt_oss", 2)])
 def test_layers_of_a_kind_share_one_graph_while_the_tree_changes(family, graphs, dynamo, tiny, drive, rng, caplog):
     layers = {"num_hidden_layers": 4}
@@ -79,6 +81,7 @@ def test_layers_of_a_kind_share_one_graph_while_the_tree_changes(family, graphs,
     assert caplog.text.count("compiled layer") == graphs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", [24, 2])
 def test_any_number_of_rows_shares_a_graph_but_one(first, dynamo, tiny, drive, rng):
     """Whether the first is the size of a head, 24, or the number of KV heads, 2."""

@@ -95,6 +95,7 @@ def test_a_forward_that_was_compiled_after_the_patch(padded, dynamo):
     assert torch.equal(generate(model, padded, **SAMPLED), want)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("how", "when"), [("in place", "before"), ("wrapped", "after")])
 def test_layers_that_were_compiled_one_by_one(how, when, rng, dynamo):
     """Graphs serve any length, step and layer: no call makes one for what a cache holds."""

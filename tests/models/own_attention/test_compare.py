@@ -84,6 +84,7 @@ def test_a_window_that_the_config_does_not_tell_is_noticed():
         kv_spec(model)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_in_half_precision_is_no_difference(dtype):
     for case in CASES:
