@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ def page(machine: str) -> str:
 
 
 def earlier_page() -> str:
-    parts = ["# Earlier measurements", f"Tables of commits before release 0.2.0. {WROTE.format('../measured/')}"]
+    says = f"Tables of commits before release 0.2.0. {WROTE.format('../measured/')}"
+    parts = ["# Earlier measurements", wrapped(says)]
     for machine in TITLES:
         for one in measures(machine, earlier=True):
             parts += section(one, f"{one['title']} ({SHORT[machine]})")
@@ -51,7 +53,7 @@ def measures(machine: str, earlier: bool) -> list[dict[str, Any]]:
 def section(one: dict[str, Any], title: str) -> Iterator[str]:
     data = json.loads((RECORDED / one["file"]).read_text())
     rows: Table = getattr(measured_tables, one["show"])(data)
-    return iter((f"## {title}", one["says"], markdown(rows), origin(one["file"], data)))
+    return iter((f"## {title}", wrapped(one["says"]), markdown(rows), origin(one["file"], data)))
 
 
 def markdown(rows: Table) -> str:
@@ -71,7 +73,11 @@ def origin(file: str, data: Any) -> str:
     versions = (f"{name} {machine[name]}" for name in ("torch", "transformers") if name in machine)
     cpu = [machine["cpu"]] if machine.get("gpu") == "none" else []
     told = ", ".join((f"`{file}`", f"commit {' and '.join(commits)}", *cpu, *versions))
-    return f"*{told}.* `{first['command']}`"
+    return wrapped(f"*{told}.* `{first['command']}`")
+
+
+def wrapped(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def pages() -> Iterable[tuple[Path, str]]:
