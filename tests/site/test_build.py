@@ -111,6 +111,12 @@ def test_files_that_pages_name_exist() -> None:
     assert not missing
 
 
+def test_no_line_but_those_of_tables_is_longer_than_120_columns() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]
+    lines = {(page, line) for page in pages for line in page.read_text().splitlines() if not line.startswith("|")}
+    assert not [f"{page.relative_to(ROOT)}: {line}" for page, line in lines if len(line) > 120]
+
+
 # Types a word into the search, and gives the addresses that it finds, once there are any.
 SEARCH = """
 (async () => {
