@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import prefixkit
 from prefixkit.engine.call import Call
-from prefixkit.engine.frozen_heap import MANY
+from prefixkit.engine.frozen_heap import FEW, MANY
 from prefixkit.engine.request import Request
 from prefixkit.models import patch
 from prefixkit.sampling.params import SamplingParams
@@ -51,6 +53,12 @@ def test_what_lived_before_a_call_of_many_samples_is_frozen_until_its_end(thawed
 
 def test_a_call_of_few_samples_freezes_nothing(thawed: None):
     assert frozen_during(MANY - 1) == 0
+
+
+def test_what_python_has_frozen_at_its_start_is_not_taken_for_what_a_program_froze():
+    code = "import gc; print(gc.get_freeze_count()); gc.freeze(); print(gc.get_freeze_count())"
+    of_python, of_program = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
+    assert of_python <= FEW < of_program
 
 
 def test_what_the_program_has_frozen_stays_frozen(thawed: None):
