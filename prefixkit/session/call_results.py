@@ -21,7 +21,9 @@ class SessionBusy(ValueError):
 
 
 class MemoryReleased(ValueError):
-    """A session was called between :meth:`Session.release_memory` and :meth:`Session.resume`, or after its end."""
+    """A session was called after :meth:`Session.release_memory` or :meth:`Session.close`, before
+    :meth:`Session.resume`.
+    """
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ class SessionMemory:
         self._kv_budget, self._page_size, self._compiled = kv_budget, page_size, compiled
         policy = MemoryPolicy() if memory is None else memory
         self._settings = EngineSettings(prefill_chunk, most_running, retain_samples=True, policy=policy)
-        self._lock = threading.Lock()
+        self._running: dict[str, object] = {}  # "call": what the call under way is known by
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.store: KVStore | None = None
         self._kind: StoreKind
@@ -120,7 +119,7 @@ class SessionMemory:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Allocate memory for pool and graphs again, if :meth:`release_memory` has released it."""
+        """Allocate memory for pool and graphs again, after :meth:`release_memory` or :meth:`close`."""
         with self._busy():
             if self.store is None:
                 self._acquire_store(patched_facts(self.model))
@@ -134,7 +133,7 @@ class SessionMemory:
             self._release_store()
 
     def close(self) -> None:
-        """End the session and its open streams, as the end of a ``with`` block does.
+        """End open streams and release the memory, as the end of a ``with`` block does; :meth:`resume` reopens it.
 
         Raises:
             SessionBusy: a call of this session is under way, as in a callback; only streams between samples can end.
@@ -286,15 +285,18 @@ class SessionMemory:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise SessionBusy(
-                "a call of this session is under way; wait for its end, close its stream, or open a second session"
-            )
+        running, mine = self._running, object()
+        # Not a lock: if Ctrl-C comes as its acquire() returns, nobody knows whether to release it.
         try:
+            if running.setdefault("call", mine) is not mine:
+                raise SessionBusy(
+                    "a call of this session is under way; wait for its end, close its stream, or open a second session"
+                )
             yield
         except KeyboardInterrupt:
-            if self.store is not None:
+            if self.store is not None and running.get("call") is mine:
                 self._stores.reclaim(self)
             raise
         finally:
-            self._lock.release()
+            if "call" in running and running["call"] is mine:  # Python looks for signals after function calls alone
+                running.pop("call")

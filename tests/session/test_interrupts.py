@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import prefixkit
 from prefixkit import MemoryPolicy, Session
 from prefixkit.testing.integrity import check_tree
 from prefixkit.testing.tiny import ByteTokenizer
 
 PROMPTS = ["the quick brown fox jumps", "the quick brown dog", "the quick brown"]
 POINTS = 10
-# Between the two bytecodes that take and remember a lock a signal does not arrive, but a tracer does.
+# Between the two bytecodes that take and remember a lock a signal does not arrive, but a tracer does; and before a
+# session forgets its call.
 APART = {"_busy", "locked", "__enter__", "__exit__", "kv_version", "optimizer_steps"}
 CALLS: dict[str, Callable[[Session, Path], object]] = {
     "generate": lambda session, path: session.generate(PROMPTS, n=4, max_new_tokens=8, stop_token_ids=(), seed=1),
@@ -29,14 +32,14 @@ CALLS: dict[str, Callable[[Session, Path], object]] = {
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of prefixkit that runs; counts them."""
+    """Raises KeyboardInterrupt at the n-th line of prefixkit that runs, or of one function of it; counts them."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.lines = at, 0
+    def __init__(self, at: int, function: str = "") -> None:
+        self.at, self.lines, self.function = at, 0, function
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        name = frame.f_code.co_filename
-        if "/prefixkit/" not in name or frame.f_code.co_name in APART:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/prefixkit/" not in file or (name != self.function if self.function else name in APART):
             return None
         if event == "line":
             self.lines += 1
@@ -46,9 +49,9 @@ class Interrupt:
         return self
 
 
-def traced(call: Callable[[], object], at: int) -> int:
+def traced(call: Callable[[], object], at: int, function: str = "") -> int:
     """Lines that ran."""
-    interrupt, before = Interrupt(at), sys.gettrace()
+    interrupt, before = Interrupt(at, function), sys.gettrace()
     sys.settrace(interrupt)
     try:
         call()
@@ -85,6 +88,25 @@ def test_an_interrupt_anywhere_leaves_the_session_as_new(model: Any, tmp_path: P
                 store.tree.retain(pin)
             store.cache.clear()
             assert store.tree.allocator.free == store.tree.allocator.num_pages
+
+
+def test_an_interrupt_while_a_session_begins_a_call_leaves_it_usable(model: Any) -> None:
+    """As when Ctrl-C comes while Python returns from the function by which the session takes note of the call."""
+    with used(model) as session:
+        for line in range(1, 5):
+            with pytest.raises(KeyboardInterrupt):
+                traced(lambda: session.generate(PROMPTS, max_new_tokens=2), line, "_busy")
+            assert len(session.generate(PROMPTS, max_new_tokens=2)) == len(PROMPTS)
+
+
+def test_an_interrupt_as_the_models_own_generate_gives_its_kv_back_reaches_the_caller(model: Any) -> None:
+    prefixkit.patch(model, tree_cache="always")
+    ids, options = torch.arange(5, 45)[None], {"num_beams": 2, "max_new_tokens": 4, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    for line in range(1, 5):
+        with pytest.raises(KeyboardInterrupt):
+            traced(lambda: model.generate(ids, **options), line, "_return")
+        assert torch.equal(model.generate(ids, **options), expected)
 
 
 def test_nothing_of_an_interrupted_call_stays_queued(model: Any) -> None:

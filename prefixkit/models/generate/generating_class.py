@@ -18,7 +18,7 @@ from prefixkit.agreement import everywhere
 from prefixkit.models.attention_class import WRAPPED, forward_below
 from prefixkit.models.bound_forwards import subclass
 from prefixkit.models.generate.forward import forward_on_tree
-from prefixkit.models.generate.in_use import generating, use
+from prefixkit.models.generate.in_use import generating, note, use
 from prefixkit.models.generate.tree_cache import TreeCache
 from prefixkit.models.model_stores import drop_stores, stores_of
 from prefixkit.models.requirements import CACHE
@@ -90,6 +90,7 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
                 tree = TreeCache(self)
                 tree.fallback, tree.always = None if mode == ONLY else made, mode != "auto"
                 made = model_kwargs[keyword] = tree
+                note(tree)
             else:
                 log.info("generate() keeps transformers' own cache: the model's forward was replaced after the patch")
         if isinstance(made, TreeCache):
@@ -103,8 +104,12 @@ def generating_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.generate)  # type: ignore[attr-defined]
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with generating():
-            return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+        with generating() as made:
+            out = original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+            if isinstance(out, torch.Tensor):  # no cache is returned; as it is collected, Ctrl-C would be lost
+                for cache in made:
+                    cache.reset()
+            return out
 
     inherited: Callable[..., Any] = original._prepare_cache_for_generation  # type: ignore[attr-defined]
     methods: dict[str, Callable[..., Any]] = {"forward": forward, "generate": generate}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 
 class InUse:
@@ -37,14 +38,25 @@ _calls = threading.local()
 
 
 @contextmanager
-def generating() -> Iterator[None]:
-    """The context of a call of ``generate()``: the caches that the call uses stay in their KV stores until its end."""
-    outer = getattr(_calls, "uses", None)
+def generating() -> Iterator[list[Any]]:
+    """The context of a call of ``generate()``: the caches that the call uses stay in their KV stores until its end.
+
+    Yields a list for the caches that the call makes; see :func:`note`.
+    """
+    outer = getattr(_calls, "uses", None), getattr(_calls, "made", None)
+    made: list[Any] = []
     try:
         with ExitStack() as _calls.uses:
-            yield
+            _calls.made = made
+            yield made
     finally:
-        _calls.uses = outer
+        _calls.uses, _calls.made = outer
+
+
+def note(cache: object) -> None:
+    """Note that the call of ``generate()`` in progress, if there is one, has made a cache."""
+    if (made := getattr(_calls, "made", None)) is not None:
+        made.append(cache)
 
 
 def use(cache: InUse) -> None:

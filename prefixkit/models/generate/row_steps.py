@@ -203,14 +203,15 @@ class RowSteps:
         self._return()
 
     def _return(self) -> None:
+        current = False
         try:
             current = self.is_current
         except RuntimeError as error:  # a cache may be collected while its model is being freed
             log.info("a KV store is given back, and its KV dropped: the model's weights cannot be read (%s)", error)
-            current = False
-        if not current:
-            self.store.version = None
-        self._stores.return_(self.store, self._retains_store)
+        finally:  # also after Ctrl-C, while weights are compared
+            if not current:
+                self.store.version = None
+            self._stores.return_(self.store, self._retains_store)
 
     # -- the rows ------------------------------------------------------------------------------------------------------
 
