@@ -48,7 +48,8 @@ def held_states(
                 if (position := node.start + offset) > shared:
                     found.append((ranks.get(slot, 2 if forks else 3), number, position, slot))
     ends = len({sequence.node for sequence in sequences})
-    if (lacking := ends - sum(rank == 0 for rank, *_ in found)) > 0:
+    lacking = ends - sum(rank == 0 for rank, *_ in found)
+    if store.tree.states is not None and lacking > 0:
         log.info("prefix file: %d of %d prefixes have no state at their ends: few slots are there", lacking, ends)
     most = _STATES_PER_SEQUENCE * len(sequences) + len(prefixes.tokens) // store.tokens_per_checkpoint
     columns = np.array(sorted(found)[:most], np.int64).reshape(-1, 4).T

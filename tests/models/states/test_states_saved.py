@@ -16,6 +16,7 @@ from prefixkit import SamplingParams, Session
 from prefixkit.kv.prefixes.file import PrefixFileError
 from prefixkit.models import facts_of
 from prefixkit.testing.integrity import check_tree
+from prefixkit.testing.tiny import tiny_llama
 from tests.models.states.hybrids import VOCAB, assert_logprobs, make_hybrid
 from tests.tree.model import fingerprint
 
@@ -236,3 +237,11 @@ def test_prompts_without_a_state_at_their_ends_are_saved(
         assert session.load(path) == 14 * 40
         longer = [[*prompt, 7] for prompt in several]
         assert_logprobs(model, longer, [*session.generate(longer, SamplingParams(n=2, **OPTIONS))][::5])
+
+
+def test_a_file_of_a_model_without_states_says_nothing_of_states(
+    path: Path, prefixes: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Session(prefixkit.patch(tiny_llama()), kv_budget="1MiB") as session, caplog.at_level(logging.INFO):
+        session.save(path, prefixes)
+    assert "state" not in caplog.text
