@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from prefixkit.api import beam_search as beam_search
     from prefixkit.api import generate as generate
     from prefixkit.api import score as score
+    from prefixkit.attention.queries import UnnumberedSequences as UnnumberedSequences
     from prefixkit.attention.variants import CAUSAL as CAUSAL
     from prefixkit.attention.variants import Variant as Variant
     from prefixkit.attention.variants import compose as compose
     from prefixkit.attention.variants import variant as variant
+    from prefixkit.attention.variants.trace import UntraceableVariant as UntraceableVariant
+    from prefixkit.attention.variants.transforms import BadTransform as BadTransform
+    from prefixkit.attention.variants.variant import BadVariant as BadVariant
     from prefixkit.engine.policy import MemoryPolicy as MemoryPolicy
     from prefixkit.engine.request import BeamParams as BeamParams
     from prefixkit.engine.request import Request as Request
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from prefixkit.functional.static_decode import static_decode as static_decode
     from prefixkit.kv.budget import KVBudgetTooSmall as KVBudgetTooSmall
     from prefixkit.kv.kv_pool import KVPool as KVPool
+    from prefixkit.kv.kv_pool import KVPoolTooLarge as KVPoolTooLarge
+    from prefixkit.kv.limits import DoesNotFit as DoesNotFit
     from prefixkit.kv.prefixes.file import PrefixFileError as PrefixFileError
     from prefixkit.kv.store import SpanTooLong as SpanTooLong
     from prefixkit.models.generate.tree_cache import TreeCache as TreeCache
@@ -49,6 +55,12 @@ if TYPE_CHECKING:
     from prefixkit.models.patch import patch as patch
     from prefixkit.models.patch import patched as patched
     from prefixkit.models.patch import unpatch as unpatch
+    from prefixkit.ops.arguments import BadDevice as BadDevice
+    from prefixkit.ops.arguments import BadDtype as BadDtype
+    from prefixkit.ops.arguments import BadShape as BadShape
+    from prefixkit.ops.backend import BackendError as BackendError
+    from prefixkit.ops.library import NoBackward as NoBackward
+    from prefixkit.runners.decode_tree import BatchTooLarge as BatchTooLarge
     from prefixkit.sampling.params import SamplingParams as SamplingParams
     from prefixkit.session.call_results import MemoryReleased as MemoryReleased
     from prefixkit.session.call_results import Result as Result
@@ -59,6 +71,7 @@ if TYPE_CHECKING:
     from prefixkit.session.search import SearchNode as SearchNode
     from prefixkit.session.session import Session as Session
     from prefixkit.session.session_memory import Pin as Pin
+    from prefixkit.tree.pages import OutOfPages as OutOfPages
     from prefixkit.tree.radix import PrefixTree as PrefixTree
 
 
@@ -85,7 +98,7 @@ _NAMES = {
     "prefixkit.functional.plan_step": ("plan",),
     "prefixkit.functional.static_decode": ("StaticDecode", "static_decode"),
     "prefixkit.kv.budget": ("KVBudgetTooSmall",),
-    "prefixkit.kv.kv_pool": ("KVPool",),
+    "prefixkit.kv.kv_pool": ("KVPool", "KVPoolTooLarge"),
     "prefixkit.engine.scoring.score": ("Score",),
     "prefixkit.models": ("TreeCache", "UnsupportedModel", "UnsupportedVariant", "patch", "patched", "unpatch"),
     "prefixkit.sampling.params": ("SamplingParams",),
@@ -93,6 +106,16 @@ _NAMES = {
     "prefixkit.session.session": ("Session",),
     "prefixkit.session.call_results": ("MemoryReleased", "Result", "SessionBusy"),
     "prefixkit.session.session_memory": ("Pin",),
+    "prefixkit.attention.queries": ("UnnumberedSequences",),
+    "prefixkit.attention.variants.trace": ("UntraceableVariant",),
+    "prefixkit.attention.variants.transforms": ("BadTransform",),
+    "prefixkit.attention.variants.variant": ("BadVariant",),
+    "prefixkit.kv.limits": ("DoesNotFit",),
+    "prefixkit.ops.arguments": ("BadDevice", "BadDtype", "BadShape"),
+    "prefixkit.ops.backend": ("BackendError",),
+    "prefixkit.ops.library": ("NoBackward",),
+    "prefixkit.runners.decode_tree": ("BatchTooLarge",),
+    "prefixkit.tree.pages": ("OutOfPages",),
     "prefixkit.tree.radix": ("PrefixTree",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -25,7 +25,11 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 class OutOfPages(ValueError):
-    """More pages were asked for than are free.  Nothing has changed: release sequences or make the pool larger."""
+    """More pages were asked for than are free.  Nothing has changed: release sequences or make the pool larger.
+
+    Attributes:
+        asked, free, total: Pages that were asked for, that are free, and that the pool has.
+    """
 
     def __init__(self, asked: int, free: int, total: int) -> None:
         super().__init__(

@@ -29,7 +29,8 @@ def check_layout(op: str, name: str, pages: Tensor) -> None:
     if per_page != page_size * per_token or (kv_heads > 1 and per_head != head_dim):
         raise BadShape(
             f"{op}: on the CPU {name} must be token-major, with slots evenly spaced and a token's heads "
-            f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool"
+            f"adjacent, got shape {list(pages.shape)} and strides {list(pages.stride())}; make it with KVPool, or "
+            "copy K and V into a contiguous tensor [pages, page_size, kv_heads, head_dim] each"
         )
 
 
