@@ -115,10 +115,10 @@ def patch(
             tensor parallelism with equal numbers of heads; nothing was changed.  Other requirements are measured at
             prefixkit's first call, which then raises this error.  With a ``variant`` or a ``kv_dtype`` they are
             measured by ``patch``; ``kv_dtype`` also requires layers that cache only K and V.
-        UnsupportedVariant: a layer cannot apply its variant, because an indexer selects its tokens, it attends to
-            compressed tokens, its heads are in another order (DiffLlama, JetMoE), it is split over processes, or its
-            keys do not suit a transform or positions in the cache; or a layer number is not that of an attention layer;
-            nothing was changed.
+        UnsupportedVariant: a layer cannot apply its variant, because the variant reads ``b``, an indexer selects the
+            layer's tokens, it attends to compressed tokens, its heads are in another order (DiffLlama, JetMoE), it is
+            split over processes, or its keys do not suit a transform or positions in the cache; or a layer number is
+            not that of an attention layer; nothing was changed.
         ValueError: ``tree_cache``, ``compare_weights`` or ``kv_dtype`` has another value.
         TypeError: ``variant`` is of another type, or its functions capture an object whose content cannot be compared.
     """
