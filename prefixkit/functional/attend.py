@@ -11,7 +11,6 @@ The rows of a step are the tokens that run, in depth-first order of the tree; se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -56,7 +55,7 @@ class TreeAttention:
 
     Raises:
         ValueError: the heads do not fit the pool; its layers differ, or cache other tensors than K and V; or the scale
-            is not a finite number.
+            is not a positive, finite number.
         TypeError: the pool or the variant is of another type.
         BackendError: no backend runs on the pool's device.
     """
@@ -87,9 +86,13 @@ class TreeAttention:
             )
         if not isinstance(self.variant, Variant):
             raise TypeError(f"TreeAttention: variant must be a Variant, got {type(self.variant).__name__}")
-        if self.scale is not None and not (isinstance(self.scale, Real) and math.isfinite(self.scale)):
+        # torch's kernel on CPUs multiplies what causality hides, -inf, by the scale.
+        if self.scale is not None and not (
+            isinstance(self.scale, Real) and 0 < self.scale <= torch.finfo(torch.float32).max
+        ):
             raise ValueError(
-                f"TreeAttention: scale must be a finite number, got {self.scale!r}; None is head_dim ** -0.5"
+                f"TreeAttention: scale must be a positive number of float32, got {self.scale!r}; None is head_dim ** "
+                "-0.5; to turn scores round, negate q"
             )
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
         planner_for, parts = backend_for(spec.device).planner_for, self.variant.parts
@@ -245,8 +248,8 @@ def commit(step: TreeStep) -> None:
             "commit: the tree was changed since the step was planned; commit a step before sequences are inserted, "
             "released or extended from shared nodes, or plan again"
         )
-    queries = batch.queries
-    step.tree.mark_computed(step.nodes, np.maximum(queries.end, batch.snapshot.computed[queries.node]))
+    # At least what has KV now: steps planned later may have been committed before.
+    step.tree.mark_computed(step.nodes, np.maximum(batch.queries.end, [node.computed for node in step.nodes]))
 
 
 def release_unseen(attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence]) -> int:

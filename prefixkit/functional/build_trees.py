@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor
+from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
 
@@ -45,6 +46,7 @@ def kv_pool(
         ValueError, TypeError: an argument is out of range or of another type, or this machine has no such device.
         KVPoolTooLarge: the device does not have that much memory.
     """
+    check_page_size(page_size)
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_pages": num_pages}
     for name, value in (sizes | {"v_dim": head_dim if v_dim is None else v_dim}).items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
@@ -149,11 +151,11 @@ def _check_unused(verb: str, pool: KVPool | GivenPages) -> None:
         gc.collect()  # a tree and its nodes are a reference cycle
         if _holds_pages(before):
             raise ValueError(
-                f"{verb}: another tree has sequences in this pool, whose KV would be overwritten; insert into that "
-                "tree, release its sequences or delete it with them, or make another pool"
+                f"{verb}: another tree has sequences, or retains KV, in this pool, which would be overwritten; insert "
+                "into that tree, release its sequences or delete it with them, or make another pool"
             )
 
 
 def _holds_pages(tree: ref[PrefixTree]) -> bool:
     found = tree()
-    return found is not None and found.pages_held() > 0
+    return found is not None and found.allocator.free < found.allocator.num_pages

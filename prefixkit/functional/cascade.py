@@ -125,8 +125,8 @@ def _level_of(
     if bounds[-1] > len(pages):
         raise ValueError(f"{name}: paged_kv_indptr ends at {bounds[-1]}, but there are {len(pages)} page numbers")
     pages = pages[: bounds[-1]]
-    if len(pages) and pages.min() < 0:
-        raise ValueError(f"{name}: page numbers must be at least 0, got {pages.min()}")
+    if np.any((pages < 0) | (pages >= 2**31)):
+        raise ValueError(f"{name}: page numbers must be at least 0 and below 2**31, got {pages.min()} to {pages.max()}")
     count = np.diff(bounds)
     if np.any((count > 0) & ((last < 1) | (last > page_size))):
         raise ValueError(f"{name}: last_page_len must be 1 to page_size, {page_size}, got {last.tolist()}")

@@ -67,7 +67,12 @@ def kv_pool_from_tensors(
                 f"kv_pool_from_tensors: layer {number} must have shape [pages, 2, page_size, kv_heads, head_dim], or "
                 f"with kv_heads before page_size, got {list(cache.shape)}"
             )
-        k, v = cache.unbind(1) if isinstance(cache, Tensor) else cache
+        pair = cache.unbind(1) if isinstance(cache, Tensor) else cache
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(each, Tensor) for each in pair):
+            raise ValueError(
+                f"kv_pool_from_tensors: layer {number} must be one tensor, or K and V, got {type(cache).__name__}"
+            )
+        k, v = pair
         layers.append((k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else (k, v))
     found = {(k.shape, v.shape, k.dtype, v.dtype, k.device, v.device) for k, v in layers}
     if len(found) != 1:

@@ -44,7 +44,7 @@ def plan(
 
     Raises:
         ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries; pages of queries were freed; or there is no token to run.
+            its queries; KV of queries, or KV that they see, was freed; or there is no token to run.
         TypeError: an argument is of another type.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
@@ -54,6 +54,7 @@ def plan(
     if isinstance(tree, PrefixTree):
         if isinstance(sequences, TreeSequence):
             raise TypeError("plan: sequences must be a list, got one sequence; pass [sequence]")
+        sequences = [] if sequences is None else list(sequences)
         if not sequences:
             raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
         return _plan_sequences(attention, tree, sequences, num_queries)
@@ -107,6 +108,7 @@ def _plan_sequences(
         raise ValueError("plan: a sequence is excluded from the tree's snapshots; fork it to run it")
     batch = StepTree(snapshot, path_queries(snapshot, ends, length - count))
     batch.check()
+    _check_seen(batch, attention.variant)
     if attention.variant.reads("b"):
         batch = replace(batch, queries=_numbered(batch, ends, attention.variant))
     step = _build(attention, batch, tokens_of(batch.queries, nodes), batch.last_rows()[ends])
@@ -127,6 +129,26 @@ def _check_held(sequences: Sequence[TreeSequence], begin: NDArray[np.int64]) -> 
                 )
             assert node.parent is not None, "the root starts at 0"
             node = node.parent
+
+
+def _check_seen(batch: StepTree, variant: Variant) -> None:
+    """Raise ValueError unless queries below a gap of dropped tokens see none of these tokens."""
+    snapshot, queries = batch.snapshot, batch.queries
+    ends = np.append(snapshot.start + snapshot.length, 0)[snapshot.parent]  # where each node's parent ends
+    for node in np.flatnonzero(snapshot.start != ends).tolist():
+        below = (queries.node >= node) & (queries.node < snapshot.subtree_end[node])
+        if not below.any():
+            continue
+        first = int((snapshot.start[queries.node] + queries.begin)[below].min())
+        for seen in (part.visible for part in variant.parts):
+            begin = int(seen.begin(np.array(first if seen.last is None else min(first, seen.last))))
+            end = snapshot.start[node] if seen.until is None else min(snapshot.start[node], seen.until)
+            if max(begin, ends[node]) < end:
+                raise ValueError(
+                    f"plan: a query at position {first} sees tokens from position {begin} on, but those from "
+                    f"{ends[node]} to {snapshot.start[node] - 1} were given back (release_unseen); run later tokens, "
+                    "or insert the sequence anew"
+                )
 
 
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import compress
-from operator import not_
+from operator import index, not_
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,7 +18,7 @@ from prefixkit.tree.changes.gaps import above_gaps
 from prefixkit.tree.match import Match, follow, join
 from prefixkit.tree.node import Node
 from prefixkit.tree.pages import OutOfPages, pages_for
-from prefixkit.tree.sequence import Sequence, check_live, next_tokens
+from prefixkit.tree.sequence import Sequence, check_live, leaf_tokens, next_tokens
 from prefixkit.tree.snapshot import TreeSnapshot
 from prefixkit.tree.spelling import Keys
 from prefixkit.tree.tokens import as_tokens
@@ -159,9 +159,9 @@ class PrefixTree(TreeEdits):
             sequences: Each ends at a leaf of its own that grows in place, and has reserved the pages.
             tokens: ``[sequences, count]`` token ids, ``count`` at least 1.
         """
-        count = tokens.shape[1]
-        nodes = [sequence.node for sequence in sequences]
-        for node, own in zip(nodes, tokens, strict=True):
+        values = leaf_tokens(self, sequences, tokens)
+        count, nodes = values.shape[1], [sequence.node for sequence in sequences]
+        for node, own in zip(nodes, values, strict=True):
             self.reserved -= node.append_reserved(own, count)
         self.touched.update(nodes)
 
@@ -240,7 +240,7 @@ class PrefixTree(TreeEdits):
         Raises:
             ValueError: ``length`` outside ``[0, sequence.length]``, or inside a gap of dropped tokens.
         """
-        node = self._node_of(sequence)
+        node, length = self._node_of(sequence), index(length)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot trim sequence {sequence.id} of {sequence.length} tokens to {length}")
         if length == sequence.length:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ordered
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from prefixkit.tree.arrays import Ints
 from prefixkit.tree.node import Node
 from prefixkit.tree.tokens import as_tokens
 
@@ -101,3 +102,17 @@ def next_tokens(tree: object, sequences: Ordered[Sequence], tokens: ArrayLike) -
         for sequence in sequences:
             check_live(tree, sequence)
     return values
+
+
+def leaf_tokens(tree: object, sequences: Ordered[Sequence], tokens: ArrayLike) -> Ints:
+    """Check the arguments of `PrefixTree.extend_leaves`, and return the tokens; no sequences at all are valid."""
+    array = np.asarray(tokens)
+    if array.ndim != 2 or len(array) != len(sequences) or not array.shape[1]:
+        raise ValueError(f"one row of tokens for each of {len(sequences)} sequences: got shape {list(array.shape)}")
+    for sequence in sequences:
+        if sequence.tree is not tree:
+            check_live(tree, sequence)
+    count, nodes = array.shape[1], {sequence.node for sequence in sequences}
+    if len(nodes) < len(sequences) or not all(node.grows_in_place and not node.pages_to_add(count) for node in nodes):
+        raise ValueError(f"each sequence must end at a leaf of its own that has reserved {count} tokens; see reserve")
+    return as_tokens(array.reshape(-1)).reshape(array.shape) if array.size else array.astype(np.int32)

@@ -243,3 +243,17 @@ def test_blocks_are_classified_where_positions_do_not_decide_what_is_hidden(name
         assert calls.times == expected
         prefixkit.commit(step)
         tree.extend_each(sequences, [7, 8])
+
+
+def test_a_step_that_is_committed_late_takes_no_kv_from_a_later_one() -> None:
+    pool = pool_of(torch.float32, 4)
+    attention = prefixkit.TreeAttention(pool, HEADS)
+    tree, (sequence,) = prefixkit.tree_from_tokens(pool, [[1, 2, 3]])
+    prefixkit.commit(prefixkit.plan(attention, tree, [sequence]))
+    steps = []
+    for token in (4, 5):
+        tree.extend_each([sequence], [token])
+        steps.append(prefixkit.plan(attention, tree, [sequence]))
+    for step in reversed(steps):
+        prefixkit.commit(step)
+        assert tree.snapshot().computed.tolist() == [5]

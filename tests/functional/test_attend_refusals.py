@@ -21,7 +21,9 @@ def test_errors_name_what_is_wrong_before_anything_changes() -> None:
     other, (stranger,) = prefixkit.tree_from_tokens(pool_of(torch.float32, 8), [[1]])
     for call, message in (
         (lambda: prefixkit.TreeAttention(pool, 3), "num_qo_heads must be a multiple of the pool's 2 KV heads, got 3"),
-        (lambda: prefixkit.TreeAttention(pool, HEADS, scale=math.nan), "scale must be a finite number, got nan; None"),
+        (lambda: prefixkit.TreeAttention(pool, HEADS, scale=math.nan), "scale must be a positive number of float32"),
+        (lambda: prefixkit.TreeAttention(pool, HEADS, scale=0.0), "got 0.0; None is head_dim"),
+        (lambda: prefixkit.TreeAttention(pool, HEADS, scale=1e39), "got 1e\\+39; None is head_dim"),
         (lambda: prefixkit.plan(attention, tree, []), "needs the sequences that run"),
         (lambda: prefixkit.plan(attention, tree, [stranger]), "belongs to another tree"),
         (lambda: prefixkit.plan(attention, other, [stranger]), "512 pages of 8 tokens, but the pool has 8 of 4"),

@@ -16,13 +16,22 @@ def test_a_pool_has_one_tree_at_a_time() -> None:
         lambda: prefixkit.tree_from_tokens(pool, [[5]]),
         lambda: prefixkit.tree_from_parents(pool, [-1], [1]),
     ):
-        with pytest.raises(ValueError, match="another tree has sequences in this pool, whose KV would be overwritten"):
+        with pytest.raises(ValueError, match="another tree has sequences, or retains KV, in this pool"):
             make()
     for sequence in sequences:
         tree.release(sequence)
     later, (sequence,) = prefixkit.tree_from_parents(pool, [-1], [3])
     del later, sequence
     prefixkit.tree_from_tokens(pool, [[5]])
+
+
+def test_kv_that_a_tree_retains_is_not_overwritten_by_a_second_tree() -> None:
+    pool = pool_of(torch.float32, 4)
+    tree, (sequence,) = prefixkit.tree_from_tokens(pool, [[1, 2, 3, 4]])
+    prefixkit.commit(prefixkit.plan(prefixkit.TreeAttention(pool, 4), tree, [sequence]))
+    tree.retain(sequence)
+    with pytest.raises(ValueError, match="retains KV"):
+        prefixkit.tree_from_tokens(pool, [[9]])
 
 
 def test_a_pool_says_what_it_cannot_be() -> None:
@@ -32,7 +41,7 @@ def test_a_pool_says_what_it_cannot_be() -> None:
     good = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 32, "num_pages": 4, "device": "cpu"}
     for options, message in (
         ({"dtype": torch.float64}, "dtype must be one of torch.float32"),
-        ({"page_size": 200}, "page_size must be 1 to 128"),
+        ({"page_size": 200}, "page_size must be an integer from 1 to 128"),
         ({"num_pages": 0}, "kv_pool: num_pages must be at least 1"),
         ({"num_kv_heads": 0}, "kv_pool: num_kv_heads must be at least 1, got 0"),
         ({"device": "tape"}, "device must be a CPU or a GPU, got 'tape'; pass 'cpu' or 'cuda'"),

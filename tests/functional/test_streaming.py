@@ -157,9 +157,17 @@ def test_pages_are_given_back_of_what_has_a_window_alone() -> None:
     step = prefixkit.plan(windowed, tree, samples)
     prefixkit.commit(step)
     assert prefixkit.release_unseen(windowed, tree, samples) == 8 and samples[0].length == 40
-    assert prefixkit.plan(windowed, tree, samples, 8).num_rows == 8
+    assert prefixkit.plan(windowed, tree, samples, 4).num_rows == 4
+    with pytest.raises(
+        ValueError, match=r"a query at position 35 sees tokens from position 31 on, .* 0 to 31 were given"
+    ):
+        prefixkit.plan(windowed, tree, samples, 5)
     with pytest.raises(ValueError, match=r"from position 31 on, but those before 32 were given back .* at most 8"):
         prefixkit.plan(windowed, tree, samples, 9)
+    tree.trim(samples[0], 35)
+    tree.extend(samples[0], [7])
+    with pytest.raises(ValueError, match="a query at position 35 sees tokens from position 31 on"):
+        prefixkit.plan(windowed, tree, samples)
     tree.release(samples[0])
     with pytest.raises(ValueError, match="has been released"):
         prefixkit.release_unseen(windowed, tree, samples)
