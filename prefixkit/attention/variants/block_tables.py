@@ -44,7 +44,10 @@ def block_mask(
     """
     check_count("block_mask", "q_block", q_block)
     check_count("block_mask", "kv_block", kv_block)
-    bounds, columns = (torch.as_tensor(each).detach().to("cpu", torch.int64) for each in (indptr, indices))
+    given = [torch.as_tensor(each).detach() for each in (indptr, indices)]
+    if any(each.numel() and (each.is_floating_point() or each.is_complex()) for each in given):
+        raise ValueError(f"block_mask: indptr and indices must be integers, got {given[0].dtype} and {given[1].dtype}")
+    bounds, columns = (each.to("cpu", torch.int64) for each in given)
     if bounds.ndim != 1 or columns.ndim != 1 or len(bounds) < 2 or int(bounds[0]) != 0:
         raise ValueError(
             "block_mask: indptr and indices must have one dimension, and indptr begin with 0 and have an end for each "

@@ -30,7 +30,8 @@ def compose(*variants: Variant) -> Variant:
     parts = sorted((part for part in variants if part is not CAUSAL), key=lambda part: part.sums)
     masks = [part for part in parts if part.mask_mods or part.looks_ahead]
     streaming = [part for part in parts if part.streaming is not None]
-    if streaming and any(part.mask_mods or part.sums for part in parts if part is not streaming[0]):
+    alone = len(streaming) == 1 and not any(part.mask_mods or part.sums for part in parts if part is not streaming[0])
+    if streaming and not alone:
         names = " and ".join(part.name for part in parts)
         raise BadVariant(
             "compose: a streaming variant moves positions together, so that others can neither hide keys by them nor "

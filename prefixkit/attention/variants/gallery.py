@@ -200,6 +200,8 @@ def as_mask_mod(of: Variant) -> MaskMod:
         shown = q_idx >= 0 if of.looks_ahead else kv_idx <= q_idx
         for mod in of.mask_mods:
             shown = shown & mod.function(b, h, q_idx, kv_idx)
+        if of.streaming is not None:
+            shown = shown | (kv_idx < of.streaming.sinks) & (kv_idx <= q_idx)
         return shown
 
     return mask_mod

@@ -290,6 +290,7 @@ def test_variants_are_found_by_their_names() -> None:
         (lambda: variants.block_mask([[0, 1]], [0], 1, 1), "block_mask: indptr and indices must have one"),  # type: ignore[list-item]
         (lambda: variants.block_mask([1, 1], [0], 1, 1), "block_mask: .* indptr begin with 0"),
         (lambda: variants.block_mask([0, 2, 1], [0], 1, 1), "block_mask: indptr must ascend to the 1 entries"),
+        (lambda: variants.block_mask([0, 1.5], [0], 1, 1), "block_mask: indptr and indices must be integers"),
         (lambda: variants.block_mask([0, 1], [-1], 1, 1), "block_mask: indices must be blocks of keys from 0 on"),
     ],
 )

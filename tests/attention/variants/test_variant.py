@@ -28,7 +28,7 @@ from prefixkit.attention.variants import (
     soft_cap,
     variant,
 )
-from prefixkit.attention.variants.gallery import as_mask_mod
+from prefixkit.attention.variants.gallery import as_mask_mod, streaming, streaming_llm
 
 HEADS, ROWS, LENGTH = 4, 5, 9
 
@@ -119,6 +119,13 @@ def test_what_is_composed_shows_later_keys_where_every_mask_does(
         shown = and_masks(*(as_mask_mod(each) for each in (part, ahead)))(*where)
         assert torch.equal(as_mask_mod(both)(*where).expand_as(shown), shown)
     assert compose(ahead, alibi(torch.rand(HEADS))).looks_ahead and compose(ahead, CAUSAL) is ahead
+
+
+def test_positions_in_the_cache_show_what_sinks_and_window_in_the_sequence_do(where: tuple[Tensor, ...]) -> None:
+    llm, plain = (as_mask_mod(of(2, 3))(*where) for of in (streaming_llm, streaming))
+    assert torch.equal(llm, plain)
+    with pytest.raises(BadVariant, match="moves positions together"):
+        compose(streaming_llm(2, 3), streaming_llm(2, 3))
 
 
 def test_compose_of_nothing_is_causal() -> None:
