@@ -29,7 +29,9 @@ def unescape(text: str, option: str) -> str:
                 f"{option} {text!r}: {found[0]!r} stands for nothing; write \\n, \\t, \\r, \\xNN, \\uNNNN, or \\\\ "
                 "for a backslash"
             )
-        return chr(int(found[2] or found[3], 16))
+        if 0xD800 <= (code := int(found[2] or found[3], 16)) <= 0xDFFF:
+            raise ValueError(f"{option} {text!r}: {found[0]} is half a surrogate pair, which is not text")
+        return chr(code)
 
     return _ESCAPE.sub(letter, text)
 

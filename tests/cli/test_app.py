@@ -156,6 +156,27 @@ def test_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkey
     assert "tokens computed" not in said, "nothing is missing"
 
 
+@pytest.mark.parametrize("name", ["manifest.html", "samples/0of1-00000.html", "tree.html", "problems.jsonl.gz"])
+def test_a_report_does_not_take_the_place_of_the_campaigns_files(folders, prompts, tmp_path, name):
+    arguments = ["--model", folders["plain"], "--input", prompts, "-n", "1", "--max-new-tokens", "1"]
+    run("sample", *arguments, "--run", tmp_path / "run")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    said = run("report", tmp_path / "run", "--out", tmp_path / "run" / name, code=2).stderr
+    assert "belongs to the run folder" in " ".join(said.split())
+    (tmp_path / "config.json").write_text("{}")
+    said = run("report", tmp_path / "run", "--out", tmp_path / "config.html", code=2).stderr
+    assert "is no earlier report" in " ".join(said.split())
+    assert {path: path.read_bytes() for path in before} == before
+    for _ in range(2):
+        run("report", tmp_path / "run", "--out", tmp_path / "report.html")
+
+
+def test_half_a_surrogate_pair_is_no_stop_string(folders, prompts, tmp_path):
+    arguments = ["--model", folders["plain"], "--input", prompts, "--run", tmp_path / "run"]
+    assert "half a surrogate pair" in run("sample", *arguments, "--stop", "\\ud800", code=2).stderr
+    assert not (tmp_path / "run").exists()
+
+
 class TestInspect:
     def test_draws_the_tree_and_says_what_would_be_saved(self, folders, prompts):
         result = run("inspect", "--model", folders["plain"], "--input", prompts, "-n", 4, "--max-new-tokens", 11)

@@ -38,6 +38,8 @@ if sys.platform != "win32":
 log = logging.getLogger("prefixkit")
 
 _PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
+# What else a run folder holds.
+_FILES, _FOLDERS = ("manifest.json", "history.jsonl", "tree.json"), ("samples", "locks", "verdicts")
 # Types of the fields that an event of the history may have, and the last second that a date can express.
 _FIELDS: dict[str, Any] = {
     **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
@@ -212,6 +214,14 @@ class RunFolder:
                         recover(path, self.places)
             yield
 
+    def owns(self, file: Path) -> bool:
+        """Whether a path is that of a file that the folder keeps the campaign in."""
+        place = self.path.resolve()
+        if place not in (file := file.resolve()).parents:
+            return False
+        first, *below = file.relative_to(place).parts
+        return first in _FOLDERS if below else first in (_PROBLEMS, *_FILES, *_FOLDERS)
+
     @contextmanager
     def judging(self) -> Iterator[None]:
         """Judge the whole folder alone; FolderBusy if another process is judging it."""
@@ -225,10 +235,10 @@ def check_place(path: Path) -> bool:
     Raises:
         NotARun: ``path`` is a file, or a folder with files that do not belong to a run folder.
     """
-    if (path / "manifest.json").exists():
-        return False
-    ours = {_PROBLEMS, "samples", "locks", "verdicts"}
     names = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
+    if "manifest.json" in names:
+        return False
+    ours = {_PROBLEMS, *_FOLDERS}
     strange = [name for name in names if name not in ours and not name.startswith(".making-")]
     if strange or (path.exists() and not path.is_dir()):
         what = f"holds {strange[0]}" if strange else "is a file"
@@ -248,14 +258,18 @@ def create(path: Path, manifest: Manifest, asked: Sequence[Asked]) -> RunFolder:
     lines = "".join(f"{row}\n" for row in rows).encode()
     problems = gzip.compress(lines, mtime=0)
     if check_place(path):
-        (path / "samples").mkdir(parents=True, exist_ok=True)
-        put(path / _PROBLEMS, problems)
-        put(path / "manifest.json", manifest.to_json().encode("utf-8", "backslashreplace"))
-    folder = RunFolder(path)
-    folder.manifest.check_same(manifest, str(path))
-    if _problems_of(path) != lines:
-        log.warning("%s: the tests of its problems have changed; the new ones take their place", path)
-        put(path / _PROBLEMS, problems)
+        path.mkdir(parents=True, exist_ok=True)
+    with _lock(path / "locks" / "creating", "", wait=True):  # another process may be creating the folder
+        if check_place(path):
+            put(path / _PROBLEMS, problems)
+            put(path / "manifest.json", manifest.to_json().encode("utf-8", "backslashreplace"))
+        folder = RunFolder(path)
+        folder.manifest.check_same(manifest, str(path))
+        (path / "samples").mkdir(exist_ok=True)  # a copy of the folder may lack it while it is empty
+        if (known := _problems_of(path)) != lines:
+            if known is not None:
+                log.warning("%s: the tests of its problems have changed; the new ones take their place", path)
+            put(path / _PROBLEMS, problems)
     for key, was in folder.manifest.versions.items():
         if was != (now := manifest.versions.get(key)):
             log.warning("%s was begun with %s %s, and goes on with %s", path, key, was, now)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +170,37 @@ def test_a_line_that_does_not_fit_is_taken_back_whole(tmp_path):
     whole = folder_of(tmp_path / "whole")
     sample(whole, 40)
     assert set_of(folder) == set_of(whole)
+
+
+def create_with(path, seed, together, told):
+    """Create a run folder at the same time as others; tell the seed and the manifest's, or what was refused."""
+    together.wait()
+    try:
+        found = folder_of(path, params={"seed": seed})
+    except ValueError as error:
+        told.put(type(error).__name__)
+    else:
+        told.put((seed, found.manifest.params["seed"]))
+
+
+def test_of_two_processes_that_create_a_folder_with_other_parameters_one_is_refused(tmp_path):
+    forked = multiprocessing.get_context("fork")
+    for turn in range(5):
+        together, told = forked.Barrier(2), forked.Queue()
+        both = [forked.Process(target=create_with, args=(tmp_path / str(turn), s, together, told)) for s in (1, 2)]
+        for process in both:
+            process.start()
+        found = [told.get(timeout=60) for _ in both]
+        assert "OtherCampaign" in found
+        ((seed, there),) = [one for one in found if one != "OtherCampaign"]
+        assert seed == there
+        for process in both:
+            process.join()
+
+
+def test_a_copy_of_the_manifest_alone_goes_on(tmp_path, caplog):
+    folder_of(tmp_path / "run")
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "run" / "manifest.json", tmp_path / "copy")
+    sample(folder_of(tmp_path / "copy"))
+    assert "have changed" not in caplog.text
