@@ -92,7 +92,7 @@ class TreeAttention:
         ):
             raise ValueError(
                 f"TreeAttention: scale must be a positive number of float32, got {self.scale!r}; None is head_dim ** "
-                "-0.5; to turn scores round, negate q"
+                "-0.5; to reverse the order of scores, negate q"
             )
         shape = HeadShape(heads, k.heads, k.head_dim, spec.dtype.itemsize, v.head_dim)
         planner_for, parts = backend_for(spec.device).planner_for, self.variant.parts

@@ -13,6 +13,7 @@ from prefixkit.attention.queries import Queries, StepTree, UnnumberedSequences
 from prefixkit.attention.step import Step, build_step
 from prefixkit.attention.uncomputed import path_queries, tokens_of
 from prefixkit.attention.variants import Variant
+from prefixkit.attention.visible import lowest_positions
 from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.functional.given_pages import GivenPages
 from prefixkit.kv.kv_pool import KVPool
@@ -135,20 +136,21 @@ def _check_seen(batch: StepTree, variant: Variant) -> None:
     """Raise ValueError unless queries below a gap of dropped tokens see none of these tokens."""
     snapshot, queries = batch.snapshot, batch.queries
     ends = np.append(snapshot.start + snapshot.length, 0)[snapshot.parent]  # where each node's parent ends
-    for node in np.flatnonzero(snapshot.start != ends).tolist():
-        below = (queries.node >= node) & (queries.node < snapshot.subtree_end[node])
-        if not below.any():
-            continue
-        first = int((snapshot.start[queries.node] + queries.begin)[below].min())
-        for seen in (part.visible for part in variant.parts):
-            begin = int(seen.begin(np.array(first if seen.last is None else min(first, seen.last))))
-            end = snapshot.start[node] if seen.until is None else min(snapshot.start[node], seen.until)
-            if max(begin, ends[node]) < end:
-                raise ValueError(
-                    f"plan: a query at position {first} sees tokens from position {begin} on, but those from "
-                    f"{ends[node]} to {snapshot.start[node] - 1} were given back (release_unseen); run later tokens, "
-                    "or insert the sequence anew"
-                )
+    gaps = np.flatnonzero(snapshot.start != ends)  # before these nodes
+    begin, end = (np.searchsorted(queries.node, bounds) for bounds in (gaps, snapshot.subtree_end[gaps]))
+    gaps, begin, end = (of[begin < end] for of in (gaps, begin, end))
+    if not len(gaps):
+        return
+    first = lowest_positions(snapshot.start[queries.node] + queries.begin, begin, end)
+    for visible in (part.visible for part in variant.parts):
+        seen = visible.begin(first if visible.last is None else np.minimum(first, visible.last))
+        until = snapshot.start[gaps] if visible.until is None else np.minimum(snapshot.start[gaps], visible.until)
+        for one in np.flatnonzero(np.maximum(seen, ends[gaps]) < until)[:1].tolist():
+            raise ValueError(
+                f"plan: a query at position {first[one]} sees tokens from position {seen[one]} on, but those from "
+                f"{ends[gaps[one]]} to {snapshot.start[gaps[one]] - 1} were given back (release_unseen); run later "
+                "tokens, or insert the sequence anew"
+            )
 
 
 def _masked(attention: TreeAttention, step: Step) -> list[Tensor] | None:

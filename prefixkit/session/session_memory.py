@@ -286,7 +286,7 @@ class SessionMemory:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         running, mine = self._running, object()
-        # Not a lock: if Ctrl-C comes as its acquire() returns, nobody knows whether to release it.
+        # Not a lock: where Ctrl-C comes as its acquire() returns, the call cannot tell whether it holds the lock.
         try:
             if running.setdefault("call", mine) is not mine:
                 raise SessionBusy(

@@ -39,7 +39,7 @@ log = logging.getLogger("prefixkit")
 
 _PROBLEMS, TREE = "problems.jsonl.gz", "tree.json"
 # What else a run folder holds.
-_FILES, _FOLDERS = ("manifest.json", "history.jsonl", "tree.json"), ("samples", "locks", "verdicts")
+_FILES, _FOLDERS = ("manifest.json", "history.jsonl", TREE), ("samples", "locks", "verdicts")
 # Types of the fields that an event of the history may have, and the last second that a date can express.
 _FIELDS: dict[str, Any] = {
     **{"event": str, "at": float, "part": str, "argv": str, "samples": int, "tokens": int},
