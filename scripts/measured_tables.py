@@ -307,6 +307,14 @@ def interval(ratio: float | None, limits: list[float] | None) -> str:
     return "not comparable" if limits is None else f"{ratio:.2f} ({limits[0]:.2f} to {limits[1]:.2f})"
 
 
+# The list, the field that names a row, the one with its time, and what it is called on the page.
+_TIMED = (
+    ("steps", "rows", "step_ms", "a step of {} rows, ms"),
+    ("calls", "call", "seconds", "{}, s"),
+    ("generate", "rows", "seconds", "`generate()` of {} rows, s"),
+)
+
+
 def tensor_parallel(data: Any) -> Table:
     """For each pair of runs, by one process and by two: times, differences of texts, and their ratios."""
     rows: Table = [("shape", "layers", "what", "one GPU", "two GPUs", "two / one")]
@@ -314,9 +322,9 @@ def tensor_parallel(data: Any) -> Table:
         layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")
         shape = shape if layers == "None" else f"{shape}, {layers} layers"
         layers = "compiled" if one["options"]["compiled"] == "True" else "as they are"
-        for key, name, time in (("steps", "rows", "step_ms"), ("calls", "call", "seconds")):
-            for own, other in zip(one[key], two.get(key, ()), strict=False):  # a run may be cut off
-                what = f"a step of {own[name]} rows, ms" if key == "steps" else f"{own[name]}, s"
+        for key, name, time, of_one in _TIMED:
+            for own, other in zip(one.get(key, ()), two.get(key, ()), strict=False):  # a run may be cut off
+                what = of_one.format(own[name])
                 ratio = f"{other[time] / own[time]:.2f}"
                 rows.append((shape, layers, what, f"{own[time]:.2f}", f"{other[time]:.2f}", ratio))
         for found in two.get("texts", ()):
