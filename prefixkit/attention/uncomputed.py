@@ -47,7 +47,7 @@ def choose_queries(
     """Pick the uncomputed tokens of one step.
 
     Tokens that sequences have just sampled always run; prompt tokens run up to a budget, in depth-first order, so that
-    the samples of the first prompts can continue while later prompts are still being computed.
+    the samples of the first prompts can run while later prompts are still being computed.
 
     Args:
         decoding: Nodes whose uncomputed tokens were sampled or chosen by a beam: they do not count against the budget.

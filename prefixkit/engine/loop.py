@@ -67,8 +67,8 @@ class Loop:
         self.scheduler.steps += 1
         if running.decodes:
             self.call.report.seconds_in_decode += seconds
-        elif running.steps:
-            self.scheduler.preemption.computing.add(running.rows_run, seconds)
+        else:
+            self.scheduler.preemption.count_step(running.rows_run, seconds, waited=bool(running.scheduled.rows))
 
     def _commit(self, running: RunningBatch) -> None:
         """Read the steps under way, and append their tokens, and first tokens of runs started ahead, to the tree."""

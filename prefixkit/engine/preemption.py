@@ -79,6 +79,16 @@ class Preemption:
         self.copying: Rate = store.notes.setdefault("rate of copying", Rate(_BYTES_PER_SECOND, 1.0))
         self.swapped = self.recomputed = self.bytes_swapped = 0
         self._held: dict[Run, list[SwappedKV]] = {}
+        self._launched = Rate(0.0, 0.0)  # steps that the host has not waited for yet
+
+    def count_step(self, tokens: int, seconds: float, waited: bool) -> None:
+        """Count the host's time for ``tokens`` prompt tokens; what it did not wait for comes with the next wait."""
+        launched = self._launched
+        launched.amount, launched.seconds = launched.amount + tokens, launched.seconds + seconds
+        if waited:
+            if launched.amount:
+                self.computing.add(launched.amount, launched.seconds)
+            self._launched = Rate(0.0, 0.0)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -53,6 +53,11 @@ class RequestState:
         return len(self.request.sample_indices)
 
     @property
+    def computed(self) -> bool:
+        """Whether its prompt has KV, while it is in flight."""
+        return self.sequence.node.computed == self.sequence.node.length
+
+    @property
     def wants_logits(self) -> bool:
         """Whether runs have yet to start and the prompt's logits, which they need, are missing."""
         return self.first_logits is None and self.started < self.wanted
@@ -66,6 +71,18 @@ class RequestState:
     def has_waiting(self) -> bool:
         """Whether some of its runs have not started, or are preempted."""
         return bool(self.preempted) or self.started < self.wanted
+
+
+def prompts_come_first(in_flight: Collection[RequestState], slots: int) -> bool:
+    """Whether no run should start yet, where none runs: prompts are left to compute, and runs that are ready leave some
+    of the ``slots`` free.
+
+    A step of prompts alone samples nothing, so that the host prepares the next one while the device computes; with runs
+    among its rows the host would wait for their tokens.  As many steps follow the last prompt either way.
+    """
+    if all(state.computed for state in in_flight):
+        return False
+    return sum(state.wanted - state.started for state in in_flight if state.ready) < slots
 
 
 def admission_order(requests: Iterable[Request]) -> list[Request]:

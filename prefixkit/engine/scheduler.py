@@ -19,7 +19,7 @@ from prefixkit.engine.next_step import Row, Scheduled, first_tokens, next_step
 from prefixkit.engine.policy import EngineSettings
 from prefixkit.engine.preemption import Preemption
 from prefixkit.engine.request import Request
-from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order
+from prefixkit.engine.request_state import RequestState, WaitingQueue, admission_order, prompts_come_first
 from prefixkit.engine.runs.beam_run import BeamRun
 from prefixkit.engine.runs.run_protocol import Run
 from prefixkit.engine.runs.sample_run import SampleRun
@@ -239,8 +239,7 @@ class Scheduler:
             self._resume_recomputed()  # runs that were swapped in have all their KV
         rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
         asking = [state for state in self.in_flight if state.wants_logits]
-        prompts = (state.sequence.node for state in self.in_flight)
-        computing = any(run.recomputing for run in self.runs) or any(node.computed < node.length for node in prompts)
+        computing = any(run.recomputing for run in self.runs) or not all(state.computed for state in self.in_flight)
         chunk = self.settings.chunk_for(self.store.pool.spec.device)
         most_steps = sys.maxsize if self.store.held is None else MOST_AHEAD
         return next_step(self.store.tree, rows, asking, chunk, computing, most_steps)
@@ -248,6 +247,9 @@ class Scheduler:
     def _admit_and_start(self, lookahead: int) -> list[Row]:
         """Admit requests and start runs; if pages run out, leaves give up reserved pages for them."""
         self.admit(lookahead)
+        alone = not (self.runs or self.queue or self.call.on_token)
+        if alone and prompts_come_first(self.in_flight, self.slots_left):
+            return []
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:
             self._release_reserved()

@@ -108,15 +108,14 @@ class EagerRunner:
             return
         wanted = np.unique(np.concatenate((outputs.rows, outputs.logits, outputs.target_rows)))
         logits = self._run(batch.tokens, wanted, compiling)
-        rows, results = np.searchsorted(wanted, outputs.rows), Results()
-        of_rows = logits if len(rows) == len(logits) else logits[rows]  # ascending, as ``wanted``
+        results, of_rows = Results(), _rows_of(logits, np.searchsorted(wanted, outputs.rows))
         if outputs.sampling is None:
             self.agreement.broadcast(of_rows)
             self.logits = of_rows
         else:
             results = self._choose(of_rows, outputs.sampling)
         if len(outputs.logits):
-            results = replace(results, logits=logits[np.searchsorted(wanted, outputs.logits)])
+            results = replace(results, logits=_rows_of(logits, np.searchsorted(wanted, outputs.logits)))
         if len(outputs.targets):
             with torch.inference_mode():
                 logprobs, greedy = score_targets(logits, np.searchsorted(wanted, outputs.target_rows), outputs.targets)
@@ -207,6 +206,13 @@ class EagerRunner:
             with torch.inference_mode(False):  # tensors born in inference mode could not be written outside it
                 self._sampler = old = Sampler(rows, vocab, device)
         return old
+
+
+def _rows_of(logits: Tensor, rows: NDArray[np.intp]) -> Tensor:
+    """These rows of logits; the host does not wait for the device."""
+    if np.array_equal(rows, np.arange(len(rows))):
+        return logits[: len(rows)]
+    return logits[upload([rows.astype(np.int64)], logits.device)[0]]
 
 
 def _has_none(logits: Tensor) -> Tensor:

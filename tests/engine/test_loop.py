@@ -110,6 +110,36 @@ def test_samples_started_ahead_are_given_back_with_a_call_that_is_dropped() -> N
     assert_all_given_back(engine)
 
 
+def prompts_computed_before_the_first_run(**options: Any) -> int:
+    """How many of eight prompts, of which a step computes one or two, have KV when the first run starts."""
+    engine, _ = make_fake_engine(prefill_chunk=16, **options)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(100 * i, 100 * i + 100, 12) for i in range(1, 9)]
+    params = SamplingParams(n=2, max_new_tokens=4, seed=3)
+    loop, found = engine.loop(Call(on_token=options.get("on_token"))), list[Sample]()
+    loop.start([Request(i, prompt, params) for i, prompt in enumerate(prompts)])
+    while not loop.scheduler.runs:
+        found += loop.step()
+    computed = sum(state.computed for state in loop.scheduler.in_flight)
+    while not loop.scheduler.idle:
+        found += loop.step()
+    loop.end()
+    assert len(found) == 16
+    for sample in found:
+        assert sample.tokens == alone(prompts[sample.prompt_index], params, sample.index)
+    return computed
+
+
+def test_prompts_are_computed_before_samples_start_where_all_fit() -> None:
+    """A step of prompts alone samples nothing: the host need not wait for it before it launches the next one."""
+    assert prompts_computed_before_the_first_run() == 8
+
+
+def test_samples_start_earlier_where_they_fill_all_slots_or_a_listener_waits_for_tokens() -> None:
+    assert 1 <= prompts_computed_before_the_first_run(most_running=2) <= 3
+    assert 1 <= prompts_computed_before_the_first_run(on_token=lambda event: None) <= 2
+
+
 def test_an_interrupt_before_counters_are_read_is_raised_as_it_is() -> None:
     made, _ = make_fake_engine()
     counters = made.runner.counters

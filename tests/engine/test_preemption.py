@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from prefixkit.agreement import Alone
+from prefixkit.engine.call import Call
 from prefixkit.engine.memory import check_fits, pages_per_run
 from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.preemption import Rate
@@ -197,12 +198,12 @@ def test_a_prompt_that_nothing_else_holds_goes_to_host_memory_with_its_samples(n
     assert max(times for tokens, times in model.computed.items() if len(tokens) > 21) == 1
 
 
-@pytest.mark.parametrize(("num_pages", "again"), [(40, 0), (24, 1), (20, 2)])
-def test_swapped_kv_is_of_no_use_where_what_it_shared_was_evicted_and_is_counted_so(num_pages, again):
+@pytest.mark.parametrize(("num_pages", "counts", "again"), [(40, (2, 2, 3), 0), (24, (2, 2, 3), 1), (20, (3, 2, 2), 2)])
+def test_swapped_kv_is_of_no_use_where_what_it_shared_was_evicted_and_is_counted_so(num_pages, counts, again):
     """The second request goes to host memory without the head, which the first one holds at that time."""
     policy = MemoryPolicy(preemption="swap", headroom=4, patience=4)
     engine, _ = make_engine(num_pages, page_size=4, policy=policy)
-    asked = [([*[1] * 20, 2], 2, 1), ([*[1] * 20, 3], 2, 0), ([4] * 30, 3, 0)]
+    asked = zip(([*[1] * 20, 2], [*[1] * 20, 3], [4] * 30), counts, (1, 0, 0), strict=True)
     requests = [
         Request(i, prompt, SamplingParams(n=n, seed=i, max_new_tokens=24, stop_token_ids=()), priority=priority)
         for i, (prompt, n, priority) in enumerate(asked)
@@ -210,6 +211,18 @@ def test_swapped_kv_is_of_no_use_where_what_it_shared_was_evicted_and_is_counted
     assert len(engine.run(requests)) == 7
     assert engine.report.preempted_recomputed == again
     assert engine.report.preempted_swapped > 0
+
+
+def test_the_time_of_steps_that_the_host_did_not_wait_for_counts_at_the_next_wait():
+    engine, _ = make_engine(num_pages=40, page_size=4)
+    preemption = engine.loop(Call()).scheduler.preemption
+    preemption.computing = Rate(0.0, 0.0)
+    for _ in range(3):
+        preemption.count_step(100, 0.25, waited=False)
+    assert preemption.computing.seconds_for(100) == 0
+    preemption.count_step(0, 1.25, waited=True)  # samples first tokens
+    preemption.count_step(0, 9.0, waited=True)  # such a step by itself computes no prompt
+    assert preemption.computing.seconds_for(300) == 2.0
 
 
 def test_where_host_memory_is_full_kv_is_computed_again():

@@ -71,7 +71,7 @@ def test_what_was_compiled_serves_calls_that_compile_nothing(compiling):
 
 def test_prompts_beside_samples_go_through_compiled_layers(compiling):
     """More samples than may run at once: the later prompts run beside the tokens of the others."""
-    made, layers = compiling(prefill_chunk=8)
+    made, layers = compiling(prefill_chunk=8, most_running=4)
     prompts = [np.arange(9) + 9 * i for i in range(4)]
     params = SamplingParams(n=2, max_new_tokens=9, seed=5)
     samples = run(made, prompts, params)
