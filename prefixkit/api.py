@@ -107,8 +107,9 @@ def beam_search(
 ) -> Result:
     """Search for the likeliest continuations of each prompt; beams fork on the tree.
 
-    The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)``.  Where neither
-    ``params`` nor a field for it is given, length penalty and early stopping are those of the ``generation_config``.
+    The sequences and scores are those of transformers' ``generate(num_beams=..., do_sample=False)`` for two beams and
+    more; with one, transformers decodes greedily and ignores length penalty and early stopping.  Where neither
+    ``params`` nor a field for it is given, these two are those of the ``generation_config``.
 
     Args:
         model, tokenizer, prompts, kv_budget, page_size, prefill_chunk: As for :func:`generate`.

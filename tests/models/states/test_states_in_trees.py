@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -149,6 +150,18 @@ def test_tokens_are_those_without_the_patch(model):
         got = prefixkit.patch(model, tree_cache="always").generate(ids, **fixed)
         want = prefixkit.patch(model, tree_cache="never").generate(ids, **fixed)
         assert torch.equal(got, want)
+
+
+def test_a_cache_that_is_pickled_after_the_weights_have_changed_is_computed_anew_and_says_so(caplog):
+    model = prefixkit.patch(make_hybrid("lfm2"), tree_cache="always")
+    fixed = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    cache = model.generate(torch.randint(3, VOCAB, (2, 20)), **fixed)[CACHE]
+    pickle.dumps(cache)
+    assert "computed anew" not in caplog.text
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.1)
+    pickle.dumps(cache)
+    assert "the model has changed since its cache was made; the cache is computed anew" in caplog.text
 
 
 def test_a_module_that_loses_its_state_is_refused():
