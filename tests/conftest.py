@@ -10,9 +10,9 @@ import random
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -89,6 +89,14 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
         (count,) = own[0].get_closest_marker("drawn").args
         left_out.update(random.Random(os.environ[DRAWN_BY] + name).sample(own, max(0, len(own) - count)))
     return left_out
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], list[Any]]:
+    """Draws so many of some things that are much alike, as ``drawn`` draws cases; all with ``--all-cases``."""
+    every = request.config.getoption("--all-cases")
+    rng = random.Random(os.environ[DRAWN_BY] + request.node.nodeid)
+    return lambda things, count: list(things) if every else rng.sample(things, min(count, len(things)))
 
 
 def pytest_collection_finish() -> None:

@@ -262,7 +262,7 @@ class TreeCache(DynamicCache):
         """Copy the KV of all rows to an empty cache of transformers; the KV of padding is undefined."""
         if self._computes_again and self._steps is not None:
             if not self._steps.is_current:
-                log.warning("the model has changed since its cache was made; the cache is computed anew by what it is now")
+                log.warning("the model has changed since its cache was made; the cache is computed anew by it as it is")
             with self.in_use:
                 rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
                 return compute_again(self.model, rows, cache, device, placed=not self.unplaced)

@@ -166,7 +166,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
         yield replace(SAMPLE, names=(sample_name(dtype, cached),)), sampling[dtype, cached]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(4)
 @pytest.mark.slow
 @pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
 @pytest.mark.parametrize(
