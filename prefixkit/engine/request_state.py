@@ -11,7 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from prefixkit.engine.request import Request
+from prefixkit.tree.node import Node
 from prefixkit.tree.radix import Sequence
+
+# Steps of prompts before the first sample starts: with more, a call would be without any result for long.
+_MOST_STEPS = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -73,16 +77,27 @@ class RequestState:
         return bool(self.preempted) or self.started < self.wanted
 
 
-def prompts_come_first(in_flight: Collection[RequestState], slots: int) -> bool:
-    """Whether no run should start yet, where none runs: prompts are left to compute, and runs that are ready leave some
-    of the ``slots`` free.
+def prompts_come_first(in_flight: Collection[RequestState], slots: int, chunk: int) -> bool:
+    """Whether no run should start yet, where none runs: a few steps of ``chunk`` tokens compute the prompts that are
+    left, and runs that are ready leave some of the ``slots`` free.
 
     A step of prompts alone samples nothing, so that the host prepares the next one while the device computes; with runs
     among its rows the host would wait for their tokens.  As many steps follow the last prompt either way.
     """
-    if all(state.computed for state in in_flight):
+    if not 0 < _uncomputed(in_flight) <= _MOST_STEPS * chunk:
         return False
     return sum(state.wanted - state.started for state in in_flight if state.ready) < slots
+
+
+def _uncomputed(in_flight: Collection[RequestState]) -> int:
+    """How many tokens of prompts have no KV; those that prompts share count once."""
+    seen = set[Node]()
+    for state in in_flight:
+        node: Node | None = state.sequence.node
+        while node is not None and node not in seen:
+            seen.add(node)
+            node = node.parent
+    return sum(node.length - node.computed for node in seen)
 
 
 def admission_order(requests: Iterable[Request]) -> list[Request]:

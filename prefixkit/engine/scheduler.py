@@ -63,7 +63,7 @@ class Scheduler:
             self.policy = replace(self.policy, headroom=sys.maxsize)
         self.preemption = Preemption(store, self.policy)
         self.queue, self.in_flight, self.runs = WaitingQueue(), list[RequestState](), dict[Run, None]()
-        self.started = list[Row]()
+        self.started, self._chunk = list[Row](), settings.chunk_for(store.pool.spec.device)
         self.steps = self.bytes_copied = 0
         self.had_waiting = False
         self._orders, self._most_states = count(), 1
@@ -240,15 +240,14 @@ class Scheduler:
         rows: list[Row] = [(one, run) for run in self.runs if not run.recomputing for one in run.sequences]
         asking = [state for state in self.in_flight if state.wants_logits]
         computing = any(run.recomputing for run in self.runs) or not all(state.computed for state in self.in_flight)
-        chunk = self.settings.chunk_for(self.store.pool.spec.device)
         most_steps = sys.maxsize if self.store.held is None else MOST_AHEAD
-        return next_step(self.store.tree, rows, asking, chunk, computing, most_steps)
+        return next_step(self.store.tree, rows, asking, self._chunk, computing, most_steps)
 
     def _admit_and_start(self, lookahead: int) -> list[Row]:
         """Admit requests and start runs; if pages run out, leaves give up reserved pages for them."""
         self.admit(lookahead)
         alone = not (self.runs or self.queue or self.call.on_token)
-        if alone and prompts_come_first(self.in_flight, self.slots_left):
+        if alone and prompts_come_first(self.in_flight, self.slots_left, self._chunk):
             return []
         started = self._start_runs(lookahead)
         if self.store.tree.reserved and self.slots_left and self.has_waiting:

@@ -110,9 +110,9 @@ def test_samples_started_ahead_are_given_back_with_a_call_that_is_dropped() -> N
     assert_all_given_back(engine)
 
 
-def prompts_computed_before_the_first_run(**options: Any) -> int:
-    """How many of eight prompts, of which a step computes one or two, have KV when the first run starts."""
-    engine, _ = make_fake_engine(prefill_chunk=16, **options)
+def prompts_computed_before_the_first_run(prefill_chunk: int = 16, **options: Any) -> int:
+    """How many of eight prompts of 12 tokens have KV when the first run starts."""
+    engine, _ = make_fake_engine(prefill_chunk=prefill_chunk, **options)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(100 * i, 100 * i + 100, 12) for i in range(1, 9)]
     params = SamplingParams(n=2, max_new_tokens=4, seed=3)
@@ -133,6 +133,11 @@ def prompts_computed_before_the_first_run(**options: Any) -> int:
 def test_prompts_are_computed_before_samples_start_where_all_fit() -> None:
     """A step of prompts alone samples nothing: the host need not wait for it before it launches the next one."""
     assert prompts_computed_before_the_first_run() == 8
+
+
+def test_samples_start_at_once_where_prompts_take_many_steps() -> None:
+    assert prompts_computed_before_the_first_run(prefill_chunk=6) == 8
+    assert prompts_computed_before_the_first_run(prefill_chunk=5) == 1
 
 
 def test_samples_start_earlier_where_they_fill_all_slots_or_a_listener_waits_for_tokens() -> None:
