@@ -172,6 +172,31 @@ def test_tests_that_do_not_run_are_no_verdict() -> None:
             verdict("def f(): return 1", tests)
 
 
+UNITTEST = """
+    import unittest
+    class Test(unittest.TestCase):
+        def test(self): self.assertEqual(f(), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "right", "wrong"),
+    [
+        (f"{UNITTEST}    unittest.main()", "passed", "failed"),
+        (f"{UNITTEST}    if __name__ == '__main__': unittest.main()", "passed", "failed"),
+        ("import sys\nassert f() == 1\nsys.exit(0)", "passed", "failed"),
+        ("import sys\nsys.exit(f() != 1)", "passed", "failed"),
+        ("import sys\nsys.exit(None if f() == 1 else 'wrong')", "passed", "failed"),
+        ("import sys\nf()\nsys.exit(0.0)", "failed", "failed"),
+    ],
+)
+def test_checks_that_exit_with_status_0_are_passed(end: str, right: str, wrong: str) -> None:
+    assert verdict("def f(): return 1", checks(end, "f")).outcome == right
+    assert verdict("def f(): return 2", checks(end, "f")).outcome == wrong
+    assert not verdict("import sys\ndef f(): sys.exit(0)", checks(end, "f")).passed
+    assert not verdict("import sys\ndef f(): return 2\nsys.exit(0)", checks(end, "f")).passed
+
+
 DOUBLE = streams(("2\n", "4\n"), ("5\n", "10\n"))
 
 
@@ -219,6 +244,13 @@ assert int(output[0]) * int(output[1]) == int(given[0])
     assert verdict("n = int(input())\nd = 3\nprint(d, n // d)", tests).passed
     assert outcome(verdict("input()\nprint(3, 4)", tests)) == ("failed", 1)
     assert outcome(verdict("import sys\nprint('sys.exit(0)')", tests)) == ("failed", 0)
+
+
+def test_a_checker_that_does_not_parse_is_no_verdict_whatever_the_candidate_writes() -> None:
+    with pytest.raises(BadTests, match=r"problems.jsonl:1: the checker does not run: SyntaxError"):
+        verdict("print(1)", streams(("", ""), checker="def"))
+    evaluates = "import sys\ncompile(open(sys.argv[3]).read(), 'output', 'exec')"
+    assert outcome(verdict("print('def')", streams(("", ""), checker=evaluates))) == ("failed", 0)
 
 
 def test_equal_programs_give_equal_verdicts_whatever_the_seed_of_hashes() -> None:

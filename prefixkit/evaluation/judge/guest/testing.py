@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +10,8 @@ from typing import Any
 
 from prefixkit.evaluation.judge.guest.start import Channel, begin
 from prefixkit.evaluation.judge.wire import Opaque, Reader, WireError, write
+
+_PARTS = ("the setup", "the solution", "adapt", "accept")  # names of code other than the tests' own
 
 
 class Candidate:
@@ -107,13 +110,14 @@ def _changed(old: Any, new: Any) -> Any:
     return old
 
 
-def _line(error: BaseException, file: str) -> str:
-    line, trace = 0, error.__traceback__
+def _line(error: BaseException, path: str) -> str:
+    """An exception, with its line in the tests, whose file is ``path``, or in what they need."""
+    where, trace = "", error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
+        file = trace.tb_frame.f_code.co_filename
+        if file == path or file in _PARTS:
+            where = f"line {trace.tb_lineno} of {'the tests' if file == path else file}: "
         trace = trace.tb_next
-    where = f"line {line} of the tests: " if line else ""
     text = ""
     with suppress(Exception):
         text = str(error)[:200]
@@ -121,17 +125,23 @@ def _line(error: BaseException, file: str) -> str:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Run the tests' setup, wait until the candidate is loaded, run the tests, send their verdict."""
+    """Run the tests' setup, say that it has run, wait until the candidate is loaded, run the tests, send their verdict.
+
+    The tests are the module ``__main__``, so that they may end by ``unittest.main()``.
+    """
     channel, path = Channel(), spec["path"]
     begin(spec)
-    scope: dict[str, Any] = {"__name__": "tests", "__file__": path}
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    scope = module.__dict__
+    scope["__file__"] = path
     try:
         code = compile(spec["program"], path, "exec")
-        exec(compile(spec["setup"], "setup.py", "exec"), scope)
+        exec(compile(spec["setup"], "the setup", "exec"), scope)
     except BaseException as error:
-        channel.send(b"." + write(["broken", _line(error, "setup.py")]))
+        channel.send(b"." + write(["broken", _line(error, path)]))
         return
     candidate = Candidate(channel)
+    candidate.tell(["ready", ""])
     try:
         _, names = Reader(channel.receive(), opaque=candidate.remote).value()
         for name in spec["names"]:  # and no others, whatever names the candidate reports
@@ -139,6 +149,9 @@ def main(spec: dict[str, Any]) -> None:
         exec(code, scope)
     except WireError as error:
         verdict = ["failed", f"the candidate's answer cannot be read: {error}"]
+    except SystemExit as end:  # of the tests' own: candidates raise none here
+        well = end.code is None or (isinstance(end.code, int) and end.code == 0)
+        verdict = ["passed", ""] if well else ["failed", _line(end, path)]
     except BaseException as error:
         verdict = ["error" if error is candidate.raised else "failed", _line(error, path)]
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from prefixkit.evaluation.judge import wire
-from prefixkit.evaluation.judge.ends import Judged, line
+from prefixkit.evaluation.judge.ends import Judged, Over, line
 from prefixkit.evaluation.judge.judge_errors import BadTests
 from prefixkit.evaluation.judge.kinds.dialogue import Answers, heard
+from prefixkit.evaluation.judge.sandbox.process import Process
 from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
 from prefixkit.evaluation.judge.verdict import Verdict
 from prefixkit.evaluation.tasks.problem import Checks, Limits
@@ -19,7 +20,7 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
 
     Raises:
         Over: the candidate or the tests end before there is a verdict.
-        BadTests: the tests do not parse, or their setup raises an exception.
+        BadTests: the tests do not parse, or their setup raises an exception, ends or exceeds a limit.
     """
     testing = {"program": tests.code, "setup": tests.setup, "names": tests.names}
     with (
@@ -29,6 +30,7 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
         # Pass questions and answers on until the tests are done; the judge reads the candidate's messages first.
         answers = Answers(candidate, limits, [checker])
         answers.load()
+        _prepare(checker, limits)
         checker.send(answers.last)
         for _ in range(MESSAGES):
             told = heard(checker, [candidate, checker], limits)
@@ -39,10 +41,26 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
     return Judged(Verdict("output", None, f"more than {MESSAGES} calls"))
 
 
+def _prepare(checker: Process, limits: Limits) -> None:
+    """Wait until the setup of the tests has run, which takes nothing from the candidate.
+
+    Raises:
+        Over: it exceeded its time, and may have been delayed by load on the machine, which the candidate can cause.
+        BadTests: the tests do not parse, or their setup does not run.
+    """
+    try:
+        told = wire.read(heard(checker, [checker], limits)[1:])
+    except Over as over:
+        if over.judged.delayed:
+            raise
+        end = over.judged.verdict
+        raise BadTests(f"the tests do not run: their setup ended by {end.outcome}: {line(end.detail)}") from None
+    if told[0] != "ready":
+        raise BadTests(f"the tests do not run: {line(told[1])}")
+
+
 def _verdict(told: list[str]) -> Judged:
     kind, detail = told
     if kind == "passed":
         return Judged(Verdict("passed"))
-    if kind == "broken":
-        raise BadTests(f"the tests do not run: {line(detail)}")
     return Judged(Verdict("error" if kind == "error" else "failed", None, line(detail)))
