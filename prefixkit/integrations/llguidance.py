@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixkit.extras import require
 from prefixkit.integrations.grammar_text import Compiler, GrammarText
+from prefixkit.integrations.llguidance_schemas import refuse_large_bounds
 from prefixkit.sampling.grammar import shortened
 
 require("llguidance", "llguidance")
@@ -30,6 +31,13 @@ _HEADER = '%llguidance {"no_forcing": true}'
 @dataclass(frozen=True, repr=False)
 class LLGrammar(GrammarText):
     """A grammar that llguidance compiles."""
+
+    @classmethod
+    def json_schema(cls, schema: Any, *, whitespace: bool = True) -> Self:
+        """See `GrammarText.json_schema` for ``schema`` and ``whitespace``; ValueError if a bound is beyond 2**53."""
+        made = super().json_schema(schema, whitespace=whitespace)
+        refuse_large_bounds(json.loads(made.text))
+        return made
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
