@@ -70,3 +70,14 @@ class Compiler(NamedTuple):
     inner: Any
     vocab: int
     end: int
+
+
+def beyond(value: Any, least: int, most: int) -> int | None:
+    """An integer in a JSON value that is below ``least`` or above ``most``; None if there is none."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, int) and not least <= one <= most:
+            return one
+        left += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
+    return None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from prefixkit.extras import require
 from prefixkit.integrations.grammar_text import Compiler, GrammarText
-from prefixkit.integrations.llguidance_schemas import refuse_large_bounds
+from prefixkit.integrations.llguidance_schemas import refuse_large_numbers
 from prefixkit.sampling.grammar import shortened
 
 require("llguidance", "llguidance")
@@ -34,9 +34,10 @@ class LLGrammar(GrammarText):
 
     @classmethod
     def json_schema(cls, schema: Any, *, whitespace: bool = True) -> Self:
-        """See `GrammarText.json_schema` for ``schema`` and ``whitespace``; ValueError if a bound is beyond 2**53."""
+        """See `GrammarText.json_schema` for ``schema`` and ``whitespace``; ValueError if it has a number
+        beyond 2**53."""
         made = super().json_schema(schema, whitespace=whitespace)
-        refuse_large_bounds(json.loads(made.text))
+        refuse_large_numbers(json.loads(made.text))
         return made
 
     @classmethod

@@ -2,10 +2,11 @@
 
     session.generate(prompts, grammar=json_schema(schema), n=64)
 
-A JSON schema of which xgrammar would ignore a part is refused.  In three cases xgrammar allows more than it should:
-strings of a JSON schema with ``minLength`` or ``maxLength`` may hold control characters, which JSON forbids (strings
-with ``pattern`` may not), ``oneOf`` is treated as ``anyOf`` where alternatives may overlap, and negated classes such as
-``[^0]`` match encoded surrogates, which are not valid UTF-8.
+A JSON schema of which xgrammar would ignore or misread a part is refused, and so is a ``pattern`` that asks for quotes,
+backslashes or control characters, which it would not escape.  In three cases xgrammar allows more than it should:
+strings of a JSON schema with ``minLength`` or ``maxLength`` may hold control characters, which JSON forbids, ``oneOf``
+is treated as ``anyOf`` where alternatives may overlap, and negated classes such as ``[^0]`` match encoded surrogates,
+which are not valid UTF-8.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 
 from prefixkit.extras import require
 from prefixkit.integrations.grammar_text import Compiler, GrammarText
+from prefixkit.integrations.xgrammar_patterns import misread
 from prefixkit.integrations.xgrammar_schemas import refuse_left_out
+from prefixkit.sampling.grammar import shortened
 
 require("xgrammar", "xgrammar")
 import xgrammar  # noqa: E402
@@ -40,6 +43,19 @@ class XGrammar(GrammarText):
         """See `GrammarText.json_schema` for ``schema`` and ``whitespace``; ValueError if xgrammar ignores a part."""
         made = super().json_schema(schema, whitespace=whitespace)
         refuse_left_out(json.loads(made.text))
+        return made
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """The grammar of texts that the regular expression ``pattern`` matches in full; TypeError or ValueError if it
+        is not text, or has an escape that xgrammar reads as a letter, such as ``\\A``.
+        """
+        made = super().regex(pattern)
+        if (part := misread(made.text)) is not None:
+            raise ValueError(
+                f"regex: xgrammar reads {part!r} as a letter in {shortened(made.text)!r}; write what it stands for, "
+                "or leave it out: samples match the expression in full"
+            )
         return made
 
     @staticmethod

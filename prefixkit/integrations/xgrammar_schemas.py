@@ -1,10 +1,14 @@
-"""Finds the parts of a JSON schema that xgrammar (0.2.8) ignores, some of them without a line in its log."""
+"""Finds the parts of a JSON schema that xgrammar (0.2.8) ignores or misreads, some without a line in its log."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
+
+from prefixkit.integrations.grammar_text import beyond
+from prefixkit.integrations.xgrammar_patterns import ignored, misread, unescaped
 
 _NEVER = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
 _NEVER |= {"dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"}
@@ -13,11 +17,13 @@ _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LENGTH = {"minLength", "maxLength"}
 _OBJECT = {"required", "minProperties", "maxProperties", "patternProperties", "propertyNames"}
+_MOST_MULTIPLE = 1024
+_DECIMALS = 6  # that xgrammar keeps of the bounds of numbers
 _ARRAY = {"minItems", "maxItems"}
 _OF_TYPE = {
     "object": _OBJECT | {"properties", "additionalProperties", "unevaluatedProperties"},
     "array": _ARRAY | {"items", "prefixItems", "additionalItems", "unevaluatedItems"},
-    "string": _LENGTH | {"pattern"},
+    "string": _LENGTH | {"pattern", "format"},
     "number": _RANGE | {"multipleOf"},
 }
 _FOLLOWED = set(_WHOLE).union(*_OF_TYPE.values())
@@ -28,7 +34,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def refuse_left_out(schema: dict[str, Any]) -> None:
-    """Raise ValueError if xgrammar would ignore a part of a schema, so that samples might not match it.
+    """Raise ValueError if xgrammar would ignore or misread a part of a schema, so that samples might not match it.
 
     xgrammar itself reports malformed schemas.
     ``oneOf`` is not refused, although xgrammar treats it as ``anyOf`` where alternatives may overlap.
@@ -36,10 +42,11 @@ def refuse_left_out(schema: dict[str, Any]) -> None:
     left = [("#", schema)]
     while left:
         path, one = left.pop()
-        if (name := next(_left_out(one), None)) is not None:
+        leaves_out = (f"leaves out {name!r}" for name in _left_out(one))
+        if (what := next(chain(leaves_out, _misread(one)), None)) is not None:
             raise ValueError(
-                f"json_schema: xgrammar leaves out {name!r} at {path}, so samples might not match the schema; take it "
-                "out and check samples, or use prefixkit.integrations.llguidance, which refuses what it cannot follow"
+                f"json_schema: xgrammar {what} at {path}, so samples might not match the schema; take it out and check "
+                "samples, or use prefixkit.integrations.llguidance, which refuses what it cannot follow"
             )
         left += [(f"{path}/{name}", below) for name, below in _below(one) if isinstance(below, dict)]
 
@@ -53,7 +60,8 @@ def _left_out(schema: dict[str, Any]) -> Iterator[str]:
         values = [schema["const"]] if whole == "const" else schema[whole] if whole == "enum" else []
         if "type" in given and not (values and all(map(_fits(schema["type"]), values))):
             yield "type"
-        yield from sorted(given & _FOLLOWED - {whole})
+        only_other_types = values and not any(isinstance(value, str) for value in values)  # formats are of strings
+        yield from sorted(given & _FOLLOWED - {whole} - ({"format"} if only_other_types else set()))
         reference = schema[whole] if whole == "$ref" else "#"
         if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
             yield "$ref"  # xgrammar then allows any JSON
@@ -86,6 +94,34 @@ def _left_out_of_type(schema: dict[str, Any], given: set[str], types: set[str]) 
     multiple = schema.get("multipleOf", 1)
     if "float" in types or given & _RANGE or (isinstance(multiple, float) and not multiple.is_integer()):
         yield from given & {"multipleOf"}
+    elif isinstance(multiple, int | float) and multiple > _MOST_MULTIPLE:
+        yield "multipleOf"
+
+
+def _misread(schema: dict[str, Any]) -> Iterator[str]:
+    """What xgrammar does with the values of keywords that it follows otherwise than they say."""
+    names = schema.get("propertyNames")
+    patterns = [("pattern", schema.get("pattern")), *(("patternProperties", one) for one in _keys(schema))]
+    patterns.append(("propertyNames/pattern", names.get("pattern") if isinstance(names, dict) else None))
+    for name, pattern in patterns:
+        if isinstance(pattern, str):
+            if (part := unescaped(pattern)) is not None:
+                yield f"does not escape what {part!r} matches, as JSON demands, in {name!r}"
+            if (part := misread(pattern)) is not None:
+                yield f"reads {part!r} as a letter in {name!r}"
+            if (part := ignored(pattern)) is not None:
+                yield f"leaves out {part!r} in {name!r}"
+    for name in sorted(_RANGE & schema.keys()):
+        if isinstance(bound := schema[name], float) and round(bound, _DECIMALS) != bound:
+            yield f"rounds {name!r}, {bound!r}, to {_DECIMALS} decimals"
+    for name in ("const", "enum"):
+        if (value := beyond(schema.get(name), -(2**63), 2**63 - 1)) is not None:
+            yield f"rounds the integer {value} in {name!r}"
+
+
+def _keys(schema: dict[str, Any]) -> Iterator[str]:
+    patterns = schema.get("patternProperties")
+    yield from patterns if isinstance(patterns, dict) else ()
 
 
 def _named_twice(properties: dict[str, Any], patterns: Any) -> bool:

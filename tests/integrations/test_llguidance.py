@@ -40,18 +40,20 @@ LARGE = [
     ({"type": "integer", "exclusiveMaximum": -(2**53)}, "exclusiveMaximum", "#"),
     ({"type": "number", "multipleOf": 1e30}, "multipleOf", "#"),
     ({"properties": {"const": {"anyOf": [{}, {"minimum": 2**60}]}}}, "minimum", "#/properties/const/anyOf/1"),
+    ({"const": {"a": [2**53 + 1]}}, "const", "#"),
+    ({"items": {"enum": ["a", -(2**70)]}}, "enum", "#/items"),
     ({"$ref": "#/else where", "else where": {"maximum": 2**60}}, "maximum", "#/else where"),
 ]
 
 
 @pytest.mark.parametrize("schema, name, path", LARGE)
-def test_bounds_that_would_be_rounded_or_end_the_process_are_refused(schema, name, path):
+def test_numbers_that_would_be_rounded_or_end_the_process_are_refused(schema, name, path):
     said = rf"llguidance cannot hold '{name}' at {re.escape(path)}, .* between -2\*\*53 and 2\*\*53"
     with pytest.raises(ValueError, match=said):
         grammars.json_schema(schema)
 
 
 def test_other_large_numbers_and_bounds_are_taken(session):
-    grammars.json_schema({"enum": [{"minimum": 2**60}], "default": {"minimum": 2**60}, "maximum": {"minimum": 1}})
+    grammars.json_schema({"enum": [{"minimum": 2**53}], "default": {"minimum": 2**60}, "examples": [2**70]})
     schema = {"type": "integer", "exclusiveMinimum": 2**53 - 1, "maximum": 2**53}
     assert session.generate([PROMPT], grammar=grammars.json_schema(schema))[0].text == str(2**53)

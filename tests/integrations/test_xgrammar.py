@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 
@@ -151,3 +152,18 @@ def test_what_is_wrong_is_said_before_anything_runs(model, tokenizer, session):
         session.beam_search(PROMPTS, num_beams=2, grammar=grammar)
     with pytest.raises(ValueError, match="xgrammar leaves out 'not' at #"):
         grammars.json_schema('{"not": {}}')
+
+
+def test_escapes_that_would_be_letters_are_refused():
+    for bad, part in ((r"\Ax", r"\A"), (r"x\Z", r"\Z"), (r"\\x\z", r"\z"), (r"[\h]", r"\h")):
+        with pytest.raises(ValueError, match=re.escape(f"regex: xgrammar reads {part!r} as a letter in {bad!r}")):
+            grammars.regex(bad)
+    assert grammars.regex(r"\\Ax\d\x41").text == r"\\Ax\d\x41"
+
+
+def test_strings_of_a_pattern_are_json_although_classes_have_what_json_escapes(session):
+    schema = {"type": "string", "pattern": r"^[ -~]{3}[\"\\!][ -~\n][\x00-!]$"}
+    result = session.generate(PROMPTS, grammar=grammars.json_schema(schema), n=40, max_new_tokens=60, seed=seed())
+    for sample in result:
+        if sample.finish_reason == "stop":
+            assert re.fullmatch(schema["pattern"], json.loads(sample.text)), sample.text
