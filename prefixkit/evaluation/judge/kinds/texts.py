@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, InvalidOperation
 
 from prefixkit.evaluation.tasks.problem import Compare
 
@@ -15,8 +16,9 @@ def accepts(found: bytes, expected: str, compare: Compare, tolerance: float = 0.
         expected: The expected output, to be compared as UTF-8.
         compare: ``exact``: byte by byte; ``tokens``: the same words, whatever the white space and the ends of lines;
             ``numbers``: as tokens, but words that are numbers on both sides may differ within ``tolerance``.
-        tolerance: Absolute, and relative to the larger of two numbers.  If it is 0, whole numbers written without a
-            point must be equal.  nan equals nan.
+        tolerance: Absolute, and relative to the larger of two numbers, which are compared as floats.  Numbers beyond
+            floats must be equal as they are written, and so must two numbers of which one is whole and written without
+            a point, if the tolerance is 0.  nan equals nan.
     """
     wanted = expected.encode("utf-8", "surrogatepass")
     if compare == "exact":
@@ -30,22 +32,26 @@ def accepts(found: bytes, expected: str, compare: Compare, tolerance: float = 0.
 def _same(word: bytes, wanted: bytes, tolerance: float) -> bool:
     if word == wanted:
         return True
-    if b"_" in word or len(word) > 400:  # float() would take 1_000
+    if b"_" in word:  # float() would take 1_000
         return False
     try:
         a, b = float(word), float(wanted)
     except ValueError:
         return False
-    if _whole(word) and _whole(wanted) and (not tolerance or max(abs(a), abs(b)) == math.inf):
-        return _integer(word) == _integer(wanted)
-    return (a != a and b != b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    if a != a or b != b:
+        return a != a and b != b
+    if math.inf in (abs(a), abs(b)) or (not tolerance and (_whole(word) or _whole(wanted))):
+        return _equal_exactly(word, wanted)  # floats do not tell such numbers apart
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _whole(word: bytes) -> bool:
     return word.lstrip(b"+-").isdigit()
 
 
-def _integer(word: bytes) -> tuple[bool, bytes]:
-    """Sign and digits of a whole number, equal for equal numbers; int() would take no more than 4,300 digits."""
-    digits = word.lstrip(b"+-0")
-    return bool(digits) and word.startswith(b"-"), digits
+def _equal_exactly(word: bytes, wanted: bytes) -> bool:
+    """Whether two numbers are equal as they are written; int() would take no more than 4,300 digits."""
+    try:
+        return Decimal(word.decode()) == Decimal(wanted.decode())
+    except InvalidOperation:  # an exponent of 19 digits
+        return False

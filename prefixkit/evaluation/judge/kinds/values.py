@@ -38,15 +38,15 @@ def equal(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _equal_numbers(found: float, expected: float, tolerance: float) -> bool:
-    if found == expected:
+    if found == expected or (found != found and expected != expected):
         return True
-    if not (isinstance(found, float) or isinstance(expected, float)):
+    if not tolerance or not (isinstance(found, float) or isinstance(expected, float)):
         return False
     try:
         a, b = float(found), float(expected)
     except OverflowError:  # an int larger than all floats
         return False
-    return (a != a and b != b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _equal_dicts(items: list[tuple[Any, Any]], expected: dict[Any, Any], tolerance: float) -> bool:
