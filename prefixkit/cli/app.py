@@ -167,7 +167,9 @@ def sample(
             metavar="FOLDER",
         ),
     ] = None,
-    first_index: Annotated[int, typer.Option(help="Index of the first of the -n samples of each prompt, from 0.")] = 0,
+    first_index: Annotated[
+        int, typer.Option(help="Omit the samples of each prompt before this index; they count from 0 to n - 1.")
+    ] = 0,
     shard: Annotated[str, typer.Option(help="Sample only part I of N, from 0.", metavar="I/N")] = "0/1",
     stop_when_solved: Annotated[
         int | None,

@@ -67,7 +67,7 @@ def call_of(facts: ModelFacts, tokenizer: Any, requests: Sequence[Request], *lis
 
 
 def check_length(facts: ModelFacts, longest: int, computed: int) -> None:
-    """Warn of sequences that are longer than the model's maximum length.
+    """Warn of sequences of which more tokens are computed than the model was made for.
 
     Args:
         facts: Of the model.
@@ -84,7 +84,7 @@ def check_length(facts: ModelFacts, longest: int, computed: int) -> None:
             "pass shorter prompts or fewer max_new_tokens"
         )
     limit = getattr(facts.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
+    if limit is not None and computed > limit:
         log.warning("sequences may reach %d tokens, but the model was made for %d positions", longest, limit)
 
 

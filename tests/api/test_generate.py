@@ -92,6 +92,8 @@ def test_torchs_default_dtype_and_device_do_not_matter(model):
 def test_sequences_beyond_the_models_positions_are_warned_of(model, caplog):
     with caplog.at_level(logging.WARNING, "prefixkit"):
         prefixkit.generate(model, TOKENIZER, [[1] * 2040], temperature=0, max_new_tokens=9, stop_token_ids=[EOS])
+        assert not caplog.text, "the KV of the last token is not computed"
+        prefixkit.generate(model, TOKENIZER, [[1] * 2040], temperature=0, max_new_tokens=10, stop_token_ids=[EOS])
     assert "made for 2048 positions" in caplog.text
 
 

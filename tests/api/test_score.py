@@ -278,10 +278,10 @@ def test_a_call_beside_another_is_refused_and_one_that_fails_leaves_the_session_
 def test_sequences_beyond_the_models_positions_are_scored_with_a_warning(caplog: Any) -> None:
     model = prefixkit.patch(tiny_llama(max_position_embeddings=32))
     with caplog.at_level("WARNING", "prefixkit"):
-        prefixkit.score(model, None, [1] * 30, [[2, 3]])
+        prefixkit.score(model, None, [1] * 30, [[2, 3, 4]])  # the KV of the last one is not computed
         assert not caplog.messages
-        prefixkit.score(model, None, [1] * 30, [[2, 3, 4]])
-    assert "sequences may reach 33 tokens, but the model was made for 32 positions" in caplog.messages
+        prefixkit.score(model, None, [1] * 30, [[2, 3, 4, 5]])
+    assert "sequences may reach 34 tokens, but the model was made for 32 positions" in caplog.messages
 
 
 def test_a_prompt_may_be_another_with_a_part_of_its_continuation(session: Session) -> None:

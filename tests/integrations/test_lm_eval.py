@@ -137,9 +137,13 @@ def test_scores_of_options_are_those_of_hf(models, manager, task, shots):
     assert len(theirs) == 4 and all(len(requests) == 4 for requests in theirs)
 
 
-def test_texts_longer_than_the_model_are_cut_as_hf_cuts_them(models, manager):
+def test_texts_longer_than_the_model_are_cut_as_hf_cuts_them(models, manager, caplog):
     hf, ours = models(max_length=48)
-    assert_close(answers(ours, "choice", manager, num_fewshot=3), answers(hf, "choice", manager, num_fewshot=3))
+    ours.model.config.max_position_embeddings = 48
+    with caplog.at_level("WARNING", "prefixkit"):
+        found = answers(ours, "choice", manager, num_fewshot=3)
+    assert not [record for record in caplog.records if record.name.startswith("prefixkit")]
+    assert_close(found, answers(hf, "choice", manager, num_fewshot=3))
 
 
 def test_common_examples_are_computed_once(models, manager):

@@ -272,7 +272,10 @@ def _goal(asked: Sequence[Prompted], settings: Settings) -> Goal:
             "--stop-when-solved judges candidates, and problems have no tests; give problems that bring some"
         )
     if settings.first_index >= most:
-        raise ValueError(f"--first-index {settings.first_index} leaves no sample of -n {most}: indices count from 0")
+        raise ValueError(
+            f"--first-index {settings.first_index} leaves no sample: prompts have at most {most}, with indices from 0; "
+            "give a smaller one, or raise -n or a problem's own n"
+        )
     return Goal(settings.first_index, [one.params.n for one in asked], settings.part, settings.round)
 
 

@@ -60,7 +60,7 @@ OPTIONS = {
     "--tensor-parallel": "--tensor-parallel splits the model over processes, and there is one; run torchrun",
     "--in-flight 0": "--in-flight must be at least 1",
     "--first-index -1": "--first-index must be at least 0",
-    "--first-index 4 -n 4": "--first-index 4 leaves no sample of -n 4",
+    "--first-index 4 -n 4": "--first-index 4 leaves no sample: prompts have at most 4",
     "--shard 2/2 --run R": "--shard must be i/n with i from 0 to n - 1",
     "--shard half --run R": "--shard must be i/n with i from 0 to n - 1",
     "--shard 0/2": "need a run folder; give --run FOLDER",

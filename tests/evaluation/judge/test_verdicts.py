@@ -21,6 +21,8 @@ def outcome(found: Verdict) -> tuple[str, int | None]:
     ("program", "expected"),
     [
         ("def add(a, b): return a + b", ("passed", None)),
+        ("\ufeffdef add(a, b): return a + b", ("passed", None)),
+        ("\ufeff\ufeffdef add(a, b): return a + b", ("invalid", None)),
         ("def add(a, b): return 3", ("failed", 1)),
         ("def add(a, b): return a + b if a < 5 else 1 / 0", ("error", 1)),
         ("def add(a, b): return [0] * 10 ** 10", ("memory", 0)),
@@ -204,6 +206,7 @@ DOUBLE = streams(("2\n", "4\n"), ("5\n", "10\n"))
     ("program", "expected"),
     [
         ("print(2 * int(input()))", ("passed", None)),
+        ("\ufeffprint(2 * int(input()))", ("passed", None)),
         ("import sys\nfor line in sys.stdin: print(int(line) * 2, end='\\r\\n')", ("passed", None)),
         ("print(2 * int(open(0).read()))\nexit()", ("passed", None)),
         ("def main():\n  print(2 * int(input()))\nif __name__ == '__main__': main()", ("passed", None)),

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from prefixkit.evaluation.judge.guest.start import Channel, begin
+from prefixkit.evaluation.judge.guest.start import Channel, begin, without_mark
 from prefixkit.evaluation.judge.wire import Reader, WireError, write
 
 _BUILTIN = {
@@ -32,7 +32,7 @@ class Answering:
         """Run the candidate's module, and send what each of the names is."""
         self.module.__file__ = path
         try:
-            code = compile(source, path, "exec")
+            code = compile(without_mark(source), path, "exec")
         except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
             self._say("invalid", f"{type(error).__name__}: {error}")
             return

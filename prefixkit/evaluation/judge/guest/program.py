@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from prefixkit.evaluation.judge.guest.start import begin
+from prefixkit.evaluation.judge.guest.start import begin, without_mark
 
 
 def main(spec: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def _run(program: str, path: str) -> int:
     module = sys.modules["__main__"] = type(sys)("__main__")
     module.__dict__.update(__file__=path, __builtins__=builtins)
     try:
-        exec(compile(program, path, "exec"), module.__dict__)
+        exec(compile(without_mark(program), path, "exec"), module.__dict__)
         return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

@@ -26,6 +26,11 @@ def begin(spec: dict[str, Any]) -> None:
     sys.argv = [spec["path"]]
 
 
+def without_mark(source: str) -> str:
+    """A program without the byte order mark that CPython accepts at the start of its file, and `compile` does not."""
+    return source.removeprefix("\ufeff")
+
+
 class Channel:
     """Messages from and to the judge, over the original standard input and output.
 
