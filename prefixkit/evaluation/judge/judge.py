@@ -146,7 +146,12 @@ class Judge:
         for alone in (False, True):
             with self._turns.turn(alone):
                 began = time.monotonic()
-                judged = self._run(program, problem)
+                try:
+                    judged = self._run(program, problem)
+                except BadTests as error:
+                    if alone or not error.delayed:
+                        raise BadTests(f"{problem.where}: {error}") from None
+                    continue
                 seconds = time.monotonic() - began
             if not judged.delayed:
                 break
@@ -167,8 +172,6 @@ class Judge:
             return over.judged
         except NotStarted as error:
             raise NoSandbox(f"{problem.where}: a sandbox could not be made: {error}") from None
-        except BadTests as error:
-            raise BadTests(f"{problem.where}: {error}") from None
 
 
 def _bad(where: str, error: Exception) -> BadTests:

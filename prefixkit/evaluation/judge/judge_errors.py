@@ -12,4 +12,10 @@ class NoCompiler(OSError):
 
 
 class BadTests(ValueError):
-    """A problem's own tests do not run, whatever the candidate."""
+    """A problem's own tests do not run, whatever the candidate.
+
+    Attributes:
+        delayed: Whether they may have exceeded their time because of load on the machine.
+    """
+
+    delayed = False

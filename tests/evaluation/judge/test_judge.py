@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from prefixkit.evaluation.judge import Judge, NoSandbox, Verdict, available, key_of
+from prefixkit.evaluation.judge import BadTests, Judge, NoSandbox, Verdict, available, key_of
 from prefixkit.evaluation.judge.ends import Judged
 from prefixkit.evaluation.judge.sandbox import bubblewrap
 from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
@@ -78,6 +78,21 @@ def test_a_timeout_counts_unless_others_delayed_the_program_and_it_ends_in_time_
         judge = Counting(*verdicts)
         assert judge.verdict(GOOD, ADD).outcome == outcome
         assert judge.ran == ran
+
+
+@pytest.mark.parametrize(("delayed", "runs"), [(True, 2), (False, 1)])
+def test_tests_that_others_delayed_are_bad_only_if_they_end_late_alone_too(delayed: bool, runs: int) -> None:
+    class Failing(Counting):
+        def _run(self, program: str, problem: Any) -> Judged:
+            super()._run(program, problem)
+            error = BadTests("late")
+            error.delayed = delayed
+            raise error
+
+    judge = Failing()
+    with pytest.raises(BadTests, match=f"{ADD.where}: late"):
+        judge.verdict(GOOD, ADD)
+    assert judge.ran == runs
 
 
 class Recording(Judge):

@@ -71,7 +71,9 @@ def test_a_solution_that_does_not_run_is_no_verdict(said: str) -> None:
     ("import os\ndef f(x): os._exit(0)", "error"),
     ("def f(x):\n    while True: pass", "timeout"),
     ("import time\ntime.sleep(0.999)\ndef f(x):\n    while True: pass", "timeout"),
-    ("import time\ntime.sleep(1)", "timeout"),
+    ("import time\ntime.sleep(60)", "timeout"),
+    ("import threading\nfor _ in range(9):\n    threading.Thread(target=lambda: f(1)).start()\n"
+     "def f(x):\n    while True: pass", "timeout"),
     ("x = (", "invalid"),
 ])  # fmt: skip
 def test_a_candidate_that_does_not_run_has_a_verdict(program: str, outcome: str) -> None:

@@ -30,7 +30,15 @@ def judge_checks(sandbox: Sandbox, program: str, tests: Checks, limits: Limits) 
         # Pass questions and answers on until the tests are done; the judge reads the candidate's messages first.
         answers = Answers(candidate, limits, [checker])
         answers.load()
-        _prepare(checker, limits)
+        try:
+            _prepare(checker, limits)
+        except BadTests as error:
+            if error.delayed:  # perhaps by the candidate
+                candidate.close()
+                with sandbox.start("testing", testing, limits) as another:
+                    _prepare(another, limits)
+                raise Over(Judged(Verdict("timeout", None, f"more than {limits.seconds:g} s"), delayed=True)) from None
+            raise
         checker.send(answers.last)
         for _ in range(MESSAGES):
             told = heard(checker, [candidate, checker], limits)
@@ -45,16 +53,15 @@ def _prepare(checker: Process, limits: Limits) -> None:
     """Wait until the setup of the tests has run, which takes nothing from the candidate.
 
     Raises:
-        Over: it exceeded its time, and may have been delayed by load on the machine, which the candidate can cause.
         BadTests: the tests do not parse, or their setup does not run.
     """
     try:
         told = wire.read(heard(checker, [checker], limits)[1:])
     except Over as over:
-        if over.judged.delayed:
-            raise
         end = over.judged.verdict
-        raise BadTests(f"the tests do not run: their setup ended by {end.outcome}: {line(end.detail)}") from None
+        error = BadTests(f"the tests do not run: their setup ended by {end.outcome}: {line(end.detail)}")
+        error.delayed = over.judged.delayed
+        raise error from None
     if told[0] != "ready":
         raise BadTests(f"the tests do not run: {line(told[1])}")
 

@@ -40,7 +40,8 @@ def _same(word: bytes, wanted: bytes, tolerance: float) -> bool:
         return False
     if a != a or b != b:
         return a != a and b != b
-    if math.inf in (abs(a), abs(b)) or (not tolerance and (_whole(word) or _whole(wanted))):
+    beyond = math.inf in (abs(a), abs(b)) and b"n" not in (word + wanted).lower()  # "inf" is any of them
+    if beyond or (not tolerance and (_whole(word) or _whole(wanted))):
         return _equal_exactly(word, wanted)  # floats do not tell such numbers apart
     return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
