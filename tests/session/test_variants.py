@@ -206,6 +206,23 @@ def test_a_number_that_an_untraced_function_captures_may_change(plain: Any, prom
         check(plain, prompts, session.generate(prompts, **GREEDY), variant)
 
 
+class Gains:
+    """What a key transform reads by name."""
+
+    by_channel = torch.ones(16)
+
+
+def test_a_tensor_that_a_class_holds_may_change(plain: Any, prompts: list[list[int]]) -> None:
+    variant = prefixkit.variant(key=lambda x, positions: x * Gains.by_channel[: x.shape[-1]])
+    model = prefixkit.patch(copy.deepcopy(plain), variant=variant)
+    with Session(model) as session:
+        session.generate(prompts, **GREEDY)
+        assert session.generate(prompts, **GREEDY).report.prompt_tokens_found
+        Gains.by_channel.mul_(2.0)
+        assert not session.generate(prompts, **GREEDY).report.prompt_tokens_found
+        Gains.by_channel.fill_(1.0)
+
+
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_a_variant_captures_is_freed_with_the_patch(

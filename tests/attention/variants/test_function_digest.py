@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import types
 from types import FunctionType
 
 import pytest
@@ -77,3 +79,54 @@ def test_module_level_values_count():
     assert fingerprint(within(helper, TABLE=TABLE + 1)) != fingerprint(helper)
     with pytest.raises(TypeError, match="numbers, strings, tensors and plain functions, got a object"):
         fingerprint(within(helper, TABLE=object()))
+
+
+class Settings:
+    scale = 2
+    weights = torch.ones(4)
+
+    class Inner:
+        offset = torch.zeros(2)
+
+    @classmethod
+    def scaled(cls, x):
+        return x * cls.scale
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, p: x * Settings.weights,
+        lambda x, p: (lambda y: y * Settings.Inner.offset)(x),
+        lambda x, p, settings=Settings: x * settings.weights,
+    ],
+)
+def test_tensors_that_a_class_holds_are_parts_of_functions_that_name_them(function):
+    (held,) = tensors_in(function)
+    before = fingerprint(function)
+    held += 1
+    assert fingerprint(function) != before
+
+
+def test_numbers_of_classes_and_modules_are_parts_of_functions_that_name_them(monkeypatch):
+    module = types.ModuleType("settings_of_a_program")
+    module.scale, module.other = 2, 3
+    for function, holder in (
+        (lambda x, p: x * Settings.scale, Settings),
+        (lambda x, p: Settings.scaled(x), Settings),
+        (lambda x, p: x * module.scale, module),
+    ):
+        before, parts = fingerprint(function), captured(function)
+        monkeypatch.setattr(holder, "scale", holder.scale + 1)
+        assert fingerprint(function) != before and captured(function) != parts
+    now = fingerprint(lambda x, p: x * module.scale)
+    module.other = 4
+    assert fingerprint(lambda x, p: x * module.scale) == now, "which the function does not name"
+    module.scale = object()
+    with pytest.raises(TypeError, match="numbers, strings, tensors and plain functions, got a object"):
+        fingerprint(lambda x, p: x * module.scale)
+
+
+def test_installed_modules_are_named_and_not_opened():
+    parts = captured(lambda x, p: torch.nn.functional.relu(x) * math.pi)
+    assert parts[3:] == ["torch", torch, "math", math]
