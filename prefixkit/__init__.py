@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from prefixkit.attention.variants import Variant as Variant
     from prefixkit.attention.variants import compose as compose
     from prefixkit.attention.variants import variant as variant
-    from prefixkit.attention.variants.trace import UntraceableVariant as UntraceableVariant
+    from prefixkit.attention.variants.mod import BadVariant as BadVariant
     from prefixkit.attention.variants.transforms import BadTransform as BadTransform
-    from prefixkit.attention.variants.variant import BadVariant as BadVariant
+    from prefixkit.attention.variants.untraceable import UntraceableVariant as UntraceableVariant
     from prefixkit.engine.policy import MemoryPolicy as MemoryPolicy
     from prefixkit.engine.request import BeamParams as BeamParams
     from prefixkit.engine.request import Request as Request

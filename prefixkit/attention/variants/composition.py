@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import reduce
 
+from prefixkit.attention.variants.mod import BadVariant
 from prefixkit.attention.variants.transforms import Transforms
-from prefixkit.attention.variants.variant import CAUSAL, BadVariant, Variant
+from prefixkit.attention.variants.variant import CAUSAL, Variant
 from prefixkit.attention.visible import Visible
 
 

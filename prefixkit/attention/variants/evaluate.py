@@ -42,18 +42,22 @@ def _value(
     if node.op == "scalar":
         return expression.scalars[node.slot]
     if node.op == "load":
-        tensor = on_device(expression.tensors[node.slot], device)
+        tensor = on_device(expression.tensors[node.slot], device).detach()
         found = tensor[tuple(torch.as_tensor(index, device=device) for index in operands)] if operands else tensor
-        # As kernels do; torch would compute in the tensor's own dtype.
-        return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+        # As kernels do; torch would compute in the tensor's own dtype, whose wrapping the expression has.
+        if found.dtype in (torch.bfloat16, torch.float16):
+            return found.float()
+        return found if found.dtype == torch.bool or found.is_floating_point() else found.long()
     return OPERATIONS[node.op].compute(*operands)
 
 
 def on_device(captured: Captured, device: torch.device) -> Tensor:
     """A captured tensor on ``device``; :class:`ForeignTensor` if the function itself could not read it there."""
     tensor = captured.tensor
-    if tensor.device == device or captured.follows or tensor.ndim == 0:
-        return tensor.to(device)
+    if tensor.device == device:
+        return tensor
+    if captured.follows or tensor.ndim == 0:
+        return tensor.detach().to(device)
     raise ForeignTensor(
         f"a variant captures a tensor of shape {list(tensor.shape)} on {tensor.device}, but its scores are on "
         f"{device}; move it there, or write tensor.to(q_idx.device)[...]"

@@ -52,7 +52,7 @@ class Operation:
     takes: tuple[Type, ...] = (Type.BOOL, Type.INT, Type.FLOAT)
 
 
-_TRUTHS, _WHOLE = (Type.BOOL,), (Type.BOOL, Type.INT)
+_WHOLE, _NUMBERS = (Type.BOOL, Type.INT), (Type.INT, Type.FLOAT)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
@@ -61,6 +61,11 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda x: _cast(dtype)(x).to(_wide(x))
+
+
+def _wrapped(dtype: torch.dtype) -> Callable[..., Any]:
+    """Brings integers to a narrower dtype, modulo its number of values; they stay int64."""
+    return lambda x: _cast(dtype)(x).to(torch.int64)
 
 
 def _wide(x: object) -> torch.dtype:
@@ -98,23 +103,27 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 def _minimum(x: Any, y: Any) -> Any:
-    return torch.where(torch.as_tensor(x < y), x, y)
+    return torch.where(torch.as_tensor((x < y) | _is_nan(x)), x, y)
 
 
 def _maximum(x: Any, y: Any) -> Any:
-    return torch.where(torch.as_tensor(x > y), x, y)
+    return torch.where(torch.as_tensor((x > y) | _is_nan(x)), x, y)
+
+
+def _is_nan(x: Any) -> Any:
+    return x != x if not isinstance(x, Tensor) or x.is_floating_point() else False
 
 
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(2, _number, operator.add),
-    "sub": Operation(2, _number, operator.sub),
+    "sub": Operation(2, _number, operator.sub, _NUMBERS),
     "mul": Operation(2, _number, operator.mul),
     "div": Operation(2, _always(Type.FLOAT), lambda x, y: torch.true_divide(torch.as_tensor(x), y)),
     "floordiv": Operation(2, _number, lambda x, y: torch.floor_divide(torch.as_tensor(x), y)),
     "mod": Operation(2, _number, lambda x, y: torch.remainder(torch.as_tensor(x), y)),
     "pow": Operation(2, _always(Type.FLOAT), lambda x, y: torch.pow(_float(x), y)),
-    "neg": Operation(1, _number, operator.neg),
-    "abs": Operation(1, _number, operator.abs),
+    "neg": Operation(1, _number, operator.neg, _NUMBERS),
+    "abs": Operation(1, _number, operator.abs, _NUMBERS),
     "min": Operation(2, _promoted, _minimum),
     "max": Operation(2, _promoted, _maximum),
     "lt": Operation(2, _always(Type.BOOL), operator.lt),
@@ -132,6 +141,10 @@ OPERATIONS: dict[str, Operation] = {
     "where": Operation(3, _chosen, torch.where),
     "bool": Operation(1, _always(Type.BOOL), _cast(torch.bool)),
     "int": Operation(1, _always(Type.INT), _cast(torch.int64)),
+    "int32": Operation(1, _always(Type.INT), _wrapped(torch.int32)),
+    "int16": Operation(1, _always(Type.INT), _wrapped(torch.int16)),
+    "int8": Operation(1, _always(Type.INT), _wrapped(torch.int8)),
+    "uint8": Operation(1, _always(Type.INT), _wrapped(torch.uint8)),
     "float": Operation(1, _always(Type.FLOAT), _float),
     "bfloat16": Operation(1, _always(Type.FLOAT), _rounded(torch.bfloat16)),
     "float16": Operation(1, _always(Type.FLOAT), _rounded(torch.float16)),
@@ -147,10 +160,10 @@ OPERATIONS: dict[str, Operation] = {
     "rsqrt": Operation(1, _always(Type.FLOAT), _of_floats(torch.rsqrt)),
     "sin": Operation(1, _always(Type.FLOAT), _of_floats(torch.sin)),
     "cos": Operation(1, _always(Type.FLOAT), _of_floats(torch.cos)),
-    "floor": Operation(1, _always(Type.FLOAT), _of_floats(torch.floor)),
-    "ceil": Operation(1, _always(Type.FLOAT), _of_floats(torch.ceil)),
-    "round": Operation(1, _always(Type.FLOAT), _of_floats(torch.round)),
-    "trunc": Operation(1, _always(Type.FLOAT), _of_floats(torch.trunc)),
+    "floor": Operation(1, _always(Type.FLOAT), _of_floats(torch.floor), _NUMBERS),
+    "ceil": Operation(1, _always(Type.FLOAT), _of_floats(torch.ceil), _NUMBERS),
+    "round": Operation(1, _always(Type.FLOAT), _of_floats(torch.round), _NUMBERS),
+    "trunc": Operation(1, _always(Type.FLOAT), _of_floats(torch.trunc), _NUMBERS),
 }
 
 # Operations by other names of the same function in torch and Python; ``x.add_(y)`` and the like are refused.
@@ -184,7 +197,6 @@ _NAMES: dict[str, str] = {
     "bitwise_left_shift": "shl",
     "bitwise_right_shift": "shr",
     "half": "float16",
-    "long": "int",
     "double": "float",
     "fix": "trunc",
     "log_sigmoid": "logsigmoid",
@@ -205,5 +217,9 @@ CASTS: dict[torch.dtype, str] = {
     torch.float64: "float",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
-    **dict.fromkeys((torch.int64, torch.int32), "int"),
+    torch.int64: "int",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
 }

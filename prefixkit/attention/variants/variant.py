@@ -12,7 +12,6 @@ whole blocks.  The float64 oracle (``attention.reference``) calls the function i
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -21,38 +20,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from prefixkit.attention.variants.evaluate import evaluate, pointwise
-from prefixkit.attention.variants.expression import Captured, Expression, Type
+from prefixkit.attention.variants.expression import Captured, Expression
 from prefixkit.attention.variants.function_digest import captured, fingerprint
-from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.mod import BadVariant, Mod, check_arguments, mod_of, name_of
+from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD
 from prefixkit.attention.variants.transforms import Streaming, Transform, Transforms
 from prefixkit.attention.variants.visibility import by_distance, mask_bounds, without_causality
 from prefixkit.attention.visible import ALL, Visible
-
-
-class BadVariant(ValueError):
-    """A variant cannot be made from these functions."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mod:
-    """One function of a variant.
-
-    Attributes:
-        function: The Python function.
-        arguments: The names of its arguments: :data:`SCORE_MOD` or :data:`MASK_MOD`.
-        expression: The traced function, without causality if attention applies that itself; None if it is not traced.
-    """
-
-    function: Callable[..., Tensor]
-    arguments: tuple[str, ...]
-    expression: Expression | None
-
-    def __call__(self, **values: Tensor) -> Tensor:
-        """The function's result for tensors that broadcast, passed by the names of the arguments."""
-        if self.expression is not None:
-            return evaluate(self.expression, **values)
-        return pointwise(self.function, *(values[name] for name in self.arguments))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,14 +146,15 @@ class Variant:
         return versions_of(self.captured)
 
     def reads(self, argument: str, *, masks: bool = True, scores: bool = True) -> bool:
-        """Whether a result depends on ``argument``, one of :data:`ARGUMENTS`; untraced functions may read all.
+        """Whether a result depends on ``argument``, one of :data:`ARGUMENTS`; untraced functions may read all but
+        "b", whose use is known.
 
         Args:
             argument: "b", "h", "q_idx" or "kv_idx".
             masks, scores: Whether functions that hide keys, and those that change scores, count.
         """
         mods = (self.mask_mods if masks else ()) + (self.score_mods if scores else ())
-        return any(mod.expression is None or mod.expression.reads(argument) for mod in mods)
+        return any(mod.reads(argument) for mod in mods)
 
     def change(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Apply the ``score_mods`` to scores.
@@ -290,10 +265,10 @@ def variant(
     transforms = _transforms(query=query, key=key, value=value, output=output)
     if score_mod is None and mask_mod is None and not transforms:
         raise BadVariant("variant: got no function, no score_mod, mask_mod or transform; causal attention is CAUSAL")
-    score_mods = () if score_mod is None else (_mod("score_mod", score_mod, SCORE_MOD, traced),)
-    mask_mods = () if mask_mod is None else (_mod("mask_mod", mask_mod, MASK_MOD, traced),)
+    score_mods = () if score_mod is None else (mod_of("score_mod", score_mod, SCORE_MOD, traced),)
+    mask_mods = () if mask_mod is None else (mod_of("mask_mod", mask_mod, MASK_MOD, traced),)
     functions = [function for function in (score_mod, mask_mod, *transforms.functions) if function is not None]
-    made = Variant(name or " + ".join(map(_name, functions)), score_mods, mask_mods)
+    made = Variant(name or " + ".join(map(name_of, functions)), score_mods, mask_mods)
     bounds = None
     if mask_mods and (mask := mask_mods[0].expression) is not None:
         bounds, rest = mask_bounds(mask), without_causality(mask)
@@ -316,33 +291,5 @@ def _transforms(**given: Transform | None) -> Transforms:
     """The checked transforms of a variant; BadVariant if one does not take rows and positions."""
     for rows, function in given.items():
         if function is not None:
-            _check_arguments(f"{rows} transform", function, ("x", "positions"), "rows and their positions")
+            check_arguments(f"{rows} transform", function, ("x", "positions"), "rows and their positions")
     return Transforms(**{rows: () if one is None else (one,) for rows, one in given.items()})
-
-
-def _mod(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], traced: bool) -> Mod:
-    _check_arguments(kind, function, arguments, "as FlexAttention's do")
-    if not traced:
-        return Mod(function, tuple(arguments), None)
-    expression = trace(function, arguments)
-    found = expression.nodes[-1].type
-    if (found is Type.BOOL) != (arguments == MASK_MOD) or (found is not Type.FLOAT and arguments == SCORE_MOD):
-        wanted = "a bool, what is visible" if arguments == MASK_MOD else "a float, the new score"
-        raise BadVariant(f"variant: {kind} {_name(function)!r} must return {wanted}, but it returns {found.value}")
-    return Mod(function, tuple(arguments), expression)
-
-
-def _check_arguments(kind: str, function: Callable[..., Tensor], arguments: Sequence[str], which: str) -> None:
-    if not callable(function):
-        raise BadVariant(f"variant: {kind} must be a function, got {type(function).__name__} {function!r}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise BadVariant(
-            f"variant: {kind} {_name(function)!r} must take {len(arguments)} arguments, ({', '.join(arguments)}), "
-            f"{which}, but it takes {inspect.signature(function)}"
-        ) from error
-
-
-def _name(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -69,7 +69,9 @@ DEVICE float variant_tanh(float x) {
     const float far = copysignf(1.f - 2.f * reciprocal(1.f + exp2_fast(2.f * LOG2E * fabsf(x))), x);
     return fabsf(x) < NEAR ? near_tanh(x) : far;
 }
-DEVICE float variant_log_sigmoid(float x) { return -LN2 * log2_fast(1.f + exp2_fast(-LOG2E * x)); }
+DEVICE float variant_log_sigmoid(float x) {
+    return fminf(x, 0.f) - LN2 * log2_fast(1.f + exp2_fast(-LOG2E * fabsf(x)));
+}
 DEVICE float variant_sigmoid(float x) { return reciprocal(1.f + exp2_fast(-LOG2E * x)); }
 // The hardware's own tanh, whose relative error is up to 2^-11.
 DEVICE float hardware_tanh(float x) {

@@ -27,6 +27,7 @@ _ARGUMENTS = "float score, int b, int h, int q_idx, int kv_idx, const int* words
 # A key's position is passed in two parts; the second is a compile-time constant of the kernel.
 _SCORE_ARGUMENTS = "float score, int b, int h, int q_idx, int kv_base, int kv_offset, const int* words"
 _SCORE_TEMPLATE = f"{_SCORE_ARGUMENTS}, By& tanh"
+_SCORE = ARGUMENTS.index("score")
 _NAMES = dict(zip(ARGUMENTS, ("score", "b", "h", "q_idx", "kv_idx"), strict=True))
 _ELEMENTS = {
     torch.float32: "float",
@@ -44,6 +45,7 @@ _ELEMENTS = {
 _ELEMENT_BITS = {torch.int64: 63, torch.int32: 31, torch.int16: 15, torch.int8: 8, torch.uint8: 8}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _INFIX |= {"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+_NARROW = {"int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char"}
 _OF_FLOATS = {
     "pow": "powf",
     "exp": "expf",
@@ -146,6 +148,7 @@ class _Value:
     positive: bool = False  # or 0, as positions and heads are
     base: str = ""
     slope: int = 0
+    of_score: bool = False  # it depends on the score
 
     @property
     def declared(self) -> str:
@@ -194,7 +197,8 @@ def _function(name: str, result: str, expression: Expression, places: _Places) -
             base = _value(expression, node, bases, places.scalars, places.tensors).text if args else "kv_base"
             lines.append(f"        [[maybe_unused]] const int y{number} = {base};\n")
             value = replace(value, base=f"y{number}", slope=slope)
-        values.append(replace(value, text=f"x{number}"))
+        of_score = (node.op, node.slot) == ("argument", _SCORE) or any(arg.of_score for arg in args)
+        values.append(replace(value, text=f"x{number}", of_score=of_score))
     body, template, given = "".join(lines), "", _ARGUMENTS
     if of_scores:
         body, template, given = body.replace("variant_tanh(", "tanh("), "template <class By> ", _SCORE_TEMPLATE
@@ -228,7 +232,8 @@ def _value(
         known = divisor.op == "scalar" and expression.scalars[divisor.slot] > 0
         if node.type is Type.INT:
             return _division(node.op, args, scalars[divisor.slot] if known else None)
-        if node.op == "div" and known:
+        # Scores are multiplied by the reciprocal; what integers are divided by must be exact, as masks compare it.
+        if node.op == "div" and known and args[0].of_score and expression.nodes[node.args[0]].op != "float":
             return _Value(f"divide_by_number({args[0].text}, words + {scalars[divisor.slot][0]})", Type.FLOAT)
     return _operation(node, args)
 
@@ -306,10 +311,14 @@ def _operation(node: Node, args: list[_Value]) -> _Value:
             if (args[0].type is not kind)
             else args[0]
         )
+    if op in _NARROW:
+        return _Value(f"({_NARROW[op]}){texts[0]}", kind, _ELEMENT_BITS[getattr(torch, op)])
     if op == "where":
         return _Value(f"{texts[0]} ? {texts[1]} : {texts[2]}", kind, bits)
     if op in ("min", "max"):
-        return _Value(f"{texts[0]} {'<' if op == 'min' else '>'} {texts[1]} ? {texts[0]} : {texts[1]}", kind, bits)
+        x, y = texts
+        or_nan = f" || {x} != {x}" if kind is Type.FLOAT else ""
+        return _Value(f"{x} {'<' if op == 'min' else '>'} {y}{or_nan} ? {x} : {y}", kind, bits)
     if op == "neg":
         return _Value(f"-{texts[0]}", kind, bits)
     if op == "abs":

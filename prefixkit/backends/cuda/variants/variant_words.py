@@ -32,7 +32,7 @@ class VariantWords:
         if self._captured and (versions := versions_of(self._captured)) != self._versions:
             for captured, held in zip(self._captured, self._held, strict=True):
                 if held is not captured.tensor:
-                    held.copy_(captured.tensor)
+                    held.copy_(captured.tensor.detach())
             self._versions = versions
 
 

@@ -113,8 +113,10 @@ def check_block(of: Variant, run: Compiled, rng: np.random.Generator) -> None:
     assert not_all or shown.all(), "a block that is said to be shown"
 
 
+WRAPPING = {8: torch.int8, -8: torch.uint8, 16: torch.int16, 32: torch.int32}
 PER_HEAD, TABLE = torch.tensor([0.5, -1.25, 3.0]), torch.randint(0, 4, (2, 5000))
 HALVES = torch.randn(3, 64).bfloat16()
+NARROW = {bits: torch.randint(-(2**30), 2**30, (5000,)).to(dtype) for bits, dtype in WRAPPING.items()}
 # Every operation that an expression can hold, at least once; operands of both signs.
 SCORE_MODS: dict[str, Callable[..., Tensor]] = {
     "arithmetic": lambda s, b, h, q, kv: (s * 2 - 1) / 3 + (q - kv) * 0.01 + -h,
@@ -132,6 +134,15 @@ SCORE_MODS: dict[str, Callable[..., Tensor]] = {
     ),
     "clamps": lambda s, b, h, q, kv: s.clamp(-3, 4) + (q - kv).clamp(min=-5) + s.masked_fill(kv < 7, -math.inf),
     "captured": lambda s, b, h, q, kv: s + PER_HEAD[h] * TABLE[b, q] + HALVES[h][kv % 64] + PER_HEAD[-1],
+    "large log-sigmoids": lambda s, b, h, q, kv: torch.nn.functional.logsigmoid(s * 50),
+    "no numbers": lambda s, b, h, q, kv: torch.where(
+        h == 0, torch.log(s).clamp(-1, 1), torch.minimum(torch.sqrt(s), s) + torch.maximum(s, torch.log(s))
+    ),
+    "methods": lambda s, b, h, q, kv: s.where(q - kv < 3, s - 50) + s.pow(exponent=2).masked_fill(mask=kv < 9, value=1),
+    "truths": lambda s, b, h, q, kv: s + ((q > kv) + (q > 5)) * 2 - ((q > kv) * (h > 0)).float(),
+    "small integers": lambda s, b, h, q, kv: (
+        s + NARROW[8][q] * NARROW[-8][kv] * 3 + (NARROW[16][q] - NARROW[16][kv]) * 1e-3 + (NARROW[32][q] * 3 < kv)
+    ),
     "a line": lambda s, b, h, q, kv: s + PER_HEAD[h] * (kv - q) * 0.01 - b,
     "a line that falls": lambda s, b, h, q, kv: s - torch.tanh(PER_HEAD[h]) * 0.01 * (kv - q + 2).float(),
 }
@@ -141,6 +152,12 @@ MASK_MODS: dict[str, Callable[..., Tensor]] = {
     "logic": lambda b, h, q, kv: torch.logical_or(q > kv, torch.logical_not(h == 1)) ^ torch.logical_and(q, kv),
     "documents": lambda b, h, q, kv: TABLE[b, q] == TABLE[b, kv],
     "large": lambda b, h, q, kv: (q * kv * 4000 < 2**40) & (q + 2**33 > kv),
+    "quotients": lambda b, h, q, kv: ((q / 41).long() == (kv / 41).long()) | (q / 3 == (kv * 2 + 1) / 6),
+    "powers": lambda b, h, q, kv: ((kv**5) % 7 == (q**3) % 7) & (kv**0 == 1) | (torch.pow(q, exponent=4) % 5 < 1),
+    "one of two": lambda b, h, q, kv: torch.logical_xor(q > kv, torch.logical_xor(h, b)),
+    "unsigned": lambda b, h, q, kv: (NARROW[-8][q] - NARROW[-8][kv] <= 5) | (-NARROW[-8][q] // 7 == 3),
+    "signed": lambda b, h, q, kv: (NARROW[8][q] + NARROW[8][kv] + 100 > 5) ^ ((NARROW[-8][q] % -3 == 1) & (q < 99)),
+    "wrapping casts": lambda b, h, q, kv: (q * 40).to(torch.int16) < (q * q * 500).int() + kv.to(torch.uint8).char(),
     "casts": lambda b, h, q, kv: (q.float() / 3 > kv.to(torch.float32) * 1.5) | (q % 3).bool(),
 }
 
