@@ -173,14 +173,12 @@ def _numbered(batch: StepTree, ends: NDArray[np.int64], variant: Variant) -> Que
     first, last = np.searchsorted(ends[order], (node, batch.snapshot.subtree_end[node]))
     if not np.any(last - first > 1):
         return replace(batch.queries, sequence=order[first].astype(np.int32))
-    if variant.traced:
-        run = int(np.argmax(last - first > 1))
-        raise UnnumberedSequences(
-            f"plan: variant {variant.name!r} reads b, the number of a query's sequence, but sequences "
-            f"{order[first[run]]} and {order[first[run] + 1]} share tokens that run in this step; run such tokens "
-            "under a variant that does not read b, or let sequences part before they run"
-        )
-    return batch.queries
+    run = int(np.argmax(last - first > 1))
+    raise UnnumberedSequences(
+        f"plan: variant {variant.name!r} reads b, the number of a query's sequence, but sequences "
+        f"{order[first[run]]} and {order[first[run] + 1]} share tokens that run in this step; run such tokens "
+        "under a variant that does not read b, or let sequences part before they run"
+    )
 
 
 def _build(

@@ -123,7 +123,8 @@ def static_decode(
     Raises:
         ValueError, OutOfPages: as :meth:`StaticDecode.upload`; fewer rows than sequences.
         UnnumberedSequences: the variant reads b.
-        BackendError: our kernels do not run this attention: on a CPU, in float32, or for head sizes without a kernel.
+        BackendError: our kernels do not run this attention: on a CPU, in float32, for head sizes without a kernel, or
+            with functions that are not traced.
     """
     rows = len(sequences) if rows is None else rows
     if rows < len(sequences):
@@ -134,11 +135,13 @@ def static_decode(
             "static buffers do not hold; plan each step"
         )
     device = attention.pool.spec.device
-    plannings = graph_plannings(device, attention.planners)
+    traced = attention.variant.traced
+    plannings = graph_plannings(device, attention.planners) if traced else None
     if plannings is None:
+        what = str(attention.pool.spec) if traced else f"variant {attention.variant.name!r} is not traced"
         raise BackendError(
-            f"static_decode: no kernel whose plans a CUDA graph can hold runs this attention ({attention.pool.spec}); "
-            "plan each step, or take bfloat16 or float16 on a GPU"
+            f"static_decode: no kernel whose plans a CUDA graph can hold runs this attention ({what}); "
+            "plan each step, or take bfloat16 or float16 on a GPU, and a variant that is traced"
         )
     return StaticDecode(attention, plannings, tree, sequences, steps, rows)
 

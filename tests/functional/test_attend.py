@@ -89,12 +89,13 @@ def test_every_row_of_a_step_is_that_of_the_reference_under_a_variant(dtype: tor
     errors.check()
 
 
-def test_functions_see_the_index_of_their_sequence_as_b() -> None:
+@pytest.mark.parametrize("traced", [True, False])
+def test_functions_see_the_index_of_their_sequence_as_b(traced: bool) -> None:
     """Whatever the tree's order is; tokens that several sequences share have no such number."""
     rng = np.random.default_rng(3)
     tree, samples, model = set_up(rng, torch.float32, 4)
     slope = torch.from_numpy(rng.random(len(samples)).astype(np.float32))
-    variant = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + slope[b] * (kv_idx - q_idx))
+    variant = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + slope[b] * (kv_idx - q_idx), traced=traced)
     attention = prefixkit.TreeAttention(model.attention.pool, HEADS, variant)
     with pytest.raises(UnnumberedSequences, match=r"plan: variant .* reads b, .* but sequences \d and \d share tokens"):
         prefixkit.plan(attention, tree, samples)

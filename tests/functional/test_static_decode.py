@@ -143,5 +143,8 @@ def test_static_buffers_need_kernels_whose_plans_a_graph_can_hold() -> None:
         ValueError, match=r"reads b, the number of a query's sequence, which static buffers do not hold"
     ):
         prefixkit.static_decode(prefixkit.TreeAttention(attention.pool, 1, numbered), tree, samples, 3)
+    untraced = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score * h, name="by head", traced=False)
+    with pytest.raises(BackendError, match="variant 'by head' is not traced"):
+        prefixkit.static_decode(prefixkit.TreeAttention(attention.pool, 1, untraced), tree, samples, 3)
     with pytest.raises(ValueError, match="rows must be at least the"):
         prefixkit.static_decode(attention, tree, samples, 3, rows=1)

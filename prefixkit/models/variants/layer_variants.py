@@ -168,7 +168,7 @@ def with_variants(
 def _obstacle(kind: LayerKind, cls: type, variant: Variant) -> str | None:
     """Why a layer cannot apply a variant; None if it can."""
     own = own_code(cls)
-    if variant.traced and variant.reads("b"):
+    if variant.reads("b"):
         return "it reads b, and a model's sequences have no numbers"
     if own is not None and own.adapt is not None and variant.reads("h"):
         return "it reads h, and the layer's heads are attended with in another order than the model's"

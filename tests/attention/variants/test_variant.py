@@ -163,6 +163,23 @@ def test_what_is_not_traced_is_called_as_it_is(where: tuple[Tensor, ...], score:
 
 
 @pytest.mark.parametrize(
+    ("score_mod", "reads"),
+    [
+        (lambda s, b, h, q, kv: torch.special.erf(s), False),
+        (lambda s, b, h, q, kv: s + torch.zeros((), device=b.device, dtype=b.dtype), False),
+        (lambda s, b, h, q, kv: s / (q // h), False),  # which zeros cannot be given
+        (lambda s, b, h, q, kv: s + torch.special.erf(b), True),
+        (lambda s, b, h, q, kv: s + torch.ones(5)[b], True),
+        (lambda s, b, h, q, kv: torch.where(b == q, s, 0.0), True),
+        (lambda s, b, h, q, kv: s + 1 - b, True),
+        (lambda s, b, h, q, kv: undefined(s), True),  # type: ignore[name-defined]  # noqa: F821  # may do anything
+    ],
+)
+def test_whether_a_function_that_is_not_traced_reads_b_is_known(score_mod: Callable[..., Tensor], reads: bool) -> None:
+    assert variant(score_mod, traced=False).reads("b") == reads
+
+
+@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: sliding_window(0), ValueError, "sliding_window: size"),

@@ -228,8 +228,9 @@ def test_what_is_no_variant_is_refused(tiny):
     held = object()
     unknown = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + held.bias, traced=False)
     refused(tiny(), unknown, "numbers, strings, tensors and plain functions, got a object", TypeError)
-    by_sequence = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + b, name="by sequence")
-    refused(tiny(), by_sequence, "cannot apply the variant 'by sequence': it reads b, and a model's sequences have no")
+    for traced in (True, False):
+        of = prefixkit.variant(lambda score, b, h, q_idx, kv_idx: score + b, name="by sequence", traced=traced)
+        refused(tiny(), of, "cannot apply the variant 'by sequence': it reads b, and a model's sequences have no")
 
 
 def test_layers_that_cannot_apply_a_variant_are_refused_at_once(tiny):

@@ -91,7 +91,7 @@ def compile_program(
     # torch's kernel takes K and V of one head size.  Padding them costs more than scores in memory: one row of 16 heads
     # of sizes 192 and 128 on 1,000 keys takes 2,335 us padded, and 969 with scores.  But scores need blocks of few
     # rows, and expanded K and V would be expanded again for each block.
-    if variant.traced and variant.reads("b") and tree.queries.sequence is None:
+    if variant.reads("b") and tree.queries.sequence is None:
         raise UnnumberedSequences("tree_attention: " + UNNUMBERED)
     one_size = expanded or heads.value_dim == heads.head_dim
     flash = on_cpu and not scored and variant.biases is not None and one_size
