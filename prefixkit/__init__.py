@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from prefixkit.attention.variants import compose as compose
     from prefixkit.attention.variants import variant as variant
     from prefixkit.attention.variants.mod import BadVariant as BadVariant
+    from prefixkit.attention.variants.tracing.untraceable import UntraceableVariant as UntraceableVariant
     from prefixkit.attention.variants.transforms import BadTransform as BadTransform
-    from prefixkit.attention.variants.untraceable import UntraceableVariant as UntraceableVariant
     from prefixkit.engine.policy import MemoryPolicy as MemoryPolicy
     from prefixkit.engine.request import BeamParams as BeamParams
     from prefixkit.engine.request import Request as Request
@@ -107,7 +107,7 @@ _NAMES = {
     "prefixkit.session.call_results": ("MemoryReleased", "Result", "SessionBusy"),
     "prefixkit.session.session_memory": ("Pin",),
     "prefixkit.attention.queries": ("UnnumberedSequences",),
-    "prefixkit.attention.variants.trace": ("UntraceableVariant",),
+    "prefixkit.attention.variants.tracing.trace": ("UntraceableVariant",),
     "prefixkit.attention.variants.transforms": ("BadTransform",),
     "prefixkit.attention.variants.variant": ("BadVariant",),
     "prefixkit.kv.limits": ("DoesNotFit",),

@@ -13,9 +13,9 @@ from prefixkit.attention.variants.mod import BadVariant as BadVariant
 from prefixkit.attention.variants.registry import UnknownVariant as UnknownVariant
 from prefixkit.attention.variants.registry import lookup as lookup
 from prefixkit.attention.variants.registry import register as register
+from prefixkit.attention.variants.tracing.untraceable import UntraceableVariant as UntraceableVariant
 from prefixkit.attention.variants.transforms import BadTransform as BadTransform
 from prefixkit.attention.variants.transforms import Streaming as Streaming
-from prefixkit.attention.variants.untraceable import UntraceableVariant as UntraceableVariant
 from prefixkit.attention.variants.variant import CAUSAL as CAUSAL
 from prefixkit.attention.variants.variant import Variant as Variant
 from prefixkit.attention.variants.variant import parts_of as parts_of

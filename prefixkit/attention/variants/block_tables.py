@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixkit.attention.variants.builtin import check_count
-from prefixkit.attention.variants.trace import MASK_MOD, trace
+from prefixkit.attention.variants.tracing.trace import MASK_MOD, trace
 from prefixkit.attention.variants.variant import Variant, variant
 from prefixkit.attention.variants.visibility import mask_bounds
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from prefixkit.attention.variants.evaluate import evaluate, pointwise
 from prefixkit.attention.variants.expression import Expression, Type
-from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
-from prefixkit.attention.variants.watch import uses
+from prefixkit.attention.variants.tracing.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.tracing.watch import uses
 
 
 class BadVariant(ValueError):

@@ -23,7 +23,7 @@ from torch import Tensor
 from prefixkit.attention.variants.expression import Captured, Expression
 from prefixkit.attention.variants.function_digest import captured, fingerprint
 from prefixkit.attention.variants.mod import BadVariant, Mod, check_arguments, mod_of, name_of
-from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD
+from prefixkit.attention.variants.tracing.trace import MASK_MOD, SCORE_MOD
 from prefixkit.attention.variants.transforms import Streaming, Transform, Transforms
 from prefixkit.attention.variants.visibility import by_distance, mask_bounds, without_causality
 from prefixkit.attention.visible import ALL, Visible

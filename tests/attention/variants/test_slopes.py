@@ -11,7 +11,7 @@ from torch import Tensor
 from prefixkit.attention.variants.evaluate import evaluate
 from prefixkit.attention.variants.expression import Expression
 from prefixkit.attention.variants.slopes import slope_of
-from prefixkit.attention.variants.trace import SCORE_MOD, trace
+from prefixkit.attention.variants.tracing.trace import SCORE_MOD, trace
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 PER_HEAD, TABLE = torch.tensor([0.5, -1.25, 3.0]), torch.randn(16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixkit.attention.variants.evaluate import evaluate
-from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.tracing.trace import MASK_MOD, SCORE_MOD, trace
 from prefixkit.attention.variants.visibility import MaskBounds, by_distance, mask_bounds, without_causality
 
 CAUSAL, NOTHING = MaskBounds(causal=True), MaskBounds()

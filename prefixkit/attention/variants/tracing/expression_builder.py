@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from prefixkit.attention.variants.expression import ARGUMENTS, Captured, Expression, Node, Type, closed
 from prefixkit.attention.variants.operations import CASTS, OPERATIONS, named
-from prefixkit.attention.variants.special_operations import SPECIAL
-from prefixkit.attention.variants.traced_values import (
+from prefixkit.attention.variants.tracing.traced_values import (
     POSITION_BITS,
     WIDE,
     Partial,
@@ -22,7 +21,7 @@ from prefixkit.attention.variants.traced_values import (
     whole_dtype,
     wrapped,
 )
-from prefixkit.attention.variants.untraceable import Line, UntraceableVariant, refuse
+from prefixkit.attention.variants.tracing.untraceable import Line, UntraceableVariant, refuse
 
 _TYPES = {name: Type.FLOAT if name == "score" else Type.INT for name in ARGUMENTS}
 # The names of the operands of torch's functions, by their number.
@@ -34,6 +33,10 @@ _CHOOSING = ("where", "min", "max")
 _ROUNDING = ("floor", "ceil", "round", "trunc")
 
 
+# Builds what a function is that is more than one operation, of its name, operands and keywords.
+Special = Callable[["ExpressionBuilder", str, list[Any], dict[str, Any]], Any]
+
+
 class ExpressionBuilder:
     """Builds an expression.  Operands are nodes (:class:`Value`), literals and captured tensors."""
 
@@ -41,12 +44,14 @@ class ExpressionBuilder:
         self,
         function: Callable[..., object],
         arguments: Sequence[str],
+        special: Mapping[str, Special],
         tensors: dict[str, Tensor],
         copied_by: Callable[[Tensor], str | None],
     ) -> None:
-        """``tensors`` are the captured ones by the names of their nodes; ``copied_by`` names the operation that made
-        one of them from others.
+        """``special`` has the functions that are more than one operation, or none; ``tensors`` the captured ones, by
+        the names of their nodes; ``copied_by`` names the operation that made one of these from others.
         """
+        self._special = special
         self._function, self._arguments, self._named, self._copied_by = function, iter(arguments), tensors, copied_by
         self._nodes: list[Node] = []
         self._scalars: list[bool | int | float] = []
@@ -84,7 +89,7 @@ class ExpressionBuilder:
             name = "not"
         given = [self._operand(arg) for arg in node.args]
         options = {key: self._operand(arg) for key, arg in node.kwargs.items()}
-        special = SPECIAL.get(name.strip("_") if name.startswith("__") else name)
+        special = self._special.get(name.strip("_") if name.startswith("__") else name)
         try:
             if special is not None:
                 return special(self, name, given, options)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from prefixkit.attention.variants import watch
 from prefixkit.attention.variants.expression import ARGUMENTS, Expression
-from prefixkit.attention.variants.expression_builder import ExpressionBuilder
-from prefixkit.attention.variants.untraceable import Line, refuse
+from prefixkit.attention.variants.tracing import watch
+from prefixkit.attention.variants.tracing.expression_builder import ExpressionBuilder
+from prefixkit.attention.variants.tracing.special_operations import SPECIAL
+from prefixkit.attention.variants.tracing.untraceable import Line, refuse
 
 SCORE_MOD, MASK_MOD = ARGUMENTS, ARGUMENTS[1:]
 _TORCH = str(Path(torch.__file__).parent)
@@ -41,7 +42,7 @@ def trace(function: Callable[..., object], arguments: Sequence[str]) -> Expressi
         graph = tracer.trace(_with_arity(function, len(arguments), tracer.copies))
     except Exception as error:
         refuse(function, _reason(error), _line_of(error))
-    builder = ExpressionBuilder(function, arguments, tracer.tensors, tracer.copies.operation)
+    builder = ExpressionBuilder(function, arguments, SPECIAL, tracer.tensors, tracer.copies.operation)
     for node in graph.nodes:
         builder.visit(node, tracer.lines.get(node))
     return builder.expression()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prefixkit.attention.variants import UntraceableVariant, register, variant
 from prefixkit.attention.variants.evaluate import evaluate, pointwise
-from prefixkit.attention.variants.trace import MASK_MOD, SCORE_MOD, trace
+from prefixkit.attention.variants.tracing.trace import MASK_MOD, SCORE_MOD, trace
 
 
 class Windowed:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from prefixkit.attention.variants.expression import Captured, Type
-from prefixkit.attention.variants.traced_values import Partial, Property, Value
-
-if TYPE_CHECKING:
-    from prefixkit.attention.variants.expression_builder import ExpressionBuilder as Builder
+from prefixkit.attention.variants.tracing.expression_builder import ExpressionBuilder as Builder
+from prefixkit.attention.variants.tracing.expression_builder import Special
+from prefixkit.attention.variants.tracing.traced_values import Partial, Property, Value
 
 _FILLED = {"ones": 1, "zeros": 0}
 _WHOLE = {"long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8}
@@ -123,7 +121,6 @@ def _filled(to: Builder, name: str, given: list[Any], options: dict[str, Any]) -
     return to.like(value, to.value(operands[0] if dtype is None else dtype.of))
 
 
-Special = Callable[["Builder", str, list[Any], dict[str, Any]], Any]
 # By the names of torch's functions and methods.
 SPECIAL: dict[str, Special] = {
     "getitem": _getitem,

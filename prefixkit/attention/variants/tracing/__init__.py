@@ -1,0 +1,1 @@
+"""Tracing: what a function does with proxies becomes an expression."""
