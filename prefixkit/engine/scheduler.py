@@ -230,7 +230,7 @@ class Scheduler:
     def _next(self) -> Scheduled | None:
         self._resume_recomputed()
         lookahead = self._lookahead(self.policy.longest)
-        if lookahead > self.store.tree.allocator.free:
+        if not self.store.cache.free_pages_or_none(lookahead):  # the fewer pages, the sooner a batch must be committed
             self._free_pages()
             lookahead = self._lookahead(self.policy.longest)
         if self.had_waiting or self.has_waiting:

@@ -99,6 +99,13 @@ class PrefixCache:
                     self._push(left)
         return pages <= allocator.free
 
+    def free_pages_or_none(self, pages: int) -> bool:
+        """:meth:`free_pages`, but nothing is evicted if free pages and those that the cache alone holds are too few."""
+        tree, allocator = self.tree, self.tree.allocator
+        if pages > allocator.free and pages > allocator.num_pages - tree.pages_held() - tree.reserved:
+            return False
+        return self.free_pages(pages)
+
     def clear(self) -> None:
         """Evict whatever no sequence needs."""
         while (node := self._first()) is not None:

@@ -12,8 +12,9 @@ import pytest
 
 import prefixkit
 from prefixkit.engine.call import Call
+from prefixkit.engine.policy import MemoryPolicy
 from prefixkit.engine.request import Request, Sample
-from prefixkit.runners.batch import Pace
+from prefixkit.runners.batch import Batch, Pace
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.expected import alone, assert_all_given_back, random_prompts
@@ -143,6 +144,29 @@ def test_samples_start_at_once_where_prompts_take_many_steps() -> None:
 def test_samples_start_earlier_where_they_fill_all_slots_or_a_listener_waits_for_tokens() -> None:
     assert 1 <= prompts_computed_before_the_first_run(most_running=2) <= 3
     assert 1 <= prompts_computed_before_the_first_run(on_token=lambda event: None) <= 2
+
+
+def test_a_full_cache_makes_room_for_as_many_tokens_at_once_as_are_looked_ahead() -> None:
+    """Each batch that runs out of pages has its tokens appended to the tree, and rows, plan and parameters made anew."""
+    policy, params = MemoryPolicy(headroom=16), SamplingParams(n=8, max_new_tokens=33, stop_token_ids=())
+    engine, _ = make_fake_engine(110, pace=Pace(ahead=2, slack=16), policy=policy, retain_samples=True)
+    launches = []
+    launch = engine.runner.launch
+
+    def counted(batch: Batch) -> None:
+        launches.append(batch)
+        launch(batch)
+
+    engine.runner.launch = counted  # type: ignore[method-assign]
+    counts = []
+    for turn in range(6):
+        launches.clear()
+        samples = engine.run([Request(0, np.arange(20) + 20 * turn, params)])
+        assert [one.tokens for one in samples] == [alone(np.arange(20) + 20 * turn, params, i) for i in range(8)]
+        counts.append(len(launches))
+    assert engine.report.tokens_evicted > 0
+    assert counts[0] == 2, "the prompt, and all steps"
+    assert max(counts) <= 4, "at least 16 steps between two launches"
 
 
 def test_an_interrupt_before_counters_are_read_is_raised_as_it_is() -> None:

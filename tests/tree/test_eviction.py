@@ -32,6 +32,16 @@ def test_the_prompt_found_least_recently_goes_first() -> None:
     assert cache.tree.match([4, 5, 6]).length == 0
 
 
+def test_nothing_is_evicted_for_more_pages_than_that_would_free() -> None:
+    cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=8)
+    held = cache.tree.insert([7, 8])
+    assert not cache.free_pages_or_none(7)
+    assert cache.tree.match([1, 2, 3]).length == cache.tree.match([4, 5, 6]).length == 3
+    assert cache.free_pages_or_none(6)
+    assert cache.tree.match([1]).length == cache.tree.match([4]).length == 0
+    assert held.length == 2
+
+
 def test_a_node_that_is_protected_while_its_child_goes_is_one_with_its_other_child_afterwards() -> None:
     cache = cache_of([1, 2, 3, 4], [1, 2, 9], num_pages=5)
     tree = cache.tree
