@@ -147,7 +147,7 @@ def test_samples_start_earlier_where_they_fill_all_slots_or_a_listener_waits_for
 
 
 def test_a_full_cache_makes_room_for_as_many_tokens_at_once_as_are_looked_ahead() -> None:
-    """Each batch that runs out of pages has its tokens appended to the tree, and rows, plan and parameters made anew."""
+    """When a batch runs out of pages, its tokens join the tree, and rows, plan and parameters are made anew."""
     policy, params = MemoryPolicy(headroom=16), SamplingParams(n=8, max_new_tokens=33, stop_token_ids=())
     engine, _ = make_fake_engine(110, pace=Pace(ahead=2, slack=16), policy=policy, retain_samples=True)
     launches = []
