@@ -230,7 +230,8 @@ class Scheduler:
     def _next(self) -> Scheduled | None:
         self._resume_recomputed()
         lookahead = self._lookahead(self.policy.longest)
-        if not self.store.cache.free_pages_or_none(lookahead):  # the fewer pages, the sooner a batch must be committed
+        free, streams = self.store.tree.allocator.free, all(run.streams for run in self.runs)
+        if lookahead > free and not (streams and self.store.cache.free_pages_or_none(lookahead)):
             self._free_pages()
             lookahead = self._lookahead(self.policy.longest)
         if self.had_waiting or self.has_waiting:
