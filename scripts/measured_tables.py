@@ -307,12 +307,9 @@ def interval(ratio: float | None, limits: list[float] | None) -> str:
     return "not comparable" if limits is None else f"{ratio:.2f} ({limits[0]:.2f} to {limits[1]:.2f})"
 
 
-# The list, the field that names a row, the one with its time, and what it is called on the page.
-_TIMED = (
-    ("steps", "rows", "step_ms", "a step of {} rows, ms"),
-    ("calls", "call", "seconds", "{}, s"),
-    ("generate", "rows", "seconds", "`generate()` of {} rows, s"),
-)
+# The field that names a row of each list, the one with its time, and what the row is called on the page.
+_TIMED = {"steps": ("rows", "step_ms", "a step of {} rows, ms"), "calls": ("call", "seconds", "{}, s")}
+_TIMED |= {"generate": ("rows", "seconds", "`generate()` of {} rows, s")}
 
 
 def tensor_parallel(data: Any) -> Table:
@@ -322,11 +319,10 @@ def tensor_parallel(data: Any) -> Table:
         layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")
         shape = shape if layers == "None" else f"{shape}, {layers} layers"
         layers = "compiled" if one["options"]["compiled"] == "True" else "as they are"
-        for key, name, time, of_one in _TIMED:
+        for key, (name, time, what) in _TIMED.items():
             for own, other in zip(one.get(key, ()), two.get(key, ()), strict=False):  # a run may be cut off
-                what = of_one.format(own[name])
-                ratio = f"{other[time] / own[time]:.2f}"
-                rows.append((shape, layers, what, f"{own[time]:.2f}", f"{other[time]:.2f}", ratio))
+                numbers = f"{own[time]:.2f}", f"{other[time]:.2f}", f"{other[time] / own[time]:.2f}"
+                rows.append((shape, layers, what.format(own[name]), *numbers))
         for found in two.get("texts", ()):
             told = "difference of log-probabilities", "share of greedy tokens before one differs"
             for value, what, key in zip(("difference", "equal_share"), told, ("ratio", "tokens_ratio"), strict=True):
