@@ -307,19 +307,17 @@ def interval(ratio: float | None, limits: list[float] | None) -> str:
     return "not comparable" if limits is None else f"{ratio:.2f} ({limits[0]:.2f} to {limits[1]:.2f})"
 
 
-# The field that names a row of each list, the one with its time, and what the row is called on the page.
-_TIMED = {"steps": ("rows", "step_ms", "a step of {} rows, ms"), "calls": ("call", "seconds", "{}, s")}
-_TIMED |= {"generate": ("rows", "seconds", "`generate()` of {} rows, s")}
-
-
 def tensor_parallel(data: Any) -> Table:
     """For each pair of runs, by one process and by two: times, differences of texts, and their ratios."""
+    # The field that names a row of each list, the one with its time, and what the row is called on the page.
+    timed = {"steps": ("rows", "step_ms", "a step of {} rows, ms"), "calls": ("call", "seconds", "{}, s")}
+    timed |= {"generate": ("rows", "seconds", "`generate()` of {} rows, s")}
     rows: Table = [("shape", "layers", "what", "one GPU", "two GPUs", "two / one")]
     for one, two in zip(data["runs"][::2], data["runs"][1::2], strict=True):
         layers, shape = one["options"]["layers"], one["options"]["shape"].removeprefix("Llama-3.1-")
         shape = shape if layers == "None" else f"{shape}, {layers} layers"
         layers = "compiled" if one["options"]["compiled"] == "True" else "as they are"
-        for key, (name, time, what) in _TIMED.items():
+        for key, (name, time, what) in timed.items():
             for own, other in zip(one.get(key, ()), two.get(key, ()), strict=False):  # a run may be cut off
                 numbers = f"{own[time]:.2f}", f"{other[time]:.2f}", f"{other[time] / own[time]:.2f}"
                 rows.append((shape, layers, what.format(own[name]), *numbers))
