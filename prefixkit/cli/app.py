@@ -167,9 +167,7 @@ def sample(
             metavar="FOLDER",
         ),
     ] = None,
-    first_index: Annotated[
-        int, typer.Option(help="Omit the samples of each prompt before this index; they count from 0 to n - 1.")
-    ] = 0,
+    first_index: Annotated[int, typer.Option(help="Omit each prompt's samples before this index, from 0.")] = 0,
     shard: Annotated[str, typer.Option(help="Sample only part I of N, from 0.", metavar="I/N")] = "0/1",
     stop_when_solved: Annotated[
         int | None,
