@@ -44,9 +44,14 @@ class Marked:
 
 def mark(subtree_end: Ints, marked: NDArray[np.bool_]) -> Marked:
     """Index the nodes where ``marked`` is True."""
-    count = len(subtree_end)
-    nodes = np.flatnonzero(marked)
-    closed = np.cumsum(np.bincount(subtree_end[nodes], minlength=count + 1))[:count]
-    above = np.cumsum(marked) - marked - closed
+    count, nodes, above = len(subtree_end), np.flatnonzero(marked), marked_above(subtree_end, marked)
     order = np.argsort(above[nodes], kind="stable")
     return Marked(above, nodes[order], above[nodes[order]] * count + nodes[order])
+
+
+def marked_above(subtree_end: Ints, marked: NDArray[np.bool_]) -> Longs:
+    """``[nodes]`` how many proper ancestors of each node are ``marked``."""
+    count = len(subtree_end)
+    closed = np.bincount(subtree_end[marked], minlength=count + 1)[:count]
+    above: Longs = np.cumsum(marked - closed) - marked
+    return above

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixkit.attention.ancestry import mark
+from prefixkit.attention.ancestry import marked_above
 from prefixkit.attention.paths.runs import Runs, runs_of
 from prefixkit.tree.arrays import Ints, indptr_of, ranges
 from prefixkit.tree.snapshot import TreeSnapshot
@@ -18,8 +18,10 @@ UNNUMBERED = (
     "for each run of queries"
 )
 
-# A tree with more ancestors of a query than this, each above several nodes with queries, counts as deep.
-DEEP = 8
+# A tree counts as deep if a query has more than DEEP ancestors that each are above several nodes with queries, and all
+# query rows together have more of them than MANY: each row has a partial state from each.  With fewer partial states,
+# a plan by heavy paths takes the host and the GPU longer than it spares in attention (32 beams, H200).
+DEEP, MANY = 8, 512
 
 
 class UnnumberedSequences(ValueError):
@@ -87,16 +89,19 @@ class StepTree:
         return below
 
     @cached_property
+    def depth(self) -> Ints:
+        """``[nodes]`` the number of ancestors of each node."""
+        return self.snapshot.depth()
+
+    @cached_property
     def is_deep(self) -> bool:
-        """Whether some query has more than :data:`DEEP` ancestors with several nodes with queries below them."""
-        snapshot = self.snapshot
-        if snapshot.depth()[self.queries.node].max(initial=0) <= DEEP:
+        """Whether queries have so many ancestors above several nodes with queries as :data:`DEEP` and ``MANY`` say."""
+        snapshot, queries = self.snapshot, self.queries
+        if not _many(self.depth[queries.node], queries):
             return False
         owners = np.concatenate(([0], np.cumsum(self.own_rows > 0)))
         forks = (owners[snapshot.subtree_end] - owners[1:] > 1) & (snapshot.length > 0)
-        if np.count_nonzero(forks) <= DEEP:
-            return False
-        return bool(mark(snapshot.subtree_end, forks).above[self.queries.node].max(initial=0) > DEEP)
+        return _many(marked_above(snapshot.subtree_end, forks)[queries.node], queries)
 
     @cached_property
     def runs(self) -> Runs | None:
@@ -210,6 +215,13 @@ class StepTree:
                 f"node {bad} has KV for fewer than its {snapshot.length[bad]} tokens, but queries sit below it: "
                 "compute ancestors first or in the same step"
             )
+
+
+def _many(above: NDArray[np.integer], queries: Queries) -> bool:
+    """Whether a run of queries has more than :data:`DEEP` of some ancestors, and all rows together more than ``MANY``;
+    ``above [runs]``: how many each run has.
+    """
+    return bool(above.max(initial=0) > DEEP) and int(above @ (queries.end - queries.begin)) > MANY
 
 
 def decode_tree(snapshot: TreeSnapshot, leaf: Ints, sequence: Ints | None = None) -> StepTree:

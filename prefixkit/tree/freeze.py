@@ -67,7 +67,7 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         tree: The tree.
         live: The children of each node that go into the snapshot, see :func:`live_children`; None: all of them.
     """
-    page_size, column = tree.page_size, partial(np.array, dtype=np.int32)
+    page_size = tree.page_size
     nodes: list[Node] = []
     parent: list[int] = []
     stack = (tree.root.children if live is None else live.get(tree.root, []))[::-1]
@@ -86,7 +86,7 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         for group in reversed(node.branches.values()):
             stack += group if len(group) == 1 else group[::-1]
     ends, heavy = _subtrees(parent)
-    parents, subtree_ends = np.array(parent, np.int32), np.array(ends, np.int32)
+    parents, subtree_ends = (np.fromiter(own, np.int32, len(nodes)) for own in (parent, ends))
     order = heaviest_last(ends, heavy)
     if order is not None:
         nodes = [nodes[old] for old in order.tolist()]
@@ -96,6 +96,7 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         subtree_ends = place + (subtree_ends - place)[order]
         place[order] = np.arange(len(nodes))
         parents = np.where(parents[order] >= 0, place[parents[order]], parents[order])
+    column = partial(np.fromiter, dtype=np.int32, count=len(nodes))  # half the time of an array made of a list
     start, first_slot = column([node.start for node in nodes]), column([node.first_slot for node in nodes])
     lengths, computed = column([node.length for node in nodes]), column([node.computed for node in nodes])
     num_pages = -(-(first_slot + lengths) // page_size) + column([node.reserved for node in nodes])
@@ -114,7 +115,7 @@ def rebuild(tree: TreeEdits, live: dict[Node, list[Node]] | None) -> Frozen:
         pages=np.concatenate(pages) if pages else np.empty(0, np.int32),
         sequence_node=sequence_node,
         sequence_id=sequence_id,
-        content=np.array([node.content for node in nodes], np.int64),
+        content=np.fromiter([node.content for node in nodes], np.int64, len(nodes)),
         tree=tree.identity,
     )
     return Frozen(snapshot, nodes, tree.sequences_version)

@@ -102,7 +102,7 @@ def test_limits_hold_in_large_forests(dtype: torch.dtype) -> None:
 def test_deep_trees_in_graphs_buffers_under_windows(dtype: torch.dtype) -> None:
     """Planned by paths on the GPU: tiles begin where one of their queries sees, over runs and trimmed leaves."""
     errors, seed = Errors(), drawn()
-    names = "spine p100 d60 t1 s1-90", "spine p300 d40 t1-9 s1-40", "search p300 n200 t1-30"
+    names = "spine p100 d60 t1 s1-90", "spine p300 d40 t1-9 s1-40", "search p300 n400 t1-30"
     for number, name in enumerate(names):
         rng, snapshot = np.random.default_rng([seed, number]), tree_of(name)
         case = fill(rng, snapshot, len(snapshot.pages), leaf_queries(snapshot), (32, 8, 128), dtype)

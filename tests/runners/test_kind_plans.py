@@ -64,7 +64,7 @@ def expected(tree: StepTree, row: int) -> list[tuple[int, int]]:
     return sorted(keys)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "visible",
     [
@@ -111,7 +111,7 @@ def test_each_row_reads_what_it_sees_once_and_little_more(visible: Visible, seed
 @pytest.mark.parametrize("visible", [ALL, Visible(window=40), Visible(chunk=30, first=4)], ids=str)
 def test_deep_trees_and_others_share_buffers(visible: Visible) -> None:
     """A deep tree is planned by paths, and its runs lie behind its nodes, whose leaves alone are trimmed then."""
-    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d24 t1-2 s1-90", "beam d3")))
+    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d36 t1-2 s1-90", "beam d3")))
     nodes, kind = graph_plans(visible, deep, spare=3000)
     for tree in (deep, flat, deep):
         assert kind.holds(tree)
@@ -159,7 +159,7 @@ def test_a_tree_that_fits_by_paths_alone_is_planned_so() -> None:
 
 
 def test_buffers_made_for_other_trees_do_not_hold_a_deep_one() -> None:
-    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d24 t1-2 s1-9", "beam d6")))
+    deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d36 t1-2 s1-9", "beam d6")))
     nodes, kind = graph_plans(ALL, flat)
     assert nodes.capacity.holds(DecodeCapacity.of(deep))
     assert not kind.holds(deep)

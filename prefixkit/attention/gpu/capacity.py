@@ -102,7 +102,7 @@ def capacity_for(
     queries_of = np.concatenate((tree.own_rows[with_queries], tree.below[above]))
     # Segments of a BSR row that all ancestors join; a path continues to a leaf, the last node of its subtree.
     ends = tree.snapshot.subtree_end[above] - 1 if paths else above
-    reads = tree.snapshot.depth()[np.concatenate((with_queries, ends))].astype(np.int64) + 1
+    reads = tree.depth[np.concatenate((with_queries, ends))].astype(np.int64) + 1
     tiles = -(-queries_of // low)
     # A BSR row of few queries is a decode item, and the last tile of others may be one; a part may begin further down.
     may_decode = (queries_of - (tiles - 1) * low <= least) | ((queries_of - 1) % most < least)

@@ -90,11 +90,11 @@ def runs_of(snapshot: TreeSnapshot) -> Runs | None:
     if not adjacent.any():
         return None
     order, size = path_order(snapshot), snapshot.page_size
-    goes_on = adjacent[order]
-    follows = np.append(goes_on[1:], False)
-    nodes = order[goes_on | follows]
-    first = np.flatnonzero(~adjacent[nodes])
-    run = np.cumsum(~adjacent[nodes]) - 1
+    part = adjacent[order]
+    part[:-1] |= part[1:]  # the node before the first adjacent one too
+    nodes = order[part]
+    begins = ~adjacent[nodes]
+    first, run = np.flatnonzero(begins), np.cumsum(begins) - 1
     of = np.full(snapshot.num_nodes, -1, dtype=np.int32)
     of[nodes] = run
     slot, length = snapshot.first_slot[nodes], snapshot.length[nodes]

@@ -2,8 +2,8 @@
 
 The rules are those of transformers' beam search, and its float32 arithmetic in its order, so that sequences and scores
 agree.  At each step the live beams' continuations are ranked by summed log-probability, and the best
-``num_beams * max(2, 1 + number of stop tokens)`` are candidates: enough that ``num_beams`` of them continue even if
-every beam takes every stop token.  A candidate that ends is a hypothesis only if it is among the best ``num_beams``.
+``num_beams * (1 + number of stop tokens)`` are candidates: enough that ``num_beams`` of them continue even if every
+beam takes every stop token.  A candidate that ends is a hypothesis only if it is among the best ``num_beams``.
 
 Two rules differ.  transformers gives beams that do not exist a score of -1e9; here there are no such beams: the first
 step has one beam, and a step with fewer possible continuations than beams leaves fewer beams.  Equal hypotheses rank
@@ -86,7 +86,7 @@ _Candidate = tuple[int, int, float, float, float]
 
 def num_candidates(params: BeamParams) -> int:
     """Continuations that a step ranks: enough that ``num_beams`` of them continue even if every beam may stop."""
-    return max(2, 1 + len(params.stop_token_ids or ())) * params.num_beams
+    return (1 + len(params.stop_token_ids or ())) * params.num_beams
 
 
 def advance(

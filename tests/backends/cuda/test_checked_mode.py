@@ -68,7 +68,7 @@ def test_checked_mode_names_what_is_wrong_with_a_packed_plan(change, words):
 
 @pytest.mark.parametrize("change", ["few", "descending"])
 def test_checked_mode_refuses_limits_that_no_row_can_have(change):
-    snapshot = tree_of("comb d9 b2 t5 s3")
+    snapshot = tree_of("comb d33 b1 t5 s3")
     tree = StepTree(snapshot, leaf_queries(snapshot))
     rows = decompose(tree, HeadShape(4, 2, 64, 2), SHARE_ALL, paths=True)
     plan = make_gpu_plan([rows], tree.length, tree.queries.num_rows, HeadShape(4, 2, 64, 2), 2, H200)
