@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("prefixkit.testing")
 
 DRAWN_BY = "PREFIXKIT_DRAWN_BY"  # the environment variable that says by which number cases are drawn
+# The tests that take more than a second, and how long they took when ``--write-slow`` wrote the file.  Of these a run
+# draws as many as take so many seconds, added up over all workers.
+SLOW, SECONDS_OF_SLOW = Path(__file__).with_name("slow.txt"), 220.0
 
 # Imports and collection leave no garbage to speak of, and looking for it takes a second of each worker.
 gc.disable()
@@ -43,17 +46,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forests", type=int, default=160, help="random forests in tests/attention/test_forests.py")
-    parser.addoption("--all-cases", action="store_true", help="run all cases of the tests of which some are drawn")
+    parser.addoption("--all-cases", action="store_true", help="run all tests and cases of which some are drawn")
+    parser.addoption("--write-slow", action="store_true", help=f"write the tests that take long into {SLOW.name}")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """All workers draw the same cases: they inherit the variable."""
     os.environ.setdefault(DRAWN_BY, str(secrets.randbelow(10**6)))
+    if config.getoption("--write-slow") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(SlowTests())
+
+
+class SlowTests:
+    """Writes how long tests take that take more than a second."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        lines = [f"{seconds:.1f} {test}\n" for test, seconds in sorted(self.seconds.items()) if seconds > 1]
+        SLOW.write_text("".join(lines))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     how = "all" if config.getoption("--all-cases") else f"drawn by {DRAWN_BY}={os.environ[DRAWN_BY]}"
-    return f"cases of tests that are marked drawn: {how}"
+    return f"slow tests, and cases of tests that are marked drawn: {how}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,14 +85,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that are not drawn are left out.  The longest come first: or one worker would end with them, and the others
-    wait.
+    """Tests and cases that are not drawn are left out.  The longest come first: or one worker would end with them, and
+    the others wait.
     """
+    seconds = {test: float(took) for took, test in (line.split(" ", 1) for line in SLOW.read_text().splitlines())}
     if not config.getoption("--all-cases"):
         left_out = not_drawn(items)
+        left_out |= slow_ones_not_drawn([item for item in items if item not in left_out], seconds)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("first") is None, item.nodeid not in seconds))
 
 
 def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -88,6 +110,19 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
     for name, own in cases.items():
         (count,) = own[0].get_closest_marker("drawn").args
         left_out.update(random.Random(os.environ[DRAWN_BY] + name).sample(own, max(0, len(own) - count)))
+    return left_out
+
+
+def slow_ones_not_drawn(items: list[pytest.Item], seconds: Mapping[str, float]) -> set[pytest.Item]:
+    """All but a drawn selection of the slow tests, which takes ``SECONDS_OF_SLOW``; none where all take less."""
+    slow = [item for item in items if item.nodeid in seconds]
+    random.Random(os.environ[DRAWN_BY]).shuffle(slow)
+    left, left_out = SECONDS_OF_SLOW, set[pytest.Item]()
+    for item in slow:
+        if seconds[item.nodeid] <= left:
+            left -= seconds[item.nodeid]
+        else:
+            left_out.add(item)
     return left_out
 
 

@@ -48,7 +48,6 @@ def test_every_example_is_run_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"models", "ray_campaign", *SAYS}
 
 
-@pytest.mark.slow
 def test_a_campaign_on_two_ray_actors_one_of_which_is_killed(folders, prompts, tmp_path, monkeypatch):
     """Ray starts another in its place, which samples what the first has not."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES.parent), os.environ.get("PYTHONPATH", ""))))

@@ -96,7 +96,7 @@ def test_beams_are_those_of_transformers(model: Any) -> None:
             assert sample.score == pytest.approx(score.item(), abs=1e-4)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "options", [{"num_beams": 1}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
 )

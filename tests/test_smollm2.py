@@ -6,8 +6,6 @@ import torch
 import prefixkit
 from prefixkit.evaluation.tasks.source import Source, load
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def heads():

@@ -8,7 +8,7 @@ from prefixkit.testing.tiny import tiny_llama
 from tests.api.cases import PROMPTS, TOKENIZER, tokens_of
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("num_beams", "rules"),
     [

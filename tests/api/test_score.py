@@ -75,7 +75,7 @@ def exact_and_torchs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([exact_of(exact, *pair)[0] for pair in pairs]), torchs
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "budget"), pairwise_cover(product((1, 16), (5, None), ("1MiB", "130KiB")))

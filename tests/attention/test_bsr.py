@@ -66,7 +66,7 @@ def forest(rng):
     return snapshot, Queries(chosen.astype(np.int32), begin.astype(np.int32), end.astype(np.int32))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("block", range(5))
 def test_formats_and_sharing_equal_those_made_node_by_node(block):
     """On 750 forests: what one reads in slow_formats is what the prefix sums give, array by array."""

@@ -93,7 +93,7 @@ RUNS = (
 )
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("dtype", "variant"),
     [*product((torch.float32, torch.bfloat16), VARIANTS), (torch.float16, "causal"), (torch.float16, "sinks")],
@@ -122,7 +122,7 @@ def test_every_forest_within_torchs_error(dtype: torch.dtype, variant: str, num_
     check_forests(on_gpu, 8)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("head_dim", [33, 80, 96, 112, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
 def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None:
@@ -134,7 +134,7 @@ def test_every_head_shape_within_torchs_error(head_dim: int, group: int) -> None
     check_forests(judge, 8)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("variant", "split"), [*((variant, 0.0) for variant in VARIANTS), ("causal", 1.0), ("sinks", 1.0)]
 )

@@ -199,7 +199,7 @@ def most_read(planner: Planner, tree: StepTree) -> int:
     return seen + MOST_UNSEEN * len(rows.causal)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("make", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize(
     ("visible", "plans"),

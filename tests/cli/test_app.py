@@ -139,7 +139,6 @@ def test_an_interrupted_run_goes_on_where_it_was(folders, prompts, tmp_path, mon
         assert len(list(RunFolder(folder).samples())) == 18
 
 
-@pytest.mark.slow
 def test_processes_share_the_samples_of_a_run(folders, prompts, tmp_path, monkeypatch):
     """One part is of this process, and all that is left of the one that ``--devices`` starts."""
     out = tmp_path / "run"

@@ -80,7 +80,7 @@ def compile_with(folder, text, *options):
     return subprocess.run(["g++", "-std=c++17", *options, source], capture_output=True, text=True)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @needs_compiler
 @pytest.mark.parametrize("name", STRUCTS)
 def test_a_compiler_reads_in_each_field_what_the_packer_wrote(name, tmp_path):
@@ -114,7 +114,7 @@ def test_a_field_that_lies_elsewhere_does_not_compile(tmp_path):
     assert made.returncode and "Inner.b" in made.stderr and "Padded.inner[1].c" in made.stderr
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", STRUCTS)
 def test_nvrtc_takes_the_header(name, tmp_path):
     try:

@@ -20,7 +20,7 @@ from prefixkit.tree.radix import PrefixTree
 from tests.covering import pairwise_cover
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("seed", "page_size", "chunk"), pairwise_cover(product(range(5), (1, 3, 16), (7, 1024))))
 def test_each_sample_is_what_it_would_be_alone(seed, page_size, chunk):
     params = SamplingParams(n=3, temperature=0.9, top_p=0.9, max_new_tokens=9, seed=seed, stop_token_ids=(3, 4))

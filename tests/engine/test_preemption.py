@@ -54,7 +54,7 @@ def without_pressure(make, seed, **params):
 PACES = {"step by step": STEP_BY_STEP, "ahead": AHEAD}
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("page_size", "pace", "how"), pairwise_cover(product((1, 4, 16), PACES, ("swap", "recompute", "auto")))
 )
@@ -113,7 +113,7 @@ def test_samples_that_are_preempted_while_they_are_computed_again(num_pages, chu
     assert_all_given_back(engine)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("page_size", "headroom", "how"),
     [(1, 64, "swap"), (4, 0, "swap"), (16, 8, "recompute")],

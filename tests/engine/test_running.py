@@ -33,7 +33,7 @@ def decoding(ahead):
     return make
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("ahead", "slack", "seed", "page_size"),
     [(a, slack, *of) for a, slack, of in pairwise_cover(product(AHEAD, (1, 4, 10_000), ((0, 1), (1, 3), (2, 16))))],
@@ -64,7 +64,7 @@ def test_log_probabilities_and_counts_are_those_of_single_steps(decoding):
     assert ours["plans"] <= theirs["plans"]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("num_pages", [13, 20, 60])
 def test_those_who_wait_for_pages_come_in_when_some_have_ended(decoding, num_pages):
     params = SamplingParams(n=4, max_new_tokens=8, seed=5, stop_token_ids=(1, 2, 3, 4, 5))

@@ -232,7 +232,7 @@ class EngineMachine(EngineHistory):
         super().teardown()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_histories(page_size: int) -> None:
     machine = type(f"EngineMachine{page_size}", (EngineMachine,), {"page_size": page_size, "done": Counter()})

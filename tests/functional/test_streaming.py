@@ -78,7 +78,7 @@ def grow(rng: np.random.Generator, texts: Texts, page_size: int, errors: Errors,
             prefixkit.release_unseen(attention, tree, samples)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("sinks", "window", "page_size", "dtype"),
     [

@@ -209,7 +209,7 @@ def random_cascade(rng: np.random.Generator, page_size: int) -> Cascade:
     return Cascade(arrays, texts, queries.tolist(), slots)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_a_cascade_attends_as_the_tree_of_its_tokens_and_as_dense_attention(page_size: int, dtype: torch.dtype) -> None:

@@ -77,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_all_kinds_find_what_they_cache_beside_them(kind: str, prompts: list[list[int]]) -> None:
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ def test_on_a_cpu_experts_stay_as_they_are(tiny, drive, rng):
     assert products_of(run.run) == 0
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_tokens_are_those_of_the_models_own_experts(family, tiny, rng, monkeypatch):
     model = patch(tiny(family, **FAMILIES[family]))

@@ -43,7 +43,7 @@ class Variants(TorchDispatchMode):
 
 
 # What the layers of families differ in is the same for a prompt as a whole: a few stand for all.
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("model_type", "budget"),
     [*((name, 13) for name in PECULIAR), *((name, 10**6) for name in ("llama", "gemma2", "gpt_oss", "qwen3_moe"))],
@@ -75,7 +75,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(model_type, budget, tiny,
     assert seen.keys == asked, "the layers attend with the windows and the cap of the config"
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("model_type", PECULIAR)
 def test_every_family_notices_positions_and_masks_that_are_not_the_trees(model_type, tiny, drive, rng):
     run = drive(tiny(model_type))

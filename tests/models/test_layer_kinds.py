@@ -43,7 +43,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_tree_gives_the_logits_of_the_original_model(kind, tiny, drive, dense_logits, rng):
     """Prompts in steps of 13 tokens, then decode steps of all sequences."""
     model = tiny(kind, **KINDS[kind])
@@ -60,7 +60,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(kind, tiny, drive, dense_
     assert run.tokens_run == run.tree.snapshot().num_tokens, "a shared token runs once"
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
 def test_tokens_are_those_without_the_patch(kind, options, rng):
     """Left-padded rows that share their head."""

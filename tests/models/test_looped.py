@@ -99,7 +99,7 @@ def test_a_prefix_from_a_file_does_not_run_again(family, rng, tmp_path):
         assert_logprobs(model, [[*text, 7]], [*found])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
 def test_tokens_are_those_without_the_patch(family, options, seed):
     want, got, cache = compared(make(family, seed), padded(seed), max_new_tokens=6, **options)

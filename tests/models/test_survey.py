@@ -15,7 +15,6 @@ MODEL_TYPES = "gpt2,llama4_text,xlstm,gemma4_assistant,exaone4_5"
 needs_script = pytest.mark.skipif(not SCRIPT.exists(), reason="scripts are not part of this distribution")
 
 
-@pytest.mark.slow
 @needs_script
 def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)  # as where the script is run

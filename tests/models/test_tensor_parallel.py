@@ -23,7 +23,7 @@ from prefixkit.testing.application.command_line import run
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.split_over_two import CAMPAIGN, FAMILIES, integrations, load, one_of_two, results, save_models
 
-pytestmark = pytest.mark.slow  # begun late, two workers would wait for one of them
+pytestmark = pytest.mark.first  # begun late, two workers would wait for one of them
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def arguments(case: Case, variant: str = "causal") -> tuple[Any, ...]:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("dtype", "slots", "gradient"), pairwise_cover(product(DTYPES, ((3, 31, 0), ()), (False, True))), ids=str
 )
@@ -90,7 +90,7 @@ def test_index_append_says_what_is_wrong(keys: Tensor, of: Tensor, error: type[E
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("dtype", "variant", "seed"),
     pairwise_cover(product(DTYPES, ("causal", "window", "cap", "sinks"), range(3))),

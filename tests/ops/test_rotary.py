@@ -33,7 +33,7 @@ def arguments(dtype: torch.dtype = torch.float32, tokens: int = 3, head_major: b
     return [*random_rows(rng, dtype, tokens, 4, 2, 16), k_pages, v_pages, random_slots(rng, tokens, 32)]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "head_major", "heads_first"),
     pairwise_cover(product(DTYPES, (1, 3), (False, True), (False, True))),

@@ -105,7 +105,7 @@ def test_chunks_of_prompts_end_where_spans_do(chunk: int, plain: Any, prompts: l
     check(plain, prompts, result, variant)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("how", "name"), list(zip(itertools.cycle(("swap", "recompute")), VARIANTS)))
 def test_samples_that_are_preempted(how: str, name: str, plain: Any, prompts: list[list[int]]) -> None:
     """What comes back are prompts, whose tokens see no sampled ones, and samples."""
@@ -148,7 +148,7 @@ def test_values_of_tokens_inside_of_spans(plain: Any, prompts: list[list[int]]) 
                 assert torch.allclose(rows, whole_pass(plain, prompt, NONE), atol=2e-3)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("options", [{"num_return_sequences": 3}, {"num_beams": 3}], ids=str)
 def test_the_models_own_generate(

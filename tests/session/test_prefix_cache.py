@@ -345,7 +345,7 @@ def calls(model: Any) -> list[tuple[list[str], list[Any]]]:
     return [(both, alone(model, both)) for both in prompts]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
 def test_every_policy_gives_the_same_samples(model: Any, eviction: Any, calls: Any) -> None:
     with Session(

@@ -175,7 +175,7 @@ def test_a_stream_checks_everything_at_once(session: Session) -> None:
     assert len(session.generate(PROMPTS, **OPTIONS)) == 12
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("callback", ["on_sample", "on_token", "on_step"])
 @pytest.mark.parametrize("at", [0, 1, 7, 11])
 def test_a_callback_that_raises_at_any_step_leaves_the_session_usable(

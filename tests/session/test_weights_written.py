@@ -227,7 +227,7 @@ def sampled(result: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("way", WAYS)
 class TestNoKVOfOtherWeightsIsUsed:
-    @pytest.mark.drawn(16)
+    @pytest.mark.drawn(8)
     def test_by_a_session(self, way: str) -> None:
         make, change = WAYS[way]
         model = prefixkit.patch(make())
@@ -241,7 +241,7 @@ class TestNoKVOfOtherWeightsIsUsed:
             assert sampled(result) == sampled(prefixkit.generate(model, None, [PROMPT], **OPTIONS))
             assert session.generate([PROMPT], **OPTIONS).report.prompt_tokens_found > 0
 
-    @pytest.mark.drawn(16)
+    @pytest.mark.drawn(8)
     def test_by_generate(self, way: str) -> None:
         make, change = WAYS[way]
         model = prefixkit.patch(make(), tree_cache="always")

@@ -144,7 +144,6 @@ def browser() -> Iterator[Browser]:
     one.close()
 
 
-@pytest.mark.slow
 def test_no_page_is_wider_than_a_phone(
     browser: Browser, pages: dict[Path, Page], site: Path, draw: Callable[[Sequence[Any], int], list[Any]]
 ) -> None:
@@ -158,7 +157,6 @@ def test_no_page_is_wider_than_a_phone(
     assert not wide
 
 
-@pytest.mark.slow
 def test_pages_that_are_opened_from_a_folder_can_be_searched(browser: Browser, site: Path) -> None:
     browser.open(site / "index.html", 1300)
     assert (site / "howto" / "memory.html").as_uri() in {found.partition("#")[0] for found in browser.value(SEARCH)}

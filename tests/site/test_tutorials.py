@@ -79,7 +79,6 @@ def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         run_page(page)
 
 
-@pytest.mark.slow
 def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with log_levels_of_its_own():

@@ -258,7 +258,7 @@ def pages_of(snapshot: TreeSnapshot) -> list[list[int]]:
     return [snapshot.pages[begin:end].tolist() for begin, end in pairwise(bounds)]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("page_size", [1, 2, 16, 128])
 def test_random_histories(page_size: int) -> None:
     machine = type(f"TreeMachine{page_size}", (TreeMachine,), {"page_size": page_size})

@@ -147,7 +147,7 @@ def prompts(dtype: torch.dtype) -> Case:
     return fill(rng, snapshot, pages, queries, (HEADS, 2, 32), dtype)
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 @EACH
 @DTYPES
 def test_a_batch_of_prompts_is_as_exact_as_flex_attention(name: str, dtype: torch.dtype) -> None:

@@ -166,8 +166,7 @@ def instantiations() -> Iterator[tuple[Unit, str]]:
         yield replace(SAMPLE, names=(sample_name(dtype, cached),)), sampling[dtype, cached]
 
 
-@pytest.mark.drawn(4)
-@pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
 @pytest.mark.parametrize(
     ("unit", "arch"), [pytest.param(*case, id=f"{case[1]} {case[0]}") for case in instantiations()]
@@ -178,7 +177,6 @@ def test_an_instantiation_compiles_within_its_budget(unit: Unit, arch: str) -> N
     assert not list(complaints([record], json.loads(BUDGET.read_text())))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not nvrtc_is_there(), reason="needs NVRTC")
 def test_the_script_that_compiles_all_writes_what_kernels_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -100,7 +100,7 @@ def by_parts(case: Case, tree: StepTree, q: Tensor, maps: LatentMaps) -> tuple[T
     return merge_rows(found, len(q)).out, counts
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("rows", [3, 40, 200])
 def test_both_parts_together_are_attention_over_all_keys(rows: int, prompt: bool) -> None:

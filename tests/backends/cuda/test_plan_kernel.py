@@ -115,7 +115,7 @@ SIZES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_random_trees_give_the_specified_plan_bit_by_bit(kernel, size):
     cases, nodes, longest, rows, density = SIZES[size]

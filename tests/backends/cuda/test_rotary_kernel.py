@@ -81,7 +81,7 @@ def compare(rows, shape, slots, head_major=True):
     assert all(torch.equal(bits(x), old) for x, old in zip(rows, before, strict=True))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("head_major", [True, False], ids=["head-major", "token-major"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -70,7 +70,7 @@ TILINGS = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("tiling", "dtype", "vocab"),
     pairwise_cover(product(TILINGS, DTYPES, (17, 1000, 5003)), product(TILINGS, DTYPES, (1000,))),
@@ -184,7 +184,7 @@ def test_extreme_rows(library, name):
     assert tokens.tolist() == sample_tokens(logits, params, uniforms(keys, steps))[0].tolist()
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("vocab", "blocks", "cached"), [(9001, 2, True), (3000, 1, False), (30_000, 4, True)])
 @pytest.mark.parametrize("name", FLAT)
 def test_nuclei_that_end_among_many_tokens(library, name, vocab, blocks, cached):

@@ -115,7 +115,7 @@ def judged(step, oracle, given, *more):
     assert ((states.double() - exact.states).abs() <= 2e-6 * largest.states).all()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @DTYPES
 @pytest.mark.parametrize(
     ("width", "channels", "bias", "silu"), [(4, 300, True, True), (3, 256, False, True), (2, 5, True, False)]

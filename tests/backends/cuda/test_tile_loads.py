@@ -79,7 +79,7 @@ def test_segments_before_a_window_have_no_kv_tiles(tmp_path: Path) -> None:
         check(found, case, of)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("dim", "dtype", "launches"),
     [

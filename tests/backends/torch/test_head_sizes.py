@@ -62,7 +62,7 @@ def assert_equal(found: tuple[Tensor, Tensor], state: State, dtype: torch.dtype)
 # K and V in the pool
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", SIZES)
@@ -156,7 +156,7 @@ def by_expansion(found: Latents, plan: Plan, variant: Variant = CAUSAL) -> tuple
     return expanded_attention(case.q, found.cached, found.expand, case.positions, step.tensors, case.scale, key, sinks)
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("kv_heads", "sizes"), [(6, (40, 32)), (2, (24, 40)), (6, (32, 32))])

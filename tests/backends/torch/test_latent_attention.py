@@ -87,7 +87,7 @@ def by_parts(model: Model, cost: CostModel, absorbed: float, variant: Variant = 
     return merge_rows(found, len(case.q))
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("absorbed", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("rotary", [8, 0])

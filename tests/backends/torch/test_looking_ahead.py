@@ -29,7 +29,7 @@ def rng():
     return np.random.default_rng(seed)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_queries_see_what_the_mask_shows_as_far_as_they_may(name, bounded, rng):

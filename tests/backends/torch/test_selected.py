@@ -58,7 +58,7 @@ def exact(case: Case, selected: Tensor, variant: Variant, bias: Tensor | None = 
     return State(*map(torch.cat, zip(*states, strict=True)))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("v_dim", [None, 24])
@@ -77,7 +77,7 @@ def test_a_query_sees_what_is_selected_for_it(dtype: torch.dtype, v_dim: int | N
         torch.testing.assert_close(ours.double(), theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

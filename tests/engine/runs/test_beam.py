@@ -123,7 +123,7 @@ def assert_equal(found, expected):
 BEAMS_AND_BOOSTS = ((2, 2.0), (3, 5.0), (4, 4.0), (8, 3.0))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("beams_and_boost", "length_penalty", "early_stopping"),
     pairwise_cover(product(BEAMS_AND_BOOSTS, (-1.0, 0.0, 0.5, 1.0, 2.5), (False, True, "never"))),

@@ -78,7 +78,7 @@ def assert_computed_once(model, prompts, continuations):
 CASES = product(range(6), (1, 3, 16), (1, 7, 1024), (1, 5, 1000))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("seed", "page_size", "chunk", "rows"), pairwise_cover(CASES))
 def test_each_continuation_scores_as_if_alone_and_each_distinct_token_is_computed_once(seed, page_size, chunk, rows):
     prompts, continuations = random_texts(seed)
@@ -168,7 +168,7 @@ def computed_in_part(engine, prompts, continuations):
 BEFORE = sampled, searched, scored, scored_in_part, pinned, uncomputed, computed_in_part
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("before", "seed", "page_size", "chunk", "num_pages"),
     pairwise_cover(product(BEFORE, range(4), (1, 4, 16), (3, 1024), (None, 60))),

@@ -83,7 +83,6 @@ def test_a_missing_extra_names_the_remedy():
         require("not_there", "demo")
 
 
-@pytest.mark.slow
 def test_the_folder_holds_the_model_that_the_gguf_holds(smol):
     """Each weight of the file is in the model, and no other: of some layers and tokens bit by bit, else by shape."""
     import torch

@@ -264,7 +264,7 @@ def test_what_is_nested_deeply_behind_a_function_is_left_out_whoever_asks(more):
     assert {deep(levels, F + more) for levels in (0, 100, 400)} == {F}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "text",
     [

@@ -87,7 +87,6 @@ def test_a_sample_of_the_solutions_passes(way):
     assert failures(SAMPLE, way) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [continued, fenced, body_alone])
 def test_all_solutions_pass(way):
     assert failures(list(PROBLEMS), way) == {}

@@ -18,7 +18,7 @@ from tests.models.compile.decode import Decode
 from tests.models.forwards import class_level_forward
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("family", "dtype", "graphs"),
     [("llama", torch.float32, 1), ("gemma2", torch.bfloat16, 2)],

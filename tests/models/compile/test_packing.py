@@ -191,7 +191,7 @@ def test_a_later_layer_that_cannot_be_moved_is_right_all_the_same(compiler, rng,
     assert packed_view(second.weights()) is not None, "now they can"
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "write",
     [
@@ -280,7 +280,7 @@ def test_parameters_born_in_inference_mode_stay_what_they_are(compiler, rng):
 # -- models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "groups"),
     [

@@ -95,7 +95,7 @@ ALIKE = (
 )
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("function", ALIKE, ids=lambda function: function.__name__)
 def test_what_turns_heads_like_a_model_becomes_one_op(function, inference, rewriter, rng):
@@ -165,7 +165,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_of_families_say_the_same_with_one_op(family, dynamo, rng):
     """As layers that are not compiled; in float32 bit by bit."""

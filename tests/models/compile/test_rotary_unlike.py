@@ -94,7 +94,7 @@ TURNS = {
 }
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("what", TURNS)
 def test_heads_turned_in_another_way_stay_so(what, rewriter, rng):
     function, layer = turning(TURNS[what]), Layer(rng)
@@ -240,7 +240,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("what", UNLIKE)
 def test_layers_that_do_something_else_stay_as_they_are(what, rewriter, rng):
     layer = Layer(rng, rows=2)
@@ -270,7 +270,7 @@ WRITES = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("between", ["the products", "sums and append"])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_in_between_may_be_what_was_turned(write, between, rewriter, rng):

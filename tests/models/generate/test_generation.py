@@ -13,7 +13,7 @@ from tests.models.generate.generating import BEAMS, NEW, SAMPLED, compared, gene
 from tests.models.tiny_families import PECULIAR, VOCAB, make_model
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("family", sorted(PECULIAR))
 def test_the_tokens_of_each_family_are_those_without_the_patch(family, padded):
     model = make_model(family)

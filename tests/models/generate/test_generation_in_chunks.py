@@ -17,7 +17,7 @@ def chunked(**overrides):
     return make_model("llama4_text", head_dim=16, **experts, **overrides)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}])
 @pytest.mark.parametrize("size", [40, 24, 15])
 def test_texts_grow_past_their_chunk(options, size, padded, said):

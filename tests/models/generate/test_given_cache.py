@@ -16,7 +16,7 @@ from tests.models.generate.generating import NEW, generate
 from tests.models.tiny_families import VOCAB, make_model
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "more"), [*(("llama", more) for more in (-4, -1, 0, 1, 3)), ("gemma2", -4), ("gemma2", 3)]
 )

@@ -67,7 +67,7 @@ def padded(rng) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_tree_gives_the_logits_of_the_original_model(model, drive, dense_logits, rng):
     """Prompts in steps of 13 tokens, some within what is selected and some beyond, then decode steps of all."""
     run, head = drive(model), rng.integers(3, VOCAB, 20).tolist()
@@ -91,7 +91,7 @@ def test_what_is_selected_matters(family, dense_logits, rng):
     assert (dense_logits(model, tokens) - dense_logits(wide, tokens)).abs().max() > 0.1
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("options", [SAMPLED, BEAMS, {"do_sample": False}], ids=["samples", "beams", "greedy"])
 def test_tokens_are_those_without_the_patch(model, options, rng):
     want, got, cache = compared(model, padded(rng), max_new_tokens=5, **options)
@@ -99,7 +99,7 @@ def test_tokens_are_those_without_the_patch(model, options, rng):
     assert torch.equal(got, want)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_cache_goes_on_with_more_text(model, rng):
     """Twice, the second time cropped; and without a tree the cache that it falls back to goes on as well."""
     more, given = torch.from_numpy(rng.integers(3, VOCAB, (3, 6))), padded(rng)
@@ -123,7 +123,7 @@ def test_a_cache_goes_on_with_more_text(model, rng):
     assert torch.equal(turns(TreeCache(model)), want)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_cache_shows_and_pickles_what_transformers_caches(model, rng):
     """Keys, values or latents, and index keys, with what padding holds left out."""
     given = padded(rng)
@@ -142,7 +142,7 @@ def test_a_cache_shows_and_pickles_what_transformers_caches(model, rng):
     assert indexed
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_session_saves_what_it_has_computed_and_another_finds_it(model, tmp_path, rng):
     prefixkit.patch(model)
     prompt, options = rng.integers(3, VOCAB, 40).tolist(), {"n": 3, "max_new_tokens": 5, "stop_token_ids": ()}
@@ -156,7 +156,7 @@ def test_a_session_saves_what_it_has_computed_and_another_finds_it(model, tmp_pa
     assert [sample.tokens for sample in found] == want
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_samples_that_make_way_for_others_come_back(model, rng):
     """With less memory than all need: preempted, their KV and index keys are copied out and back."""
     prefixkit.patch(model)
@@ -186,7 +186,7 @@ def test_a_search_finds_what_the_unpatched_model_finds(model, rng):
     assert list(best) == want[0, 24 : 24 + len(best)].tolist()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_it_errs_no_more_than_the_unpatched_model(family, drive, dense_logits, rng):
     """Against the same weights in float64, at most tokens: rounding makes either select others now and then."""
     dtype = (torch.bfloat16, torch.float16)[list(FAMILIES).index(family) % 2]
@@ -206,7 +206,7 @@ def test_it_errs_no_more_than_the_unpatched_model(family, drive, dense_logits, r
     assert tree <= 1.5 * plain
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_text_no_longer_than_what_is_selected_attends_as_if_all_was(family, drive, rng):
     """Bit by bit, whatever more the indexer would select."""
     tokens = rng.integers(3, VOCAB, 30).tolist()

@@ -69,7 +69,7 @@ def expanded_by(model: nn.Module) -> list[int]:
     return counts
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_its_layers_attend_in_two_parts(family):
     facts = facts_of(make(family))
     assert facts.layers and all(kind.absorbs for kind in facts.layers)
@@ -94,7 +94,7 @@ def test_a_tree_gives_the_logits_of_the_original_model(tiny, drive, dense_logits
         assert run.tokens_run == run.tree.snapshot().num_tokens, "a shared token runs once"
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_tokens_are_those_without_the_patch(family, rng):
     model = make(family)
     for options in (SAMPLED, BEAMS, {"do_sample": False}):
@@ -103,7 +103,7 @@ def test_tokens_are_those_without_the_patch(family, rng):
         assert torch.equal(got, want), options
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_log_probabilities_are_those_without_a_tree(family, rng):
     """Samples of a prompt, then a prompt that shares half of it, in a session that knows the first."""
     model = make(family)

@@ -26,7 +26,7 @@ def padded(rng):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_without_the_patch(case, rng):
     model, inputs = own_model(case), padded(rng)
@@ -37,7 +37,7 @@ def test_tokens_are_those_without_the_patch(case, rng):
         assert torch.equal(want, got)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_stays_as_close_to_float64_as_the_original_model(case, drive, dense_logits, rng):
     all_experts = {"num_local_experts": 2} if case == "jetmoe" else {}  # none is chosen by rounding
@@ -53,7 +53,7 @@ def test_bfloat16_stays_as_close_to_float64_as_the_original_model(case, drive, d
     assert (run.logits_of(tokens) - reference).abs().mean() <= 1.5 * own_error
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_generates_the_same(case):
     model, prompts = own_model(case), ["the quick brown fox", "the quick brown dog"]

@@ -136,7 +136,7 @@ def assert_errs_no_more(
     assert (sums[:, 0] <= 1.5 * sums[:, 1] + slack * sums[:, 2]).all(), sums
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("dtype", "writes"), [*((dtype, True) for dtype in DTYPES), (DTYPES[0], False)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_in_the_pool_errs_no_more_than_the_modules_own_code(family, writes, dtype, generator):

@@ -301,7 +301,7 @@ class _Pinned:
         self.pin.release()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_trees(kind: str) -> None:
     machine = type(f"StatesMachine_{kind}", (StatesMachine,), {"kind": kind, "done": Counter()})

@@ -108,7 +108,7 @@ def one_by_one(mixer: Any, texts: Tensor) -> Tensor:
         return torch.cat([type(mixer).forward(mixer, token, cache_params=cache) for token in texts.split(1, 1)], 1)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @FAMILIES
 @pytest.mark.parametrize("seed", range(3))
 def test_pieces_equal_one_whole_forward(family: str, seed: int) -> None:
@@ -127,7 +127,7 @@ def test_pieces_in_other_dtypes(family: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(outputs, run(family, mixer, texts), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @FAMILIES
 @pytest.mark.parametrize("start", [0, 1, 2, 9])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -138,7 +138,7 @@ def test_pieces_shorter_than_the_convolution(family: str, start: int, tokens: in
     check(family, mixer, texts, in_pieces(family, mixer, texts, cuts))
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @FAMILIES
 @pytest.mark.parametrize("tokens", [1, 3, 11])
 def test_segments_of_several_texts_are_one_batch(family: str, tokens: int) -> None:

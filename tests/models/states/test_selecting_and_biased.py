@@ -72,7 +72,7 @@ def test_samples_have_the_probabilities_of_one_forward_pass(family, seed):
     assert_samples(make(family, seed), seed)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_tokens_are_those_without_the_patch(family, seed):
     model = make(family, seed)
     for options in (SAMPLED, BEAMS):
@@ -82,7 +82,7 @@ def test_tokens_are_those_without_the_patch(family, seed):
         assert torch.equal(got, want), options
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("family", [*FAMILIES, "lfm2"])
 def test_a_cache_goes_on_with_more_text(family, seed):
     """And without a tree, the cache that it falls back to does as well, at the same positions behind padding."""

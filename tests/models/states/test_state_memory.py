@@ -74,7 +74,7 @@ def test_peaks_of_several_reports_are_the_highest() -> None:
     assert (total.state_bytes_held_peak, total.bytes_per_state) == (15, 5)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_the_size_of_a_state_is_known_without_weights(kind: str) -> None:
     model = make_hybrid(kind).to(torch.bfloat16)

@@ -60,7 +60,7 @@ def calls(session: Session, model: Any, rng: random.Random, turns: int = 2) -> N
         known += [prompts[one.prompt_index] + list(one.tokens) for one in found]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_samples_have_the_probabilities_of_one_forward_pass(model, rng):
     with Session(model, prefill_chunk=rng.choice([None, 1, 7]), page_size=rng.choice([1, 4, 16])) as session:
         calls(session, model, rng)
@@ -80,7 +80,7 @@ def test_preempted_samples_go_on_exactly(preemption, rng):
         assert session.report.preempted_swapped + session.report.preempted_recomputed > 0
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_few_slots_let_requests_wait_and_states_be_computed_again(model, rng):
     spec = facts_of(model).spec
     budget = 2 * max(9 * spec.bytes_per_state, 2000 * spec.bytes_per_token)
@@ -137,7 +137,7 @@ def test_captured_steps_go_on_from_the_right_states(rng, monkeypatch):
         assert session.report.graph_steps > 0
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_tokens_are_those_without_the_patch(model):
     """A left-padded batch that shares its head: greedily, with beams, continued."""
     ids = torch.randint(3, VOCAB, (3, 20))

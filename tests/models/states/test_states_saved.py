@@ -60,7 +60,7 @@ def computed(session: Session, prompt: list[int], n: int = 2) -> int:
     return session.report.tokens_computed - n * (OPTIONS["max_new_tokens"] - 1)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

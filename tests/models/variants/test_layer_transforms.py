@@ -41,7 +41,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "cohere2"])
 def test_logits_are_those_of_a_whole_pass(family: str, name: str, tiny, drive, rng) -> None:

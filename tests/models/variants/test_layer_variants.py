@@ -82,7 +82,7 @@ def check(drive, model, texts, variant, **options):
 # -- what is computed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2", "cohere2"])
 def test_logits_are_those_of_a_whole_pass_under_the_variant(family, name, tiny, drive, rng):

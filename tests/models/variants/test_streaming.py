@@ -63,7 +63,7 @@ def measured(model: Any) -> Any:
     return of_frequencies(frequencies, 2 * len(frequencies), rotation.interleaved)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt_oss", "glm", "ernie4_5", "stablelm", "nemotron", "phi", "olmo3", "granite"]
 )
@@ -77,7 +77,7 @@ def test_families_with_caps_sinks_partial_and_scaled_rotation(family: str, tiny,
     assert torch.allclose(run.logits_of(text), want, atol=1e-4)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("sinks", "window"), [(4, 8), (1, 1), (2, 15)])
 def test_logits_are_those_of_a_cache_that_is_rotated_anew(

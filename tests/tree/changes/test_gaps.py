@@ -21,7 +21,7 @@ def positions(tree: PrefixTree) -> list[tuple[int, int]]:
     return list(zip(snapshot.start.tolist(), snapshot.length.tolist(), strict=True))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("sinks", [0, 1, 4, 6])
 def test_a_long_sequence_holds_its_first_tokens_and_its_last(page_size: int, sinks: int) -> None:
@@ -128,7 +128,7 @@ def test_a_sequence_is_trimmed_on_either_side_of_a_gap_but_not_into_it() -> None
     assert one.tokens().tolist() == [*range(6)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_trees_with_gaps_stay_consistent(seed: int) -> None:
     print(f"seed {seed}")
