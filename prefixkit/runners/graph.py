@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ class GraphRunner:
         if self._eagerly:
             return self.eager.reads
         tree = self._tree_after(self._steps - 1)
-        return mean_reads(self._plans, self.eager.layer_counts, tree)
+        return mean_reads(self._plans(), self.eager.layer_counts, tree)
 
     @property
     def sees_part(self) -> bool:
@@ -271,9 +272,8 @@ class GraphRunner:
             if self._steps and self._steps % self.replan_every == 0:
                 tree = self._tree_after(self._steps)
                 arrays.replan(tree)
-                self._plans = arrays.plans(tree)
-            self._steps += 1
-            self.graph_steps += 1
+                self._plans = cache(partial(arrays.plans, tree))
+            self._steps, self.graph_steps = self._steps + 1, self.graph_steps + 1
             captured.graph.replay()
             if self._steps == 1:
                 arrays.continue_states()
@@ -302,7 +302,7 @@ class GraphRunner:
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
     def _start_batch(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
-        self._tree, self._plans = tree, arrays.plans(tree)
+        self._tree, self._plans = tree, cache(partial(arrays.plans, tree))  # made while the device runs the step
         self._bucket, self._rows, self._steps = bucket, len(tree.queries.node), 0
 
     def _arrays_for(self, tree: StepTree) -> GraphArrays:

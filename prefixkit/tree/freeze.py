@@ -193,10 +193,10 @@ def _sequence_ends(tree: TreeEdits, nodes: list[Node]) -> tuple[Ints, Longs]:
     ids = [id for id in tree.root.sequences if id in included]
     indices = [-1] * len(ids)
     for index, node in enumerate(nodes):
-        for id in node.sequences:
-            if id in included:
-                ids.append(id)
-                indices.append(index)
+        if node.sequences:
+            own = [id for id in node.sequences if id in included]
+            ids += own
+            indices += [index] * len(own)
     return np.array(indices, np.int32), np.array(ids, np.int64)
 
 
