@@ -50,12 +50,20 @@ class Asked:
     stops: tuple[object, ...]
 
 
-def test_equal_content_has_equal_digests(together, monkeypatch):
+@pytest.fixture
+def change(monkeypatch):
+    """Lets a function change what processes find before they compare it."""
+
+    def compared(by):
+        reduce = torch.distributed.all_reduce
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda found, *how: (by(found), reduce(found, *how)))
+
+    return compared
+
+
+def test_equal_content_has_equal_digests(together, change):
     seen = []
-    reduce = torch.distributed.all_reduce
-    monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda found, *how: (seen.append(found.tolist()), reduce(found, *how))
-    )
+    change(lambda found: seen.append(found.tolist()))
     values = [
         lambda: Asked(np.arange(4), (lambda tokens: True, "end")),
         lambda: Asked(np.arange(4), (lambda tokens: True, "end.")),
@@ -73,11 +81,8 @@ def test_equal_content_has_equal_digests(together, monkeypatch):
     assert seen[::2] == seen[1::2] and len({*map(tuple, seen)}) == len(values)
 
 
-def test_where_another_process_differs_this_one_raises(together, monkeypatch):
-    def other(found, *how):
-        found[0] -= 1
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", other)
+def test_where_another_process_differs_this_one_raises(together, change):
+    change(lambda found: found[0].sub_(1))
     with pytest.raises(
         ProcessesDiffer, match="1 processes that share the model have different seeds; call manual_seed"
     ):

@@ -49,8 +49,13 @@ def gathered(monkeypatch):
         return part.clone()
 
     monkeypatch.setattr(torch.ops.prefixkit, "gather_parts", gather_parts)
-    monkeypatch.setattr(heads, "part_exchange", lambda model: PartExchange(torch.distributed.group.WORLD, ADDRESSES))
+    exchange_by(monkeypatch, torch.distributed.group.WORLD, ADDRESSES)
     return shapes
+
+
+def exchange_by(monkeypatch, *group):
+    """Let processes exchange parts by this group, and memory that they share."""
+    monkeypatch.setattr(heads, "part_exchange", lambda model: PartExchange(*group))
 
 
 def logits_of(model):
@@ -118,7 +123,7 @@ def test_heads_that_are_split_otherwise_stay_as_they_are(style, split, gathered,
     if style == "forward of its own":
         model.lm_head.forward = partial(model.lm_head.forward)
     if style == "no memory":
-        monkeypatch.setattr(heads, "part_exchange", lambda model: PartExchange(None))
+        exchange_by(monkeypatch, None)
     assert gathered_head(patch(model)) is None and type(model.lm_head) is nn.Linear
 
 
