@@ -80,7 +80,9 @@ class StepTree:
     @cached_property
     def first_row(self) -> Ints:
         """``[nodes + 1]`` the first query row of each node, and their total; rows below a node are consecutive."""
-        return np.concatenate(([0], np.cumsum(self.own_rows))).astype(np.int32)
+        first = np.zeros(len(self.own_rows) + 1, np.int32)
+        np.cumsum(self.own_rows, out=first[1:])
+        return first
 
     @cached_property
     def below(self) -> Ints:

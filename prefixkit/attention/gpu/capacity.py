@@ -106,8 +106,8 @@ def capacity_for(
     tiles = -(-queries_of // low)
     # A BSR row of few queries is a decode item, and the last tile of others may be one; a part may begin further down.
     may_decode = (queries_of - (tiles - 1) * low <= least) | ((queries_of - 1) % most < least)
-    decode = int((may_decode | (least > 0 and paths)).sum())
-    tile_items = int(tiles.sum() - (queries_of <= least).sum())
+    decode = int(np.count_nonzero(may_decode | (least > 0 and paths)))
+    tile_items = int(tiles.sum() - np.count_nonzero(queries_of <= least))
     extra_tiles, extra_decodes = (EXTRA * role.workers * num_sms // shape.kv_heads for role in (cost.tile, cost.decode))
     extra_decodes = extra_decodes if decode else 0
     return PlanCapacity(
