@@ -131,7 +131,8 @@ def _check_text(problem: Problem) -> None:
     contents = [message["content"] for message in problem.messages]
     for one in problem.examples:
         contents += [one.text, *(message["content"] for message in one.messages)]
-    for text in (str(problem.id), problem.text, problem.head, problem.solution, *contents):
+    stops = problem.params.get("stop", ())
+    for text in (str(problem.id), problem.text, problem.head, problem.solution, *contents, *stops):
         try:
             text.encode()
         except UnicodeEncodeError as error:

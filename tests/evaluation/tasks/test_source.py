@@ -46,6 +46,7 @@ def test_ids_and_prompts_in_order_with_blank_lines_skipped(file):
         ('{"id": true, "prompt": "x"}', "id must be a string or an integer, got bool"),
         ('{"id": "a", "prompt": "x"}', "the id 'a' was used in line 1 already"),
         ('{"id": "b", "prompt": "\\ud800"}', "half a surrogate pair"),
+        ('{"id": "b", "prompt": "x", "params": {"stop": ["\\ud800"]}}', "half a surrogate pair"),
         (b'{"id": "b", "prompt": "\xff"}', "not UTF-8"),
         (f'{{"id": "b", "prompt": {"[" * 100_000}{"]" * 100_000}}}', "nested too deeply"),
         (f'{{"id": {"9" * 5000}, "prompt": "x"}}', "a number too long"),
