@@ -20,6 +20,7 @@ from prefixkit.evaluation.tasks.markdown import (
 from prefixkit.evaluation.tasks.problem import Checks, Language, Problem
 from prefixkit.evaluation.tasks.python_code import (
     CODE_LINE,
+    MARK,
     defines,
     first_lines,
     is_body,
@@ -76,7 +77,7 @@ def _thread(process: int) -> ThreadPoolExecutor:
 def _program(problem: Problem, text: str, begun: str) -> str:
     if begun:
         return _continued(problem, text, begun)
-    text = without_thinking(text)
+    text = without_thinking(text).removeprefix(MARK)
     if problem.language == "cpp":
         return _cpp(problem, text)
     blocks = code_blocks(text)

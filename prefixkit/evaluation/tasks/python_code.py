@@ -18,6 +18,7 @@ from typing import NamedTuple
 CODE_LINE = re.compile(
     r"(?:async def|def|class|from|import|@)\s*\w|\w+ *+(?:, *\w+ *+)*=[^=]|print\(|(?:for|while|if) .*:$"
 )
+MARK = "\ufeff"  # a byte order mark: Python accepts one at the start of a file, `ast` and `symtable` in no text
 _TRIES = 16  # errors that are looked for one by one; further ones by halving
 _SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
@@ -26,8 +27,8 @@ _SCOPES = (
 
 
 def lines_of(code: str) -> list[str]:
-    """The lines as Python counts them: Python has fewer line ends than ``str.splitlines``."""
-    return io.StringIO(code, newline="").readlines()
+    """The lines as Python counts them, without a byte order mark: it has fewer line ends than ``str.splitlines``."""
+    return io.StringIO(code.removeprefix(MARK), newline="").readlines()
 
 
 def parse(code: str) -> ast.Module | None:
@@ -42,7 +43,7 @@ def _parsed(code: str) -> ast.Module | int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escapes in strings
         try:
-            return ast.parse(code)
+            return ast.parse(code.removeprefix(MARK))
         except SyntaxError as error:
             return max(error.lineno or 1, 1)
         except ValueError:

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkit.evaluation.judge import BadTests
 from prefixkit.evaluation.tasks.problem import Oracle
-from tests.evaluation.judge.judging import needs_sandbox, verdict
+from tests.evaluation.judge.judging import checks, needs_sandbox, streams, verdict
 
 pytestmark = needs_sandbox()
 
@@ -85,3 +85,10 @@ def test_a_solution_may_return_what_cannot_be_copied() -> None:
     tests = oracle("return iter(range(x))", 3, accept="list(found) == list(expected)")
     assert verdict("def f(x): return list(range(x))", tests).passed
     assert verdict("def f(x): return [0]", tests).outcome == "failed"
+
+
+def test_tests_may_begin_with_a_byte_order_mark() -> None:
+    program, mark = "def f(x): return x", "\ufeff"
+    assert verdict(program, checks(f"{mark}assert f(k) == 1", "f", setup=f"{mark}k = 1")).passed
+    assert verdict(program, Oracle("f", f"{mark}{program}", ((1,),))).passed
+    assert verdict("print(1)", streams(("", ""), checker=f"{mark}pass")).passed

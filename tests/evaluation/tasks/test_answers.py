@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -286,3 +287,14 @@ def test_time_grows_with_the_text_and_not_with_its_square(text):
 def test_statements_that_share_a_line_are_kept_once():
     text = "def f(): return t[0]\n\nt = {}; t[0] = 1\n"
     assert program(FRESH, f"{text}print(f())\n", "") == text
+
+
+@pytest.mark.parametrize("answer", ["\ufeff{}", "```python\n\ufeff{}```\n"])
+@pytest.mark.parametrize("head", [HEAD, f"\ufeff{HEAD}"])
+def test_a_byte_order_mark_at_the_start_of_a_program_is_no_part_of_it(answer, head):
+    asked = dataclasses.replace(PROBLEM, head=head)
+    assert program(asked, answer.format(f"{FUNCTION}area([])\n"), "") == FUNCTION
+    assert program(asked, answer.format(f"{ALONE}area([])\n"), "").endswith(f"import math\n\n{ALONE}")
+    assert program(asked, f"{BODY}area([])\n", f"\ufeff{HEAD}") == FUNCTION
+    assert program(SCRIPT, "\ufeffimport sys\nprint(1)\n", "") == "import sys\nprint(1)\n"
+    assert program(CPP, "\ufeff#include <cmath>\nint main() {\n}\n", "").startswith("#include <cmath>")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from prefixkit.evaluation.judge.guest.start import Channel, begin
+from prefixkit.evaluation.judge.guest.start import Channel, begin, without_mark
 from prefixkit.evaluation.judge.wire import Opaque, Reader, WireError, write
 
 _PARTS = ("the setup", "the solution", "adapt", "accept")  # names of code other than the tests' own
@@ -135,8 +135,8 @@ def main(spec: dict[str, Any]) -> None:
     scope = module.__dict__
     scope["__file__"] = path
     try:
-        code = compile(spec["program"], path, "exec")
-        exec(compile(spec["setup"], "the setup", "exec"), scope)
+        code = compile(without_mark(spec["program"]), path, "exec")
+        exec(compile(without_mark(spec["setup"]), "the setup", "exec"), scope)
     except BaseException as error:
         channel.send(b"." + write(["broken", _line(error, path)]))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from prefixkit.evaluation.tasks.problem import Checks, Oracle
+from prefixkit.evaluation.tasks.python_code import MARK
 
 # Equality as in EvalPlus: floats, alone or in a list, are compared within a tolerance, by default 1e-6.
 _COMPARE = """
@@ -70,7 +71,7 @@ def as_checks(oracle: Oracle) -> Checks:
         inputs=json.dumps(oracle.inputs),
         tolerance=oracle.tolerance,
         own_accept=bool(oracle.accept),
-        solution=oracle.solution,
+        solution=oracle.solution.removeprefix(MARK),
         name=oracle.name,
         adapt=f"lambda arguments: ({oracle.adapt or 'arguments'})",
         accept=f"lambda arguments, expected, found, tolerance: ({accept})",
