@@ -8,7 +8,7 @@ import platform
 
 from prefixkit.evaluation.tasks.problem import Problem
 
-VERSION = 3  # the judge's version, raised when a change may change verdicts
+VERSION = 4  # the judge's version, raised when a change may change verdicts
 
 
 def digest_of(problem: Problem) -> bytes:

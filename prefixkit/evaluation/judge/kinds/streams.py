@@ -10,12 +10,12 @@ from prefixkit.evaluation.judge.judge_errors import BadTests
 from prefixkit.evaluation.judge.kinds.cpp import compiled
 from prefixkit.evaluation.judge.kinds.texts import accepts
 from prefixkit.evaluation.judge.kinds.values import shown
-from prefixkit.evaluation.judge.sandbox.process import Process
 from prefixkit.evaluation.judge.sandbox.sandbox import Sandbox
 from prefixkit.evaluation.judge.verdict import Verdict
 from prefixkit.evaluation.tasks.problem import Language, Limits, Streams
 
 _CPP_STACK = 256  # MiB
+_MISSING = ("NameError:", "UnboundLocalError:", "ImportError:", "ModuleNotFoundError:")
 
 
 def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Streams, limits: Limits) -> Judged:
@@ -24,7 +24,7 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
     Raises:
         Over: the program does not compile.
         NoCompiler: the program is in C++, and this machine has no compiler.
-        BadTests: the checker does not parse.
+        BadTests: the checker does not parse, or raises an exception whatever the program writes.
     """
     files: dict[str, bytes] = {}
     spec: Mapping[str, Any] = {"program": program}
@@ -48,31 +48,38 @@ def judge_streams(sandbox: Sandbox, program: str, language: Language, tests: Str
 
 
 def _checked(sandbox: Sandbox, checker: str, texts: tuple[str, str, bytes], limits: Limits) -> str:
-    """Run a checker, in a sandbox where the three texts are files; returns its reason to refuse, or ""."""
-    given, expected, output = texts
-    files = {
-        "input": given.encode("utf-8", "surrogatepass"),
-        "expected": expected.encode("utf-8", "surrogatepass"),
-        "output": output,
-    }
-    with sandbox.start("program", {"program": checker, "arguments": list(files)}, limits, files) as process:
-        process.run()
-        if _does_not_parse(process, limits):
-            _parse(sandbox, checker, limits)
-        if process.excess:
-            return f"its checker went beyond a limit: {process.excess}"
-        return "" if process.status == 0 else f"its checker refused: exit status {process.status}"
+    """Run a checker; returns its reason to refuse, or "".
 
-
-def _does_not_parse(process: Process, limits: Limits) -> bool:
-    """Whether a program ended by a syntax error, which may be its own or one of a text that it read."""
-    return process.status != 0 and ended(process, limits).verdict.outcome == "invalid"
-
-
-def _parse(sandbox: Sandbox, checker: str, limits: Limits) -> None:
-    """Raise BadTests if a checker does not parse; found without the candidate's output, which could imitate that."""
-    with sandbox.start("program", {"program": f"compile({checker!r}, 'the checker', 'exec')"}, limits) as process:
-        process.run()
-        if _does_not_parse(process, limits):
-            *_, last = process.errors.splitlines()
+    Raises:
+        BadTests: the checker does not parse, or raises an exception whatever the output.
+    """
+    given, expected = (text.encode("utf-8", "surrogatepass") for text in texts[:2])
+    excess, status, errors = _run_checker(sandbox, checker, (given, expected, texts[2]), limits)
+    if excess:
+        return f"its checker went beyond a limit: {excess}"
+    if status == 0:
+        return ""
+    if "Traceback (most recent call last):" in errors:
+        # An exception may well be how it refuses, or be due to what the candidate wrote.  It is a fault of its own if
+        # it comes with the expected output and before any output is read; or, where a name or a module is missing,
+        # with other outputs.
+        *_, last = errors.splitlines()
+        others = (expected, b"0\n" if last.startswith(_MISSING) else None)
+        ends = (_run_checker(sandbox, checker, (given, expected, other), limits) for other in others)
+        if all(end == ("", status, errors) for end in ends):
             raise BadTests(f"the checker does not run: {line(last)}")
+    return f"its checker refused: exit status {status}"
+
+
+def _run_checker(
+    sandbox: Sandbox, checker: str, texts: tuple[bytes, bytes, bytes | None], limits: Limits
+) -> tuple[str, int | None, str]:
+    """Run a checker, in a sandbox where the texts are files, but for an output of None: then it has the path of none.
+
+    Returns the limit that it exceeded, or ""; its exit status; the end of what it wrote to standard error.
+    """
+    files = {name: text for name, text in zip(("input", "expected", "output"), texts, strict=True) if text is not None}
+    arguments = ["input", "expected", "output" if "output" in files else "none/output"]
+    with sandbox.start("program", {"program": checker, "arguments": arguments}, limits, files) as process:
+        process.run()
+        return process.excess or "", process.status, process.errors
