@@ -24,7 +24,7 @@ from trl.extras.profiling import profiling_context
 
 from prefixkit.engine.request import Sample
 from prefixkit.integrations.trl_importance import corrected, evaluating
-from prefixkit.models import is_patched, patch
+from prefixkit.models import is_patched, patch, text_config
 from prefixkit.models.tensor_parallel import tp_size
 from prefixkit.sampling.params import Logprobs, SamplingParams
 from prefixkit.session.prompts import Unpadded
@@ -205,6 +205,7 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         )
     stop, temperature = config.stop_strings or (), config.temperature if config.do_sample else 0.0
     penalty = config.repetition_penalty or 1.0
+    vocab = text_config(trainer.model).vocab_size  # the tokenizer's end may be a token that the model lacks
     models = rollouts.logprobs == "model" and temperature == penalty == 1  # equal to the model's, which cost nothing
     return SamplingParams(
         temperature=temperature,
@@ -214,7 +215,7 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         repetition_penalty=penalty,
         max_new_tokens=config.max_new_tokens,
         seed=seed,
-        stop_token_ids=tuple(trainer.eos_token_ids),
+        stop_token_ids=tuple(token for token in trainer.eos_token_ids if 0 <= token < vocab),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         logprobs="model" if models else "sampled",
     )

@@ -219,7 +219,8 @@ def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[
 
     Raises:
         TypeError: the model has no language-model head.
-        ValueError: the generation config sets a field that is not supported, or stop strings need a tokenizer.
+        ValueError: the generation config sets a field that is not supported, stop strings need a tokenizer, or a given
+            stop token is outside the vocabulary.
     """
     facts.check_lm_head()
     samples, logits = [own for own in each if isinstance(own, SamplingParams)], REFUSED_FIELDS["logits"].split()
@@ -244,6 +245,9 @@ def _checked(facts: ModelFacts, tokenizer: Any, each: Sequence[Params]) -> list[
     ids = getattr(facts.generation_config, "eos_token_id", None)
     ids = getattr(tokenizer, "eos_token_id", None) if ids is None else ids
     found = () if ids is None else (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+    found = tuple(token for token in found if 0 <= token < facts.vocab_size)  # some configs name others
+    for stops in {own.stop_token_ids for own in each if own.stop_token_ids}:
+        check_ids("stop_token_ids", np.array(stops), facts.vocab_size)
     return [own if own.stop_token_ids is not None else replace(own, stop_token_ids=found) for own in each]
 
 

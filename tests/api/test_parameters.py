@@ -79,6 +79,8 @@ def test_a_model_that_is_not_patched():
         ({"seed": np.array([1, 2])}, "seed must be one integer or one per prompt, got 2 for 1 prompt"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"stop_token_ids": [2**70]}, r"stop_token_ids must be at most .*; token ids are 0 to 2\*\*31 - 1"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids must be at least 0, got -1"),
+        ({"stop_token_ids": [3, 260]}, "stop_token_ids: token 260 is outside the model's vocabulary of 260"),
         ({"kv_budget": "2 gigs"}, 'kv_budget: a size must look like "2GiB", .* got "2 gigs"'),
         ({"kv_budget": float("nan")}, "kv_budget"),
         ({"return_samples": False}, "return_samples=False drops every sample; pass on_sample"),
@@ -116,6 +118,30 @@ def test_parameters_out_of_range(model, option, message):
 def test_parameters_of_another_type(model, option, message):
     with pytest.raises(TypeError, match=message):
         prefixkit.generate(model, TOKENIZER, **{"prompts": ["a"], **option})
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused_by_every_verb(model):
+    session = Session(model, TOKENIZER)
+    beams = BeamParams(2, stop_token_ids=[260])
+    for call in (
+        lambda: prefixkit.beam_search(model, TOKENIZER, ["a"], beams),
+        lambda: session.generate(["a"], stop_token_ids=[260]),
+        lambda: next(iter(session.stream(["a"], stop_token_ids=[260]))),
+        lambda: session.beam_search(["a"], beams),
+        lambda: session.run([Request(0, [5], beams)]),
+        lambda: session.step([session.prompt("a")], stop_token_ids=[260]),
+    ):
+        with pytest.raises(ValueError, match="token 260 is outside the model's vocabulary of 260"):
+            call()
+
+
+@pytest.mark.parametrize("ends", [260, [-1, 2**40]])
+def test_a_generation_config_may_name_end_tokens_that_the_model_lacks(ends):
+    model = prefixkit.patch(tiny_llama())
+    model.generation_config.eos_token_id = ends
+    (sample,) = prefixkit.generate(model, TOKENIZER, ["a"], max_new_tokens=3)
+    (unstopped,) = prefixkit.generate(model, TOKENIZER, ["a"], max_new_tokens=3, stop_token_ids=())
+    assert sample.tokens == unstopped.tokens
 
 
 @pytest.mark.parametrize("call", [prefixkit.generate, prefixkit.Session])
