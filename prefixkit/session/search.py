@@ -141,7 +141,7 @@ class SearchNode:
         """Make nodes with the tokens of this one, which then grow independently.  Nothing is computed or copied.
 
         Args:
-            count: Number of nodes, at least one.
+            count: Number of nodes, 1 to 2**31 - 1.
             seeds: One for each, 0 to 2**64 - 1.  None: the seeds are derived from the node's own seed and the number of
                 its earlier forks, so that all differ, and are the same in each run of the program.
 
@@ -149,7 +149,7 @@ class SearchNode:
             NodeReleased: the node has been released.
             ValueError, TypeError: ``count`` or a seed is out of range or no integer, or the seeds are not ``count``.
         """
-        last, number = self._held(), as_integer("count", count, 1, "fork at least one node")
+        last, number = self._held(), as_integer("count", count, 1, "fork 1 node to 2**31 - 1", 2**31 - 1)
         if seeds is None:
             own = [int(sample_key(self.seed, self._children + index, ())) for index in range(number)]
         else:

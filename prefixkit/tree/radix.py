@@ -130,11 +130,11 @@ class PrefixTree(TreeEdits):
         """``count`` more sequences with the tokens of ``sequence``.  O(count); takes no pages.
 
         Raises:
-            ValueError: ``count`` below 1.
+            ValueError: ``count`` below 1, or above 2**31 - 1: snapshots count sequences in int32.
         """
         node = self._node_of(sequence)
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
+        if not 1 <= count < 2**31:
+            raise ValueError(f"count must be at least 1 and at most 2**31 - 1, got {count}")
         return [self._new_sequence(node) for _ in range(count)]
 
     def extend(self, sequence: Sequence, tokens: ArrayLike) -> None:

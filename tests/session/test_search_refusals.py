@@ -139,6 +139,7 @@ CALLS: dict[str, tuple[Callable[[Session, SearchNode], object], type[Exception],
         "seed must be at most 18446744073709551615",
     ),
     "no forks": (lambda session, node: node.fork(0), ValueError, "count must be at least 1, got 0"),
+    "2**40 forks": (lambda session, node: node.fork(2**40), ValueError, "count must be at most 2147483647"),
     "too few seeds": (
         lambda session, node: node.fork(3, [1, 2]),
         ValueError,

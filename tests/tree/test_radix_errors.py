@@ -30,6 +30,7 @@ class TestErrors:
             (lambda tree, a, b, other: tree.extend_each([a, b], [1, -1]), ValueError),
             (lambda tree, a, b, other: tree.extend_each([a, other], [1, 2]), ValueError),
             (lambda tree, a, b, other: tree.fork(a, 0), ValueError),
+            (lambda tree, a, b, other: tree.fork(a, 2**40), ValueError),
             (lambda tree, a, b, other: tree.fork(other), ValueError),
             (lambda tree, a, b, other: tree.trim(other, 0), ValueError),
             (lambda tree, a, b, other: tree.trim(a, 1.5), TypeError),
