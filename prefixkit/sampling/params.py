@@ -210,9 +210,13 @@ def as_seed(value: object) -> int:
 def as_number(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond floats
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value}")
-    return float(value)
+    return number
 
 
 def as_list(name: str, value: Any, of: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def number(record: Record, name: str, default: float = 0.0) -> float:
     value = record.fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise wrong(record, name, "a number of at least 0", value)
     return float(value)
 
@@ -76,6 +77,8 @@ def identity(record: Record, *names: str) -> str | int:
     key = record.fields.get(name)
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise wrong(record, name, "a string or an integer", key)
+    if isinstance(key, int) and not -(2**63) <= key < 2**64:  # run folders hold no others
+        raise wrong(record, name, "a string, or an integer from -2**63 to 2**64 - 1", key)
     return key
 
 

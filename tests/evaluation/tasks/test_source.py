@@ -34,6 +34,11 @@ def test_ids_and_prompts_in_order_with_blank_lines_skipped(file):
     assert prompts[1].messages == ({"role": "user", "content": "zwölf\n"},)
 
 
+HUGE_TOLERANCE = json.dumps(
+    {"id": "b", "prompt": "x", "tests": {"kind": "streams", "cases": [["", ""]], "tolerance": 10**400}}
+)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -50,6 +55,9 @@ def test_ids_and_prompts_in_order_with_blank_lines_skipped(file):
         (b'{"id": "b", "prompt": "\xff"}', "not UTF-8"),
         (f'{{"id": "b", "prompt": {"[" * 100_000}{"]" * 100_000}}}', "nested too deeply"),
         (f'{{"id": {"9" * 5000}, "prompt": "x"}}', "a number too long"),
+        ('{"id": 18446744073709551616, "prompt": "x"}', "id must be a string, or an integer from -2**63 to 2**64 - 1"),
+        (f'{{"id": "b", "prompt": "x", "params": {{"top_p": {10**400}}}}}', "params: top_p must be a finite number"),
+        (HUGE_TOLERANCE, "tolerance must be a number of at least 0, got int"),
     ],
 )
 def test_a_bad_line_is_named(file, line, says):
