@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
@@ -17,7 +18,8 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def made(kind: type[Made], record: Any) -> Made:
-    """The dataclass that a JSON object describes: lists stand for tuples, and numbers are within 64 bits.
+    """The dataclass that a JSON object describes: integers have 64 bits, floats are finite, and lists stand for
+    tuples.
 
     Raises:
         ValueError: ``record`` is no object, a field is unknown or of another type, or the dataclass refuses a value.
@@ -63,6 +65,8 @@ def typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    if kind in (int, float):
-        return type(value) in (int, kind) and -(2**63) <= value < 2**64
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if kind is int:
+        return type(value) is int and -(2**63) <= value < 2**64
     return type(value) is kind and kind in (str, bool, NoneType)

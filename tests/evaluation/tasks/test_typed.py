@@ -30,6 +30,11 @@ def test_lists_stand_for_tuples_and_objects_for_dataclasses():
     assert made(Outer, record) == Outer("a", (("x", 1), ("y", 2.5)), Inner(3), {"k": [1]}, [[()]])
 
 
+@pytest.mark.parametrize("number", [1e300, -1e300, 10**30])
+def test_a_float_may_be_any_finite_number(number):
+    assert made(Outer, {"kind": "a", "pairs": [["x", number]]}).pairs == (("x", number),)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -37,6 +42,7 @@ def test_lists_stand_for_tuples_and_objects_for_dataclasses():
         ({"kind": 5}, "'kind' must be .*, not int"),
         ({"pairs": [["x", 1, 2]]}, "'pairs' must be .*, not list"),
         ({"pairs": [["x", float("nan")]]}, "'pairs' must be float, not float"),
+        ({"pairs": [["x", float("inf")]]}, "'pairs' must be float, not float"),
         ({"pairs": [["x", 10**400]]}, "'pairs' must be float, not int"),
         ({"pairs": [["x", True]]}, "'pairs' must be float, not bool"),
         ({"inner": {"x": "1"}}, "'inner' must be .*Inner"),
