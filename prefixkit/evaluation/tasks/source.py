@@ -75,6 +75,7 @@ def load(source: Source, prompting: Prompting = _PLAIN) -> tuple[Problem, ...]:
     """
     if source.input == prompting.examples == STANDARD_INPUT:
         raise ValueError("--input and --few-shot-file cannot both be standard input; give one of them as a file")
+    _check_text("--system", [prompting.system])
     shown = read_examples(prompting.examples, source.language) if prompting.examples is not None else ()
     problems: Iterable[Problem] = read_problems(source)
     if prompting.few_shot:
@@ -97,7 +98,9 @@ def read_problems(source: Source) -> Iterator[Problem]:
             if problem.id in places:
                 raise ValueError(f"{record.where}: the id {problem.id!r} was used in {places[problem.id]} already")
             places[problem.id] = record.place
-            _check_text(problem)
+            contents = [*(message["content"] for message in problem.messages), *_texts(problem.examples)]
+            texts = (str(problem.id), problem.text, problem.head, problem.solution, *problem.params.get("stop", ()))
+            _check_text(problem.where, [*texts, *contents])
             yield problem
     if not places:
         raise ValueError(f'{_name(source)} holds no prompts; expected lines like {{"id": "a", "prompt": "..."}}')
@@ -114,6 +117,7 @@ def read_examples(path: Path, language: Language = "python") -> tuple[Example, .
                 if not problem.solution:
                     raise ValueError(f'{record.where}: an example needs an "answer" or a "solution"')
                 example = solved(problem)
+            _check_text(record.where, _texts([example]))
             found.append(example)
     if not found:
         raise ValueError(f'{path} holds no examples; expected lines like {{"prompt": "...", "answer": "..."}}')
@@ -126,16 +130,16 @@ def _name(source: Source) -> str:
     return "standard input" if source.input == STANDARD_INPUT else str(source.input)
 
 
-def _check_text(problem: Problem) -> None:
+def _texts(examples: Iterable[Example]) -> list[str]:
+    return [text for one in examples for text in (one.text, *(message["content"] for message in one.messages))]
+
+
+def _check_text(where: str, texts: Iterable[str]) -> None:
     """Raise ValueError if JSON spelt half a surrogate pair, which no file or tokenizer takes."""
-    contents = [message["content"] for message in problem.messages]
-    for one in problem.examples:
-        contents += [one.text, *(message["content"] for message in one.messages)]
-    stops = problem.params.get("stop", ())
-    for text in (str(problem.id), problem.text, problem.head, problem.solution, *contents, *stops):
+    for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{problem.where}: holds half a surrogate pair (character {error.start}), which is not text"
+                f"{where}: holds half a surrogate pair (character {error.start}), which is not text"
             ) from error

@@ -132,6 +132,11 @@ def test_a_limit_reads_no_further(file):
         load(Source(path))
 
 
+def test_instructions_that_are_no_text_are_named(file):
+    with pytest.raises(ValueError, match="--system: holds half a surrogate pair"):
+        load(Source(file(GOOD)), Prompting(system="\udcff"))
+
+
 class TestExamplesInAFile:
     def test_they_stand_before_every_problem_in_their_order(self, file, tmp_path):
         examples = tmp_path / "examples.jsonl"
@@ -160,6 +165,8 @@ class TestExamplesInAFile:
             ('{"messages": [{"role": "user", "content": "a"}]}', "an example must end with the assistant's answer"),
             ('{"prompt": "", "answer": "a"}', "the prompt is empty"),
             ('{"prompt": "a", "answer": 5}', "answer must be a string, got int 5"),
+            ('{"prompt": "a", "answer": "\\ud800"}', "holds half a surrogate pair"),
+            ('{"id": 1, "prompt": "a", "solution": "\\ud800"}', "holds half a surrogate pair"),
         ],
     )
     def test_a_bad_example_is_named(self, file, tmp_path, line, says):
