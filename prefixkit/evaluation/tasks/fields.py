@@ -20,6 +20,11 @@ def string(record: Record, name: str, default: str | None = None) -> str:
     return value
 
 
+def has(record: Record, name: str) -> bool:
+    """Whether a record has a field: a table has all columns in all rows, null where there is none."""
+    return record.fields.get(name) is not None
+
+
 def strings(record: Record, name: str) -> tuple[str, ...]:
     """A field that is a list of strings; () for one that is absent or null."""
     value = _optional(record, name, (list, tuple), "a list of strings") or ()
@@ -83,7 +88,7 @@ def identity(record: Record, *names: str) -> str | int:
 
 
 def language(record: Record, default: Language) -> Language:
-    value = record.fields.get("language", default)
+    value = record.fields["language"] if has(record, "language") else default
     if value not in LANGUAGES:
         raise ValueError(f"{record.where}: language must be one of {', '.join(LANGUAGES)}, got {value!r}")
     known: Language = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from prefixkit.evaluation.tasks.fields import identity, items, language, mapping, string
+from prefixkit.evaluation.tasks.fields import has, identity, items, language, mapping, string
 from prefixkit.evaluation.tasks.formats.tests import read_limits, read_tests
 from prefixkit.evaluation.tasks.problem import Calls, Checks, Example, Language, Message, Oracle, Problem, Tests
 from prefixkit.evaluation.tasks.problem_params import check_params
@@ -23,7 +23,7 @@ def read(record: Record, default: Language = "python") -> Problem:
     with a chat template get ``messages``, and others ``prompt``.
     """
     key, text = identity(record, "id"), _prompt(record)
-    messages = read_messages(record) if "messages" in record.fields else (Message(role="user", content=text),)
+    messages = read_messages(record) if has(record, "messages") else (Message(role="user", content=text),)
     tests, head = read_tests(record), string(record, "head", "")
     begun = bool(head) and text.rstrip().endswith(head.rstrip())
     return Problem(
@@ -48,10 +48,10 @@ def read_example(record: Record) -> Example | None:
 
     None if the record has neither: then it is a problem, whose solution is the answer.
     """
-    if "answer" in record.fields:
+    if has(record, "answer"):
         text, answer = _prompt(record), string(record, "answer")
         return Example(_exchange(text, answer), f"{text}{answer}\n\n")
-    if "messages" in record.fields and "solution" not in record.fields:
+    if has(record, "messages") and not has(record, "solution"):
         messages = read_messages(record)
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{record.where}: an example must end with the assistant's answer")
@@ -65,7 +65,7 @@ def _inner(record: Record, number: int, fields: Any) -> Example:
     if not isinstance(fields, dict):
         raise ValueError(f"{where} must be an object, got {type(fields).__name__}")
     inner = Record(where, record.place, fields)
-    if "answer" not in fields and "solution" in fields:
+    if not has(inner, "answer") and has(inner, "solution"):
         answer = fenced(string(inner, "solution"), language(inner, "python"))
         text = _prompt(inner)
         return Example(_exchange(text, answer), f"{text}\n{string(inner, 'solution').rstrip()}\n\n")
@@ -105,7 +105,7 @@ def _message(record: Record, number: int, given: Any) -> Message:
 
 def _prompt(record: Record) -> str:
     """The text of a record; "" if it has only a conversation."""
-    if "prompt" not in record.fields and "messages" in record.fields:
+    if not has(record, "prompt") and has(record, "messages"):
         return ""
     text = string(record, "prompt")
     if not text:

@@ -26,6 +26,16 @@ def test_a_conversation_has_no_text_unless_a_prompt_is_there_too():
     assert read({"id": "a", "messages": messages, "prompt": "Hi"}).text == "Hi"
 
 
+def test_null_is_as_an_absent_field():
+    """As in rows of a table, which have all columns."""
+    optional = ("params", "tests", "limits", "name", "head", "language", "solution", "examples", "messages")
+    assert read(own(**dict.fromkeys(optional))) == read(own())
+    assert read(own(prompt=None, messages=[USER])) == read({"id": "a", "messages": [USER]})
+    shown = {"prompt": "1 + 1 =", "solution": "2"}
+    absent = dict.fromkeys(("answer", "messages", "language"))
+    assert read(own(examples=[shown | absent])) == read(own(examples=[shown]))
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
