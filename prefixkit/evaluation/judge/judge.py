@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -123,7 +124,7 @@ class Judge:
         pending: dict[Future[Verdict], tuple[Key, str]] = {}
         try:
             while True:
-                pending.update(islice(source, _AHEAD * self.jobs - len(pending)))
+                pending.update(islice(source, min(_AHEAD * self.jobs, sys.maxsize) - len(pending)))
                 if not pending:
                     return
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)

@@ -66,6 +66,7 @@ def test_items_are_taken_as_they_are_needed_and_equal_ones_run_once() -> None:
     other = Counting()
     assert len(list(other.verdicts([(n, GOOD, ADD) for n in range(20)]))) == 20
     assert other.ran == 1
+    assert len(list(Counting(jobs=10**30).verdicts([(n, GOOD, ADD) for n in range(3)]))) == 3
 
 
 def test_a_timeout_counts_unless_others_delayed_the_program_and_it_ends_in_time_alone() -> None:
