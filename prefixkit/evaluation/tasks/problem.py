@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
+from unicodedata import normalize
 
 from prefixkit.evaluation.tasks.typed import made
 
@@ -46,6 +47,11 @@ class Limits:
                 raise ValueError(f"limits: {name} must be {what} above 0 and at most {most:,}, got {repr(value)[:40]}")
 
 
+def _as_python_reads(name: str) -> str:
+    """A name as Python has it in a module: there are several spellings of some letters."""
+    return normalize("NFKC", name)
+
+
 @dataclass(frozen=True)
 class Checks:
     """Python code that raises unless the candidate's functions are right, as in HumanEval and MBPP.
@@ -59,6 +65,9 @@ class Checks:
     code: str
     names: tuple[str, ...]
     setup: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(map(_as_python_reads, self.names)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,9 @@ class Calls:
     name: str
     cases: tuple[tuple[tuple[Any, ...], Any], ...]
     tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _as_python_reads(self.name))
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,9 @@ class Oracle:
     tolerance: float = 0.0
     adapt: str = ""
     accept: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _as_python_reads(self.name))
 
 
 Tests = Checks | Calls | Streams | Oracle
@@ -174,6 +189,9 @@ class Problem:
     text_stop: tuple[str, ...] = ()
     solution: str = ""
     examples: tuple[Example, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _as_python_reads(self.name))
 
     def to_json(self) -> dict[str, Any]:
         """The problem as JSON values, with tuples for lists."""

@@ -8,7 +8,7 @@ import pytest
 
 from prefixkit.evaluation.judge import BadTests
 from prefixkit.evaluation.tasks.problem import Oracle
-from tests.evaluation.judge.judging import checks, needs_sandbox, streams, verdict
+from tests.evaluation.judge.judging import calls, checks, needs_sandbox, streams, verdict
 
 pytestmark = needs_sandbox()
 
@@ -92,3 +92,15 @@ def test_tests_may_begin_with_a_byte_order_mark() -> None:
     assert verdict(program, checks(f"{mark}assert f(k) == 1", "f", setup=f"{mark}k = 1")).passed
     assert verdict(program, Oracle("f", f"{mark}{program}", ((1,),))).passed
     assert verdict("print(1)", streams(("", ""), checker=f"{mark}pass")).passed
+
+
+@pytest.mark.parametrize("given", ["\ufb01t", "fit"])
+@pytest.mark.parametrize("defined", ["\ufb01t", "fit"])
+def test_names_are_those_that_python_reads_however_they_are_spelt(given: str, defined: str) -> None:
+    program = f"def {defined}(x): return x"
+    for tests in (
+        Oracle(given, f"def {given}(x): return x", ((1,),)),
+        calls(given, ((1,), 1)),
+        checks(f"assert {given}(1) == 1", given),
+    ):
+        assert verdict(program, tests).passed

@@ -298,3 +298,8 @@ def test_a_byte_order_mark_at_the_start_of_a_program_is_no_part_of_it(answer, he
     assert program(asked, f"{BODY}area([])\n", f"\ufeff{HEAD}") == FUNCTION
     assert program(SCRIPT, "\ufeffimport sys\nprint(1)\n", "") == "import sys\nprint(1)\n"
     assert program(CPP, "\ufeff#include <cmath>\nint main() {\n}\n", "").startswith("#include <cmath>")
+
+
+def test_the_function_is_found_however_its_name_is_spelt():
+    asked = dataclasses.replace(SCRIPT, name="\ufb01t")
+    assert program(asked, "def fit(x):\n    return x\n\nprint(fit(1))\n", "") == "def fit(x):\n    return x\n"
