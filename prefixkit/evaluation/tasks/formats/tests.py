@@ -44,13 +44,15 @@ def _checks(record: Record) -> Checks:
     names = strings(record, "names")
     if not names:
         raise ValueError(f"{record.where}: names must list the functions that the code uses")
+    for name in names:
+        _check_name(record, name)
     return Checks(_filled(record, "code"), names, string(record, "setup", ""))
 
 
 def _calls(record: Record) -> Calls:
     pairs = _pairs(record, "[[argument, ...], expected]")
     cases = tuple((_arguments(record, given, "the arguments of a case"), expected) for given, expected in pairs)
-    return Calls(_filled(record, "name"), cases, number(record, "tolerance"))
+    return Calls(_name(record), cases, number(record, "tolerance"))
 
 
 def _streams(record: Record) -> Streams:
@@ -67,7 +69,7 @@ def _streams(record: Record) -> Streams:
 def _oracle(record: Record) -> Oracle:
     inputs = _several(record, "inputs", "argument lists")
     return Oracle(
-        _filled(record, "name"),
+        _name(record),
         _filled(record, "solution"),
         tuple(_arguments(record, one, "each of inputs") for one in inputs),
         number(record, "tolerance"),
@@ -95,6 +97,18 @@ def _arguments(record: Record, given: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(given, list):
         raise ValueError(f"{record.where}: {what} must be a list, got {type(given).__name__}")
     return tuple(given)
+
+
+def _name(record: Record) -> str:
+    value = _filled(record, "name")
+    _check_name(record, value)
+    return value
+
+
+def _check_name(record: Record, name: str) -> None:
+    """Refuse a name that no program can define."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{record.where}: {name!r} is no name of a Python function, or of a class and its method")
 
 
 def _filled(record: Record, name: str) -> str:

@@ -84,6 +84,12 @@ def test_tests(tests, expected):
         ({"kind": "calls", "name": "f"}, r"cases must be a list of pairs \[\[argument, ...\], expected\]"),
         ({"kind": "calls", "cases": [[[1], 2]]}, "the field 'name' is missing"),
         ({"kind": "calls", "name": " ", "cases": [[[1], 2]]}, "name is empty"),
+        ({"kind": "calls", "name": "a b", "cases": [[[1], 2]]}, "'a b' is no name of a Python function"),
+        (
+            {"kind": "oracle", "name": "f()", "solution": "x", "inputs": [[]]},
+            r"'f\(\)' is no name of a Python function",
+        ),
+        ({"kind": "checks", "code": "assert f()", "names": ["f", ""]}, "'' is no name of a Python function"),
         ({"kind": "calls", "name": "f", "cases": [[1, 2]]}, "the arguments of a case must be a list, got int"),
         ({"kind": "calls", "name": "f", "cases": [[[1]]]}, "case 1 must be a pair"),
         (
