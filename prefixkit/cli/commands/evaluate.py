@@ -86,7 +86,10 @@ def judge_with_bar(
 def solved_of(
     folder: RunFolder, part: Part, judge: Judge, quiet: bool, console: Console
 ) -> Callable[[Sequence[int], int], set[int]]:
-    """A function that judges the samples of earlier rounds and returns the problems that they solve."""
+    """A function that judges the samples of earlier rounds and returns the problems that they solve.
+
+    Problems whose tests do not run are named in the log, and never solved.
+    """
     solved: set[int] = set()
 
     def before_a_round(places: Sequence[int], first: int) -> set[int]:
@@ -99,7 +102,10 @@ def solved_of(
         def wanted(place: int, index: int) -> bool:
             return place in left and index < first
 
-        judge_with_bar(folder, judge, part.tag, quiet, console, wanted, note)
+        try:
+            judge_with_bar(folder, judge, part.tag, quiet, console, wanted, note)
+        except BadTests as error:  # they solve nothing, and other problems go on
+            folder.warn(str(error))
         return solved & set(places)
 
     return before_a_round

@@ -282,14 +282,29 @@ def test_without_a_sandbox_nothing_is_judged_and_the_remedy_is_named(tmp_path, m
     assert not (folder.path / "verdicts").exists()
 
 
-def test_tests_that_do_not_run_are_named_and_all_others_judged(tmp_path):
-    folder = make(tmp_path / "run")
+def break_square(folder):
+    """Give a problem of a run folder tests that do not parse."""
     broken = [Checks("assert (", (one.name,)) if one.name == "square" else one.tests for one in problems()]
     asked = [
         Asked(Problem(**{**one.__dict__, "tests": tests}), one.head)
         for one, tests in zip(problems(), broken, strict=True)
     ]
     create(folder.path, folder.manifest, asked)
+
+
+def test_tests_that_do_not_run_are_named_and_all_others_judged(tmp_path):
+    folder = make(tmp_path / "run")
+    break_square(folder)
     said = run("evaluate", folder.path, "--quiet", code=1).stderr
     assert "the tests of 1 of 3 problems do not run, the others are judged: square" in said
     assert outcomes(folder) == WANT | {"square": [None, None, None, "invalid"]}, "what does not parse needs no tests"
+
+
+def test_tests_that_do_not_run_keep_no_other_problem_from_its_samples(tmp_path, caplog):
+    tokens, folder = prompts_of(3), make(tmp_path / "run", n=1)
+    break_square(folder)
+    with Judge(jobs=1) as judge:
+        solved = solved_of(folder, Part(), judge, True, terminal(stderr=True))
+        run_campaign(folder, tokens, [SamplingParams()] * 3, Goal(0, [4] * 3, round=1), sampler, solved=solved)
+    assert [sum(one["id"] == name for one in folder.samples()) for name in HEADS] == [1, 4, 4]
+    assert [one.message for one in caplog.records if "the tests of 1 of 3 problems do not run" in one.message]
