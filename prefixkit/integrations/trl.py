@@ -205,7 +205,10 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         )
     stop, temperature = config.stop_strings or (), config.temperature if config.do_sample else 0.0
     penalty = config.repetition_penalty or 1.0
+    # TRL masks what follows its own end-of-sequence tokens, also where generation_kwargs set others.
+    own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     vocab = text_config(trainer.model).vocab_size  # the tokenizer's end may be a token that the model lacks
+    stops = [token for token in dict.fromkeys((*trainer.eos_token_ids, *own)) if 0 <= token < vocab]
     models = rollouts.logprobs == "model" and temperature == penalty == 1  # equal to the model's, which cost nothing
     return SamplingParams(
         temperature=temperature,
@@ -215,7 +218,7 @@ def _params(trainer: Any, rollouts: Rollouts, seed: int = 0) -> SamplingParams:
         repetition_penalty=penalty,
         max_new_tokens=config.max_new_tokens,
         seed=seed,
-        stop_token_ids=tuple(token for token in trainer.eos_token_ids if 0 <= token < vocab),
+        stop_token_ids=tuple(stops),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         logprobs="model" if models else "sampled",
     )

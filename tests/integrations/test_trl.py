@@ -278,12 +278,12 @@ def test_in_autocast_and_with_checkpoints_completions_are_of_the_same_precision(
         assert trainer.session._kind.spec.dtype == torch.bfloat16
 
 
-def test_stop_strings_and_penalties_of_the_trainer_count(made):
+@pytest.mark.parametrize("field", ["stop_strings", "eos_token_id"])
+def test_stops_and_penalties_of_the_trainer_count(made, field):
     stops, model = [*"abcdefghijklm"], tiny_llama(initializer_range=0.2)
     model.generation_config.eos_token_id = [256, 999]  # the model lacks the second, which ends nothing
-    trainer = made(
-        model=model, repetition_penalty=1.3, generation_kwargs={"stop_strings": stops}, max_completion_length=40
-    )
+    given = {field: stops if field == "stop_strings" else byte_tokenizer().convert_tokens_to_ids(stops)}
+    trainer = made(model=model, repetition_penalty=1.3, generation_kwargs=given, max_completion_length=40)
     (batch,) = batches_of(trainer)
     pairs = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     texts = [byte_tokenizer().decode(ids[mask.bool()], skip_special_tokens=True) for ids, mask in pairs]
