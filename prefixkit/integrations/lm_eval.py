@@ -44,6 +44,7 @@ TOKENS_PER_CALL = 2**15
 # The options that a task's ``generation_kwargs`` may set, with the defaults of transformers, which apply if the model's
 # ``generation_config`` does not set them either.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_OFF = {**_SAMPLING, "top_k": 0}  # what None means in ``generation_kwargs``, as in transformers
 _WITHOUT_EFFECT = {"use_cache", "do_sample"}  # the temperature decides whether to sample
 
 
@@ -269,9 +270,10 @@ class PrefixLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _sampling(self, options: dict[str, Any]) -> dict[str, Any]:
         """Fields of SamplingParams, from normalised generation options and the model's generation config."""
-        asked = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
-        if asked.get("num_beams") in (None, 1):
-            asked.pop("num_beams", None)
+        asked = {name: _OFF.get(name) if value is None else value for name, value in options.items()}
+        asked = {name: value for name, value in asked.items() if value is not None and name not in _WITHOUT_EFFECT}
+        if asked.get("num_beams") == 1:
+            del asked["num_beams"]
         if unknown := sorted(asked.keys() - _SAMPLING.keys()):
             raise ValueError(
                 f"generation_kwargs set {unknown[0]}={asked[unknown[0]]!r}, which sessions do not have; they have "

@@ -268,6 +268,21 @@ def test_generation_that_sessions_do_not_have_is_refused(models, options, messag
         ours.generate_until([request("a", until=["\n"], **options)], disable_tqdm=True)
 
 
+def test_options_that_are_none_are_off_as_with_hf(models):
+    hf, ours = models()
+    for lm in (hf, ours):
+        lm.model.generation_config.repetition_penalty = 3.0
+    off = {"repetition_penalty": None, "typical_p": None, "until": ["e"], "max_gen_toks": 12}
+    requests = [request("What is it?", **off), request("abc", **off)]
+    assert ours.generate_until(requests, disable_tqdm=True) == hf.generate_until(requests, disable_tqdm=True)
+    sampled = {"temperature": 1.0, "until": [], "max_gen_toks": 12}
+    (one,), (other,), (default,) = (
+        ours.generate_until([request("abc", **sampled, **more)], disable_tqdm=True)
+        for more in ({"top_k": None}, {"top_k": 0}, {})
+    )
+    assert one == other != default
+
+
 def test_a_text_may_have_a_length_with_its_context(models):
     (_, ours) = models()
     assert len(ours.tok_encode("abc")) == 3
