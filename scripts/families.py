@@ -299,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model_type in sorted(getattr(modeling_auto, names))
         if only is None or model_type in only
     ]
+    if unknown := sorted({*(only or ())} - {model_type for _, model_type in entries}):
+        parser.error(f"--only: transformers {transformers.__version__} lists no text decoder of type {unknown[0]!r}")
     found = survey_all(entries, options.processes)
     for kind in LISTS:
         print(f"{kind}: {counts(found, kind)}")

@@ -43,6 +43,14 @@ def test_the_survey_tells_what_runs_and_what_is_in_the_way(tmp_path, monkeypatch
 
 
 @needs_script
+def test_a_model_type_that_is_not_listed_is_named(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    with pytest.raises(SystemExit):
+        importlib.import_module("scripts.families").main(["--only", "gpt2,GPT-3"])
+    assert "lists no text decoder of type 'GPT-3'" in capsys.readouterr().err
+
+
+@needs_script
 @pytest.mark.parametrize(
     ("model_type", "shown"),
     [
