@@ -41,7 +41,7 @@ class Rollouts:
     Attributes:
         logprobs: Which log-probabilities of completions the importance correction uses: ``"sampled"``, those after
             temperature, penalty and filters, renormalised, so that the correction is exact; ``"model"``, those before
-            the filters, so that the correction covers rounding only.
+            the filters, so that the correction covers rounding and a repetition penalty only.
         release_memory: Whether the session frees its memory after each batch of completions, for the update; otherwise
             the pool and CUDA graphs stay, and the next batch starts sooner.
         kv_budget, page_size, compiled: As for :class:`prefixkit.Session`.
