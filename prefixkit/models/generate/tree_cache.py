@@ -184,15 +184,16 @@ class TreeCache(DynamicCache):
                 if isinstance(error, DoesNotFit):
                     return False
                 raise
-            if not before.is_current:
-                self.steps.mark_stale()
             log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
             before.end()
         return True
 
     def _start_copy_of(self, steps: RowSteps) -> None:
         rows = steps.flushed()
-        steps.copy_kv(self.start(facts_of(self.model), rows.tokens(), rows.pad, rows.text))
+        copy = self.start(facts_of(self.model), rows.tokens(), rows.pad, rows.text)
+        steps.copy_kv(copy)
+        if not steps.is_current:
+            copy.mark_stale()
 
     def fall_back(self) -> Cache:
         """Fall back to a cache of transformers, which gets a copy of the KV."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from prefixkit.models import TreeCache, patch
+from prefixkit.models import TreeCache, patch, unpatch
 from prefixkit.models.model_errors import NotPatched
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.tiny_families import make_model
@@ -39,6 +39,16 @@ def test_a_copy_leaves_the_tree_as_its_original_does(model):
     for cache in (copy.deepcopy(out.past_key_values), out.past_key_values):
         found = generated(model, continued(out), past_key_values=cache, **options)
         assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_a_copy_after_weights_changed_leaves_no_kv_of_the_old_ones(model):
+    out = generated(model, IDS)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.neg_()
+    copy.deepcopy(out.past_key_values).reset()
+    found = generated(model, IDS, output_logits=True)
+    want = generated(unpatch(model), IDS, output_logits=True)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(want.logits), rtol=3e-5, atol=3e-5)
 
 
 def test_pickled_it_is_the_cache_of_transformers_with_its_kv(model):
