@@ -187,6 +187,37 @@ def test_other_loops_are_measured_and_computed_anew(seed):
         assert session.report.prompt_tokens_found == 0
 
 
+LOOPS = [
+    ("hrm_text", {"H_cycles": 3, "L_cycles": 1}, {"H_cycles": 2, "L_cycles": 2}),  # as many layers cache as before
+    ("dory", {"n_recurrent_loops": 3}, {"n_recurrent_loops": 2}),
+    ("dory", {"n_recurrent_loops": 1}, {"n_recurrent_loops": 3}),
+]
+
+
+@pytest.mark.parametrize(("family", "before", "after"), LOOPS)
+@pytest.mark.parametrize("how", ["given", "made", "copied", "pickled"])
+def test_a_cache_of_other_loops_is_computed_anew(family, before, after, how, seed, caplog):
+    """And a warning says so, whether there is a cache of transformers to fall back to or not."""
+    model, given = prefixkit.patch(make(family, seed, **before), tree_cache="always"), padded(seed)
+    fixed = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    first = generate(model, given, **fixed, **({} if how == "made" else {CACHE: TreeCache(model)}))
+    for name, number in after.items():
+        setattr(model.config, name, number)
+    cache = first[CACHE]
+    if how == "copied":
+        cache = copy.deepcopy(cache)
+    elif how == "pickled":
+        cache = pickle.loads(pickle.dumps(cache))
+    mask = torch.nn.functional.pad(given["attention_mask"], (0, 4), value=1)
+    grown = {"input_ids": first.sequences, "attention_mask": mask}
+    found = generate(model, grown, **fixed, **{CACHE: cache})
+    assert "the model has changed since its cache was made; the cache is computed anew" in caplog.text
+    want = generate(prefixkit.unpatch(model), grown, **fixed)
+    assert torch.equal(found.sequences, want.sequences)
+    for got, true in zip(found.logits, want.logits, strict=True):
+        assert (got - true).abs().max() <= 1e-4 * min(1, true.std())
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("family", "options"), [("dory", {}), ("hrm_text", {"H_cycles": 3, "L_cycles": 3})])
 def test_compiled_layers_compute_the_same(family, options, dynamo, drive, rng):

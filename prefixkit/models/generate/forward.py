@@ -125,6 +125,8 @@ def _logits(model: PreTrainedModel, cache: TreeCache, given: dict[str, Any]) -> 
             cache.reset()
             raise
     cache.steps.check_variants()
+    if not cache.repeats and cache.steps.loops.changed:
+        cache.move()
     if len(tokens) != cache.batch_size:
         raise NotOnTree(f"input_ids has {len(tokens)} rows, and the cache {cache.batch_size}")
     if mask is not None and tuple(mask.shape) != (len(tokens), until):

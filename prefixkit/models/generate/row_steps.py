@@ -18,6 +18,7 @@ from prefixkit.kv.store import KVStore
 from prefixkit.models.attention_class import accepts_trees, forward_below, is_tree_class
 from prefixkit.models.facts import ModelFacts, facts_of
 from prefixkit.models.families import known_positions
+from prefixkit.models.generate.loops import Loops
 from prefixkit.models.generate.row_texts import check_cut, check_followed
 from prefixkit.models.generate.unplaced import example_of, ignores_padding, keeps_padding_out
 from prefixkit.models.indexing.index_copies import index_dtypes
@@ -56,7 +57,7 @@ class RowSteps:
         compresses: Whether layers attend to compressed tokens, which may include padding.
         keeps_more: Whether caches of transformers hold more than KV and index keys (states, positions or entries),
             or layers that only the model makes, as a looped model does.
-        dtype: The dtype of the model's weights, to which logits are converted.
+        dtype, loops: The dtype of the model's weights, to which logits are converted; how often its modules run.
 
     Raises:
         DoesNotFit: the rows need more than their share of the free memory; nothing has changed.
@@ -76,7 +77,7 @@ class RowSteps:
     ) -> None:
         self.model, self._stores = facts.inner, stores_of(facts.inner)
         self.scales_from, self.counts_from_zero = facts.scales_from, facts.counts_from_zero
-        self.dtype = facts.inner.dtype
+        self.dtype, self.loops = facts.inner.dtype, Loops(facts)
         self._variants = facts.variants
         patched = [module for module in facts.state.modules if is_tree_class(type(module))]
         self._patched = [(module, module.__dict__.get(LAYER_VARIANT)) for module in patched]

@@ -32,6 +32,7 @@ from prefixkit.tree.arrays import Ints
 from prefixkit.tree.pages import OutOfPages, check_page_size
 
 log = logging.getLogger("prefixkit")
+_ANEW = "the model has changed since its cache was made; the cache is computed anew by it as it is"
 
 
 class TreeCache(DynamicCache):
@@ -168,29 +169,34 @@ class TreeCache(DynamicCache):
         return other
 
     def vacate(self) -> bool:
-        """Move the KV to another KV store, because a call asks for the present one; returns False if the cache is in
-        use, or there is no memory for another store.
-        """
-        before = self._steps
+        """Move the KV to another KV store, because a call asks for the present one; returns False if it has to stay."""
         with self.in_use.unless() as free:
-            if not free or before is None:
+            if not free or self._steps is None or self._steps.loops.changed:
                 return False
-            self._steps = None
-            try:
-                self._start_copy_of(before)
-            except BaseException as error:
-                self.reset()
-                self._steps = before
-                if isinstance(error, DoesNotFit):
-                    return False
-                raise
-            log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
-            before.end()
-        return True
+            with suppress(DoesNotFit):
+                self.move()
+                log.info("a TreeCache of %d tokens has moved to another KV store", self.get_seq_length())
+                return True
+        return False
+
+    def move(self) -> None:
+        """Move the rows to another KV store, and compute KV of other loops anew; if it raises, they have not moved."""
+        before, self._steps = self.steps, None
+        try:
+            self._start_copy_of(before)
+        except BaseException:
+            self.reset()
+            self._steps = before
+            raise
+        before.end()
 
     def _start_copy_of(self, steps: RowSteps) -> None:
         rows = steps.flushed()
         copy = self.start(facts_of(self.model), rows.tokens(), rows.pad, rows.text)
+        if steps.loops.changed:
+            log.warning(_ANEW)
+            copy.compute(1)
+            return
         steps.copy_kv(copy)
         if not steps.is_current:
             copy.mark_stale()
@@ -263,7 +269,7 @@ class TreeCache(DynamicCache):
         """Copy the KV of all rows to an empty cache of transformers; the KV of padding is undefined."""
         if self._computes_again and self._steps is not None:
             if not self._steps.is_current:
-                log.warning("the model has changed since its cache was made; the cache is computed anew by it as it is")
+                log.warning(_ANEW)
             with self.in_use:
                 rows, device = self._steps.flushed(), self._steps.store.pool.spec.device
                 return compute_again(self.model, rows, cache, device, placed=not self.unplaced)
@@ -278,7 +284,7 @@ class TreeCache(DynamicCache):
     @property
     def _computes_again(self) -> bool:
         """Whether a cache of transformers with the same rows must be computed anew, because the pool lacks its data."""
-        return self.unplaced or (self._steps is not None and self._steps.keeps_more)
+        return self.unplaced or (self._steps is not None and (self._steps.keeps_more or self._steps.loops.changed))
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """``[rows, kv_heads, length, head_dim]`` copies of a layer's keys and values, undefined in place of padding."""
