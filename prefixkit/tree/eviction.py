@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from prefixkit.tree.changes.edits import TreeEdits
 from prefixkit.tree.node import Node
 from prefixkit.tree.radix import PrefixTree
@@ -102,9 +104,21 @@ class PrefixCache:
     def free_pages_or_none(self, pages: int) -> bool:
         """:meth:`free_pages`, but nothing is evicted if free pages and those that the cache alone holds are too few."""
         tree, allocator = self.tree, self.tree.allocator
-        if pages > allocator.free and pages > allocator.num_pages - tree.pages_held() - tree.reserved:
-            return False
+        if pages > allocator.free:
+            most = allocator.num_pages - tree.pages_held() - tree.reserved  # pinned ones included: cheap to know
+            if pages > most or pages > allocator.free + self._pages_alone():
+                return False
         return self.free_pages(pages)
+
+    def _pages_alone(self) -> int:
+        """How many pages the cache alone holds: neither sequences, pinned ones among them, nor pin guards need them."""
+        tree, allocator = self.tree, self.tree.allocator
+        needed, pages = set[Node](), [np.empty(0, np.int32)]
+        for node in reversed(tree.every_node()):  # children before parents
+            if node.parent is not None and (node.sequences or node.pins or node in needed):
+                needed.add(node.parent)
+                pages.append(node.pages)
+        return allocator.num_pages - allocator.free - len(np.unique(np.concatenate(pages)))
 
     def clear(self) -> None:
         """Evict whatever no sequence needs."""

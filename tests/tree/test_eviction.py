@@ -42,6 +42,27 @@ def test_nothing_is_evicted_for_more_pages_than_that_would_free() -> None:
     assert held.length == 2
 
 
+def test_nothing_is_evicted_for_pages_that_a_pinned_prompt_holds() -> None:
+    """Snapshots leave it out, and yet it stays."""
+    cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=8)
+    tree = cache.tree
+    pinned = tree.insert([1, 2, 3])
+    tree.exclude_from_snapshot(pinned)
+    assert not cache.free_pages_or_none(6)
+    assert tree.match([4, 5, 6]).length == 3
+    assert cache.free_pages_or_none(5)
+    assert tree.match([1, 2, 3]).length == 3
+    assert tree.match([4]).length == 0
+
+
+def test_nothing_is_evicted_for_pages_below_a_pin_guard() -> None:
+    cache = cache_of([1, 2, 3], [4, 5, 6], num_pages=8)
+    with cache.pinned(cache.tree.match([1, 2, 3]).node):
+        assert not cache.free_pages_or_none(6)
+        assert cache.tree.match([4, 5, 6]).length == 3
+    assert cache.free_pages_or_none(6)
+
+
 def test_a_node_that_is_protected_while_its_child_goes_is_one_with_its_other_child_afterwards() -> None:
     cache = cache_of([1, 2, 3, 4], [1, 2, 9], num_pages=5)
     tree = cache.tree
