@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "prefixkit"
 TABLES = {
     ("attention/variants/registry.py", "_known"): "ops take keys of variants, as torch.library takes names of ops",
     ("attention/variants/registry.py", "_capturing"): "weak, likewise: tensors that variants capture go with them",
-    ("functional/build_trees.py", "_trees"): "weak: whose KV a pool holds belongs to it, and it may be the caller's",
+    ("functional/owners.py", "_owners"): "weak: whose KV a pool holds belongs to it, and it may be the caller's",
     ("ops/backend.py", "_registered"): "backends register themselves when they are imported",
     ("backends/torch/host_planner.py", "_alive"): "ops take handles of plans; weak: a plan belongs to its step",
     ("backends/cuda/device_planner.py", "_steps"): "weak, likewise: ops take a plan's tensors",

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Iterable, Sequence
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from prefixkit.functional.given_pages import GivenPages
+from prefixkit.functional.owners import claim
 from prefixkit.kv.kv_pool import KVPool, KVSpec
 from prefixkit.kv.layer_kinds import CachedTensor
 from prefixkit.tree.pages import check_page_size
 from prefixkit.tree.radix import PrefixTree
 from prefixkit.tree.sequence import Sequence as TreeSequence
-
-# For each pool, the tree that was made over it last.
-_trees: WeakKeyDictionary[KVPool | GivenPages, ref[PrefixTree]] = WeakKeyDictionary()
 
 
 def kv_pool(
@@ -76,18 +72,17 @@ def tree_from_tokens(pool: KVPool | GivenPages, tokens: Iterable[ArrayLike]) -> 
     The tree grows by ``insert``, ``fork``, ``extend`` and ``extend_each``, and shrinks by ``trim`` and ``release``.
 
     Args:
-        pool: A pool that holds no KV of another tree.
+        pool: A pool that holds no KV of another tree.  An earlier tree that has no pages now, and gets some later, is
+            refused by :func:`plan`.
         tokens: For each sequence ``[length]`` token ids of any integer type, at least one.
 
     Raises:
         ValueError, TypeError: tokens are empty or no token ids; or another tree has sequences in the pool.
         OutOfPages: the pool has too few.
     """
-    _check_unused("tree_from_tokens", pool)
     tree = PrefixTree(pool.num_pages, pool.page_size)
-    sequences = [tree.insert(values) for values in tokens]
-    _trees[pool] = ref(tree)
-    return tree, sequences
+    claim("tree_from_tokens", pool, tree)
+    return tree, [tree.insert(values) for values in tokens]
 
 
 def tree_from_parents(
@@ -123,8 +118,8 @@ def tree_from_parents(
             )
         if length < 1:
             raise ValueError(f"tree_from_parents: node {node} must have at least 1 token, got {length}")
-    _check_unused("tree_from_parents", pool)
     tree, sequences = PrefixTree(pool.num_pages, pool.page_size), list[TreeSequence]()
+    claim("tree_from_parents", pool, tree)
     for node, (above, length) in enumerate(zip(parents, lengths, strict=True)):
         tokens = np.full(length, node, np.int32)
         if above < 0:
@@ -133,7 +128,6 @@ def tree_from_parents(
         # Two sequences now end at the parent, so extending this one makes a node of its own.
         sequences += tree.fork(sequences[above])
         tree.extend(sequences[-1], tokens)
-    _trees[pool] = ref(tree)
     return tree, sequences
 
 
@@ -142,20 +136,3 @@ def _integers(name: str, values: Sequence[int]) -> list[int]:
         return [operator.index(value) for value in values]
     except TypeError as error:
         raise TypeError(f"tree_from_parents: {name} must be a list of integers, got {values!r}") from error
-
-
-def _check_unused(verb: str, pool: KVPool | GivenPages) -> None:
-    """Raise ValueError if a tree has pages of the pool: a second tree would write to the same pages."""
-    before = _trees.get(pool)
-    if before is not None and _holds_pages(before):
-        gc.collect()  # a tree and its nodes are a reference cycle
-        if _holds_pages(before):
-            raise ValueError(
-                f"{verb}: another tree has sequences, or retains KV, in this pool, which would be overwritten; insert "
-                "into that tree, release its sequences or delete it with them, or make another pool"
-            )
-
-
-def _holds_pages(tree: ref[PrefixTree]) -> bool:
-    found = tree()
-    return found is not None and found.allocator.free < found.allocator.num_pages

@@ -16,6 +16,7 @@ from prefixkit.attention.variants import Variant
 from prefixkit.attention.visible import lowest_positions
 from prefixkit.functional.attend import TreeAttention, TreeStep
 from prefixkit.functional.given_pages import GivenPages
+from prefixkit.functional.owners import claim
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.ops.attention_ops import plan_under_mask
 from prefixkit.tree.radix import PrefixTree
@@ -44,8 +45,9 @@ def plan(
             each; tokens that have KV run again, and their KV is not written again.
 
     Raises:
-        ValueError: the tree does not fit the pool; a sequence has ended, belongs to another tree, or is shorter than
-            its queries; KV of queries, or KV that they see, was freed; or there is no token to run.
+        ValueError: the tree does not fit the pool, which may hold another tree's KV; a sequence has ended, belongs to
+            another tree, or is shorter than its queries; KV of queries, or KV that they see, was freed; or there is no
+            token to run.
         TypeError: an argument is of another type.
         UnnumberedSequences: the variant reads b, and several of the sequences share tokens that run.
     """
@@ -58,6 +60,7 @@ def plan(
         sequences = [] if sequences is None else list(sequences)
         if not sequences:
             raise ValueError("plan: a tree of tokens needs the sequences that run, got none; pass what insert returned")
+        claim("plan", attention.pool, tree)
         return _plan_sequences(attention, tree, sequences, num_queries)
     if sequences is not None:
         raise ValueError("plan: page tables say which tokens are queries; pass sequences with a tree of tokens alone")

@@ -11,6 +11,7 @@ from torch import Tensor
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.queries import StepTree, UnnumberedSequences, decode_tree
 from prefixkit.functional.attend import TreeAttention, TreeStep
+from prefixkit.functional.owners import claim
 from prefixkit.ops.backend import BackendError, GraphPlanning, graph_plannings
 from prefixkit.runners.decode_tree import BatchTooLarge
 from prefixkit.runners.graph_arrays import GraphArrays
@@ -43,7 +44,7 @@ class StaticDecode:
         steps: int,
         rows: int,
     ) -> None:
-        batch, ends = _batch(tree, sequences, steps)
+        batch, ends = _batch(attention, tree, sequences, steps)
         device = attention.pool.spec.device
         self._attention, self._rows = attention, rows
         # Enough for any tree in the pool: each node shares pages at most with the node before it and the node after it.
@@ -71,7 +72,7 @@ class StaticDecode:
             steps: The number of steps for which pages are reserved; later steps write no KV.
 
         Raises:
-            ValueError: a sequence does not end at such a leaf.
+            ValueError: a sequence does not end at such a leaf, or another tree's KV is in the pool.
             OutOfPages: there are too few pages.
             BatchTooLarge: the batch does not fit the buffers; make another StaticDecode, and capture again.  Pages are
                 reserved by then.
@@ -81,7 +82,7 @@ class StaticDecode:
                 f"StaticDecode: the buffers are for {self._rows} rows, got {len(sequences)} sequences; make another "
                 "one, and capture again"
             )
-        batch, ends = _batch(tree, sequences, steps)
+        batch, ends = _batch(self._attention, tree, sequences, steps)
         if not self._arrays.holds(batch):
             raise BatchTooLarge(
                 f"StaticDecode: a tree of {batch.snapshot.num_nodes} nodes and {len(batch.snapshot.pages)} pages does "
@@ -146,7 +147,9 @@ def static_decode(
     return StaticDecode(attention, plannings, tree, sequences, steps, rows)
 
 
-def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> tuple[StepTree, list[int]]:
+def _batch(
+    attention: TreeAttention, tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int
+) -> tuple[StepTree, list[int]]:
     """The decode step of the sequences, with pages reserved, and the node where each sequence ends."""
     if not sequences or steps < 1:
         raise ValueError(f"StaticDecode: at least one sequence and one step, got {len(sequences)} and {steps}")
@@ -165,5 +168,6 @@ def _batch(tree: PrefixTree, sequences: Sequence[TreeSequence], steps: int) -> t
         return decode_tree(snapshot, np.array(sorted(sequence.node.index for sequence in sequences), np.int32))
 
     batch().check()
+    claim("StaticDecode", attention.pool, tree)
     tree.reserve(sequences, [steps] * len(sequences))
     return batch(), [sequence.node.index for sequence in sequences]

@@ -25,6 +25,25 @@ def test_a_pool_has_one_tree_at_a_time() -> None:
     prefixkit.tree_from_tokens(pool, [[5]])
 
 
+@pytest.mark.parametrize("first", [[], [[1, 2, 3]]], ids=["never any", "released"])
+def test_a_tree_that_had_no_pages_does_not_write_to_those_of_a_second_tree(first: list[list[int]]) -> None:
+    pool = pool_of(torch.float32, 4)
+    attention = prefixkit.TreeAttention(pool, 4)
+    empty, sequences = prefixkit.tree_from_tokens(pool, first)
+    for sequence in sequences:
+        empty.release(sequence)
+    tree, (held,) = prefixkit.tree_from_tokens(pool, [[4, 5]])
+    late = empty.insert([7, 8])
+    with pytest.raises(ValueError, match="plan: another tree has sequences, or retains KV, in this pool"):
+        prefixkit.plan(attention, empty, [late])
+    prefixkit.commit(prefixkit.plan(attention, tree, [held]))
+    tree.release(held)
+    assert prefixkit.plan(attention, empty, [late]).num_rows == 2
+    again = tree.insert([4])
+    with pytest.raises(ValueError, match="plan: another tree"):
+        prefixkit.plan(attention, tree, [again])
+
+
 def test_kv_that_a_tree_retains_is_not_overwritten_by_a_second_tree() -> None:
     pool = pool_of(torch.float32, 4)
     tree, (sequence,) = prefixkit.tree_from_tokens(pool, [[1, 2, 3, 4]])
