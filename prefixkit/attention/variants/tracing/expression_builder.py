@@ -58,6 +58,7 @@ class ExpressionBuilder:
         self.tensors: list[Captured] = []
         self._known: dict[fx.Node, Any] = {}
         self._line: Line | None = None
+        self._name = "return"  # the operation at that line
         self._returned = -1
 
     def expression(self) -> Expression:
@@ -72,6 +73,7 @@ class ExpressionBuilder:
         elif node.op == "get_attr":
             self._known[node] = Partial(self._capture(self._named[str(node.target)]))
         elif node.op == "output":
+            self._name = "return"
             self._returned = self.value(self._operand(node.args[0])).number
         else:
             self._known[node] = self._call(node)
@@ -87,6 +89,7 @@ class ExpressionBuilder:
         name = str(getattr(node.target, "__name__", node.target))
         if node.target in (operator.invert, operator.inv):  # `~x`, by either of its names
             name = "not"
+        self._name = name
         given = [self._operand(arg) for arg in node.args]
         options = {key: self._operand(arg) for key, arg in node.kwargs.items()}
         special = self._special.get(name.strip("_") if name.startswith("__") else name)
@@ -190,7 +193,10 @@ class ExpressionBuilder:
         tensor = self.tensors[operand.slot].tensor
         if len(operand.indices) != tensor.ndim:
             shape = list(tensor.shape)
-            self.fail(f"a captured tensor of shape {shape} is read with {len(operand.indices)} indices")
+            self.fail(
+                f"{self._name!r} takes single numbers, and a captured tensor of shape {shape} is read with "
+                f"{len(operand.indices)} indices; index it first, as in table[h].to(score.dtype)"
+            )
         indices = [self.value(index) for index in operand.indices]
         if any(index.type is not Type.INT for index in indices):
             self.fail("a captured tensor is indexed by what is not an integer")

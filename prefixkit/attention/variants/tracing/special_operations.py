@@ -39,8 +39,8 @@ def _to(to: Builder, name: str, given: list[Any], options: dict[str, Any]) -> An
             to.tensors[of.slot] = Captured(to.tensors[of.slot].tensor, follows=True)
         elif isinstance(target, torch.dtype) and not moves:
             of = to.to_dtype(to.value(of), target)
-        elif isinstance(target, Property) and not moves:
-            of = to.like(to.value(of), to.value(target.of))
+        elif isinstance(target, Property | Value | Partial) and not moves:
+            of = to.like(to.value(of), to.value(target.of if isinstance(target, Property) else target))
         elif not moves and not isinstance(target, bool):
             to.fail(f"a value cannot be brought to {target!r}")
     return of

@@ -103,6 +103,12 @@ BYTES = torch.tensor([200, 100, 7, 0], dtype=torch.uint8)
         ),
         (lambda b, h, q, kv: (TABLE * 1.0)[h][q] > 0, "'mul' computes a tensor from a captured one", "TABLE * 1.0"),
         (lambda b, h, q, kv: TABLE.half().T[h, q] > 0, "'half' computes a tensor", "TABLE.half().T"),
+        (
+            lambda b, h, q, kv: TABLE.to(q.dtype)[h, q] > 0,
+            r"'to' takes single numbers, and .* index it first, as in table\[h\].to\(score.dtype\)",
+            "TABLE.to(q.dtype)",
+        ),
+        (lambda b, h, q, kv: torch.full_like(BYTES, LENGTH)[h] > q, "'full_like' computes a tensor", "LENGTH)[h]"),
         (lambda b, h, q, kv: q - kv < LENGTH + 1, "'add' computes a tensor", "LENGTH + 1"),
         (lambda b, h, q, kv: q - kv < LENGTH.data, "'data' computes a tensor", "LENGTH.data"),
         (lambda b, h, q, kv: q - kv < int(LENGTH), "reads numbers of a captured tensor", "int(LENGTH)"),
@@ -131,6 +137,28 @@ def test_what_cannot_be_traced_is_refused_with_its_line(function: Any, reason: s
     assert "traced=False" in str(refused.value)
 
 
+WRITES: dict[str, Any] = {
+    "copy_": lambda mine: mine.copy_(TABLE[0]),
+    "__setitem__": lambda mine: mine.__setitem__(1, TABLE[0, 1]),
+    "add": lambda mine: torch.add(TABLE[0], 1, out=mine),
+    "__set__": lambda mine: setattr(mine, "data", TABLE[0]),
+    "mul_": lambda mine: mine[1:].mul_(TABLE[0, 1:]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_numbers_of_a_captured_tensor_that_are_written_to_another_one_are_refused(name: str) -> None:
+    """They would not follow later changes."""
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        mine = torch.ones_like(TABLE[0])
+        WRITES[name](mine)
+        return s + mine[h]
+
+    with pytest.raises(UntraceableVariant, match=f"'{name}' computes a tensor from a captured one"):
+        variant(mod)
+
+
 SAME: dict[str, Any] = {
     "where as a method": lambda s, b, h, q, kv: s.where(q - kv < 3, s - 50),
     "where by keywords": lambda s, b, h, q, kv: torch.where(condition=q > kv, input=s, other=-s),
@@ -152,6 +180,10 @@ SAME: dict[str, Any] = {
     "no numbers": lambda s, b, h, q, kv: torch.minimum(s.log(), s) + torch.maximum(s.log(), s) + s.sqrt().clamp(-1, 1),
     "rounded integers": lambda s, b, h, q, kv: s + torch.floor(q) // 2 + torch.round(kv),
     "its own constant": lambda s, b, h, q, kv: s + (torch.arange(4) * 2.0)[h],
+    "shapes of captured tensors": lambda s, b, h, q, kv: (
+        s + torch.ones_like(input=BYTES)[h] + TABLE.new_zeros(4)[h] + torch.full_like(TABLE, fill_value=2.0)[kv % 3, h]
+    ),
+    "another value's dtype": lambda s, b, h, q, kv: s + BYTES[h].to(s) / 3 + s.to(TABLE[0, h]),
     "views": lambda s, b, h, q, kv: s + TABLE.T[h][kv % 3] + BYTES[1:][kv % 3] + LENGTH,
 }
 
