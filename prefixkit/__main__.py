@@ -18,7 +18,7 @@ def main() -> None:
         print(f"prefixkit: the command line is an extra: {error}", file=sys.stderr)
         sys.exit(2)
     # torch and transformers make 400,000 objects that stay.  To look for garbage among them during imports, and once
-    # more at the end of the process, takes a fifth of a short command's time.
+    # more at the end of the process, takes a fifth to a third of a short command's time.
     gc.set_threshold(50_000, 10, 10)
     atexit.register(gc.freeze)
     from prefixkit.cli.app import main as run

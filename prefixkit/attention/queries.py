@@ -97,7 +97,9 @@ class StepTree:
 
     @cached_property
     def is_deep(self) -> bool:
-        """Whether queries have so many ancestors above several nodes with queries as :data:`DEEP` and ``MANY`` say."""
+        """Whether a query has more than :data:`DEEP` ancestors above several nodes with queries, and all rows together
+        more than ``MANY``.
+        """
         snapshot, queries = self.snapshot, self.queries
         if not _many(self.depth[queries.node], queries):
             return False
