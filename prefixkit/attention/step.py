@@ -98,10 +98,7 @@ def build_step(
         raise ValueError(f"the queries have {queries.num_rows} rows, but {len(tokens)} tokens were given")
 
     def gather() -> Sequence[Array]:
-        node, offset = queries.row_node(), queries.row_offset()
-        # Existing KV is not overwritten: other queries may have read it, and recomputed KV differs by rounding.
-        slots = np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset))
-        arrays = [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots, logit_rows)]
+        arrays = [np.asarray(array, dtype=np.int64) for array in (tokens, tree.positions, slots_of(tree), logit_rows)]
         return [*arrays, *chain.from_iterable(batch.arrays for batch in batches)]
 
     first, *others = [planners] if isinstance(planners, Planner) else planners
@@ -118,6 +115,15 @@ def build_step(
         layer_counts=layer_counts,
         states=tuple(batch.on_device(left) for batch in batches),
     )
+
+
+def slots_of(tree: StepTree) -> NDArray[np.int64]:
+    """``[rows]`` pool slots that receive the K and V of a step's query rows; -1 for tokens that have KV already.
+
+    Existing KV is not overwritten: other queries may have read it, and recomputed KV differs by rounding.
+    """
+    node, offset = tree.queries.row_node(), tree.queries.row_offset()
+    return np.where(offset < tree.snapshot.computed[node], -1, tree.snapshot.slots(node, offset)).astype(np.int64)
 
 
 def mean_reads(plans: Sequence[StepPlan], layer_counts: Sequence[int], tree: StepTree) -> tuple[int, int]:

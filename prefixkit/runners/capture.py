@@ -1,4 +1,4 @@
-"""Capture of decode steps on a GPU: one launch then grows the tree, runs the model and samples."""
+"""Capture of steps on a GPU: one launch of a decode step then grows the tree, runs the model and samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -49,6 +50,54 @@ class Capture(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes of GPU memory of the memory pool."""
+
+
+class Graphs:
+    """What captures a runner's graphs, which share one memory pool, and what they have done so far.
+
+    Args:
+        make: Makes the object that captures; called again for the first graph after :meth:`drop`.
+
+    Attributes:
+        captures: Number of captures, including repeated ones.
+        seconds_capturing: Seconds spent capturing.
+        replays: Steps that graphs ran.
+    """
+
+    def __init__(self, make: Callable[[], Capture]) -> None:
+        self.captures, self.seconds_capturing, self.replays = 0, 0.0, 0
+        self._make = make
+        self._capture: Capture | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there may be graphs."""
+        return self._capture is not None
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """A graph of the work that ``work`` enqueues on the current stream."""
+        self._capture = self._capture or self._make()
+        return self._capture(work)
+
+    def counters(self) -> dict[str, float]:
+        """The counters, keyed by field of the report."""
+        return {
+            "captures": self.captures,
+            "seconds_capturing": self.seconds_capturing,
+            "graph_steps": self.replays,
+        }
+
+    def count(self, seconds: float) -> None:
+        """Count a capture."""
+        self.captures, self.seconds_capturing = self.captures + 1, self.seconds_capturing + seconds
+
+    def drop(self) -> None:
+        """Drop the memory pool, with the last of its graphs."""
+        self._capture = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of GPU memory of the memory pool."""
+        return 0 if self._capture is None else self._capture.bytes
 
 
 class GraphOutput(NamedTuple):
@@ -190,15 +239,30 @@ def capture_step(
         agreement.broadcast(*given, *top)
         arrays.ring.copy(*sampled, top)
 
+    captured.graph = graph_of(capture, run)
+    return captured
+
+
+def graph_of(capture: Capture, work: Callable[[], None]) -> Graph:
+    """A graph of work that runs a step.
+
+    Raises:
+        CannotCapture: the step does work that no graph can hold.
+        RuntimeError: there is no memory for the graph, or the device has failed.
+    """
     try:
         with torch.inference_mode():
-            captured.graph = capture(run)
+            return capture(work)
     except RuntimeError as error:
         reason = reason_of(error)
         if is_about_capture(reason):
             raise CannotCapture(f"a step cannot be captured in a CUDA graph: {first_line(reason)}") from error
         raise reason from None  # out of memory, or broken
-    return captured
+
+
+def on_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current device, which captures and events use."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def done_by_all(agreement: Agreement, make: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from torch import Tensor
 from prefixkit.agreement import ALONE, Agreement
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import Planner
+from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, build_step
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import STEP_BY_STEP, Batch, Pace, Results, Sampling, TokenMasks
@@ -37,6 +38,11 @@ class CompiledModel(Protocol):
         """Whether compiled layers serve a step; with ``compiling``, layers may be compiled for such steps first."""
 
 
+# Runs a step by a CUDA graph: from a tree, tokens and the rows whose logits are wanted, as ``build_step`` takes them,
+# to the step and its logits; None if no graph runs it.
+Graphed = Callable[[StepTree, NDArray[np.integer], NDArray[np.integer]], tuple[Step, Tensor] | None]
+
+
 class EagerRunner:
     """Runs each step as it is launched (see ``Runner``).
 
@@ -51,6 +57,9 @@ class EagerRunner:
         layer_counts: Number of layers of each kind.
         agreement: Agreement of the processes that share the model: all take the results of the first process.
         plan_devices: Where the plan of each planner goes; empty: to ``device``.
+
+    Attributes:
+        graphs: Runs short steps by CUDA graphs; None: there are none.
     """
 
     graph_bytes = 0
@@ -72,6 +81,7 @@ class EagerRunner:
         self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
         self.hidden, self.compiled, self.agreement = hidden, compiled, agreement
         self.plan_devices = plan_devices
+        self.graphs: Graphed | None = None
         self._sampler: Sampler | None = None
         self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # the tokens that the last step sampled
@@ -157,6 +167,9 @@ class EagerRunner:
         hidden: bool = False,
     ) -> Tensor:
         """Run a step; returns the logits of the ``wanted`` rows, or with ``hidden`` their last hidden states."""
+        if self.graphs is not None and not hidden and (ran := self.graphs(self._tree, tokens, wanted)) is not None:
+            self._step, logits = ran
+            return logits
         layers = self.planners, self.device, self.layer_counts
         step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states, self.plan_devices)
         if self.compiled is not None and self.compiled.serves(step, compiling):

@@ -11,11 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import cache, partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,9 +29,11 @@ from prefixkit.runners.capture import (
     Captured,
     CudaCapture,
     GraphOutput,
+    Graphs,
     capture_step,
     done_by_all,
     first_step,
+    on_gpu,
     output_for,
 )
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
@@ -41,6 +42,7 @@ from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays, bucket_of
 from prefixkit.runners.graph_weights import GraphWeights
 from prefixkit.runners.masked_steps import MaskedSteps, masked_steps
+from prefixkit.runners.short_steps import ShortSteps
 from prefixkit.tree.state_slots import StateMoves
 
 log = logging.getLogger("prefixkit")
@@ -68,12 +70,11 @@ class GraphRunner:
             called at the start of a call and of a capture.  Graphs are captured again once the result differs.
         moves: Counts events that may have moved these tensors; called before each step: a new count calls ``weights``.
         keep_states: Whether layers of the model keep a state.
+        short: Most query rows of other steps that graphs run too (see :class:`ShortSteps`); 0: they run none.
         capture: Makes the object that captures graphs.
 
     Attributes:
-        captures: Number of captures, including repeated ones.
-        seconds_capturing: Seconds spent capturing.
-        graph_steps: Steps that graphs ran.
+        graphs: What captures the graphs, and counts captures and steps.
         replan_every: A batch is planned again after this many steps; may be set.
     """
 
@@ -90,34 +91,33 @@ class GraphRunner:
         weights: Callable[[], Hashable] = lambda: None,
         moves: Callable[[], int] = lambda: 0,
         keep_states: bool = False,
+        short: int = 0,
         capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self.eager, self.model, self.plannings, self.page_size = eager, model, tuple(plannings), page_size
         self.device, self.least_rows, self.fewest_steps = eager.device, least_rows, fewest_steps
-        self.make_capture, self._weights = capture, GraphWeights(weights, moves)
-        self.captures, self.seconds_capturing, self.graph_steps = 0, 0.0, 0
+        self.graphs, self._weights = Graphs(capture), GraphWeights(weights, moves)
         self._pace, self._eagerly, self._keep_states, self.replan_every = pace, False, keep_states, REPLAN_EVERY
         self._states: StateMoves | None = None  # those of the batch's first step
-        self._bucket = self._rows = self._steps = 0
-        self._refused = self._no_memory = False
+        self._bucket, self._rows, self._steps, self._refused, self._no_memory = 0, 0, 0, False, False
         self._masked: MaskedSteps | None = None  # only for a batch with grammars
         self._graphs: dict[tuple[int, GraphOutput, Hashable], Captured] = {}  # by bucket, output and variant
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # results, or index in the ring and number of rows
         self._arrays: GraphArrays | None = None
-        self._capture: Capture | None = None
+        of = eager, model, plannings, short, self.graphs, self._refresh
+        eager.graphs = self._short = ShortSteps(*of) if short else None
 
     @property
     def pace(self) -> Pace:
         return self.eager.pace if self._eagerly else self._pace
 
     def counters(self) -> dict[str, float]:
-        own = ("graph_steps", "captures", "seconds_capturing")
-        return {**self.eager.counters(), **{name: getattr(self, name) for name in own}}
+        return {**self.eager.counters(), **self.graphs.counters()}
 
     @property
     def graph_bytes(self) -> int:
-        return 0 if self._capture is None else self._capture.bytes
+        return self.graphs.bytes
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -134,11 +134,13 @@ class GraphRunner:
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
-        self._capture = None  # drops its memory pool too
+        if self._short is not None:
+            self._short.drop()
+        self.graphs.drop()
 
     def start_call(self) -> None:
         self._no_memory = False  # memory may have been freed since
-        with self._on_device():
+        with on_gpu(self.device):
             self._drop_stale_graphs()
 
     def launch(self, batch: Batch) -> None:
@@ -173,7 +175,7 @@ class GraphRunner:
             return self.eager.select_rows(rows)
         arrays = self._arrays
         assert arrays is not None, "launched before"
-        with self._on_device():
+        with on_gpu(self.device):
             if self._graphs[self._bucket, self._output, self._variant].divided:  # rows may move to another's part
                 self.eager.agreement.exchange(*arrays.sampler.state(self._bucket))
             self._drop_stale_graphs()
@@ -224,9 +226,8 @@ class GraphRunner:
         self._output, self._top, self._sampling = output, 0 if sampling is None else sampling.top, sampling
         self._masked = masked_steps(output, sampling, self.eager.agreement)
         try:
-            with self._on_device():
-                if self._weights.stale(self.eager.agreement):
-                    self._drop_stale_graphs()
+            with on_gpu(self.device):
+                self._refresh()
                 self._place_batch(batch, self._bucket_for(rows))
                 return True
         except CannotCapture as error:
@@ -268,12 +269,12 @@ class GraphRunner:
     def _replay(self) -> None:
         arrays, captured = self._arrays, self._graphs[self._bucket, self._output, self._variant]
         assert arrays is not None, "launched before"
-        with self._on_device():
+        with on_gpu(self.device):
             if self._steps and self._steps % self.replan_every == 0:
                 tree = self._tree_after(self._steps)
                 arrays.replan(tree)
                 self._plans = cache(partial(arrays.plans, tree))
-            self._steps, self.graph_steps = self._steps + 1, self.graph_steps + 1
+            self._steps, self.graphs.replays = self._steps + 1, self.graphs.replays + 1
             captured.graph.replay()
             if self._steps == 1:
                 arrays.continue_states()
@@ -295,10 +296,6 @@ class GraphRunner:
     def _tree_after(self, steps: int) -> StepTree:
         return self._tree.grown(steps) if steps > 0 else self._tree
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Make the GPU the current device, which captures and events use."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
     # -- arrays and graphs ---------------------------------------------------------------------------------------------
 
     def _start_batch(self, arrays: GraphArrays, tree: StepTree, bucket: int) -> None:
@@ -317,9 +314,14 @@ class GraphRunner:
             self._arrays = done_by_all(self.eager.agreement, lambda: GraphArrays(*made))
         return self._arrays
 
+    def _refresh(self) -> None:
+        """Drop stale graphs if events since the last look may have moved weights."""
+        if self._weights.stale(self.eager.agreement):
+            self._drop_stale_graphs()
+
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights at old addresses: that memory may have been reused."""
-        if self._weights.look(self.eager.agreement) and self._graphs:
+        if self._weights.look(self.eager.agreement) and self.graphs:
             log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
 
@@ -340,11 +342,9 @@ class GraphRunner:
         agreement, counts = self.eager.agreement, self.eager.layer_counts
         step = done_by_all(agreement, lambda: first_step(self.model, self.eager.model, arrays, rows, tree, counts))
         self._drop_stale_graphs()  # compiled layers move their weights in their first step
-        own = self._capture = self._capture or self.make_capture()
-        work = self.model, arrays, self._output, step, agreement
-        self._graphs[key] = done_by_all(agreement, lambda: capture_step(own, *work))
-        self.captures += 1
+        work = self.graphs, self.model, arrays, self._output, step, agreement
+        self._graphs[key] = done_by_all(agreement, lambda: capture_step(*work))
         took = time.perf_counter() - began
-        self.seconds_capturing += took
+        self.graphs.count(took)
         held = self.graph_bytes / 2**20
         log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)

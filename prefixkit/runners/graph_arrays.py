@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.gpu.staging import upload
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
@@ -17,8 +16,8 @@ from prefixkit.attention.state_batches import StateBatch
 from prefixkit.ops.backend import GraphPlanning, StaticPlans
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
-from prefixkit.runners.kind_plans import KindPlans
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
+from prefixkit.runners.kind_plans import kind_plans, more_than
 from prefixkit.runners.sampler import Sampler
 from prefixkit.sampling.specification import GREEDY, SamplingBatch
 from prefixkit.tree.state_slots import StateMoves
@@ -127,18 +126,14 @@ class GraphArrays:
         keep_states: bool = False,
         pages: int = 0,
     ) -> None:
-        need = DecodeCapacity.of(tree)
+        need = TreeCapacity.of(tree)
         self.rows = rows
-        capacity = DecodeCapacity(rows, _more(need.nodes) + rows - need.rows, max(pages, _more(need.pages)))
+        capacity = TreeCapacity(rows, more_than(need.nodes) + rows - need.rows, max(pages, more_than(need.pages)))
         self.tree = DecodeTree(capacity, page_size, device)
         self.kinds: list[StaticPlans] = []
         for planning in plannings:
             kind = planning.static_plans(tree, rows, capacity.nodes, device)
-            if kind is None:
-                most = _with_slack(planning.capacity_for(tree), rows)
-                planner = planning.planner(capacity.nodes, most, device)
-                kind = KindPlans(planner, planning, planning.visible, self.tree)
-            self.kinds.append(kind)
+            self.kinds.append(kind_plans(planning, tree, rows, self.tree) if kind is None else kind)
         self.wanted = torch.arange(rows, device=device)
         # Slots of the states before and after a step; 0 in unused rows.
         self._states = torch.zeros((2, rows), dtype=torch.int64, device=device) if keep_states else None
@@ -152,7 +147,7 @@ class GraphArrays:
             self.ring.wait()
 
     def holds(self, tree: StepTree) -> bool:
-        return self.tree.capacity.holds(DecodeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
+        return self.tree.capacity.holds(TreeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
 
     def plans(self, tree: StepTree) -> tuple[StepPlan, ...]:
         """The plans, one for each kind of layers, of a tree that is or will be uploaded."""
@@ -248,14 +243,3 @@ class GraphArrays:
             self._states.zero_()
         for kind in self.kinds:
             kind.clear()
-
-
-def _more(n: int) -> int:
-    return n + n // 4 + 64
-
-
-def _with_slack(need: PlanCapacity, rows: int) -> PlanCapacity:
-    """A larger capacity, which also holds the plans of other trees."""
-    sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
-    tile_items, decode_items, segments, partials = (_more(size * rows // max(1, need.rows)) for size in sizes)
-    return PlanCapacity(tile_items, decode_items, segments, rows, partials, need.paths)

@@ -1,4 +1,4 @@
-"""Plans of captured decode steps for one kind of layers, over nodes trimmed to the tokens that some query sees."""
+"""Plans of captured steps for one kind of layers, over nodes trimmed to the tokens that some query sees."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.gpu.staging import Staged
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.trimmed import trimmed
 from prefixkit.attention.visible import Visible
 from prefixkit.ops.backend import GraphPlanner, GraphPlanning
-from prefixkit.runners.decode_tree import DecodeTree
+from prefixkit.runners.decode_tree import StagedTree
 from prefixkit.tree.arrays import Ints
 
 
 class KindPlans:
-    """The plans of one kind of layers, over the static buffers of a :class:`DecodeTree`.
+    """The plans of one kind of layers, over the static buffers of a :class:`StagedTree`.
 
     If queries see all tokens, the plan is over the tree's own nodes.  Otherwise the plan trims each node to the tokens
     from the first to the last that some query sees, as of the last upload; until the next upload kernels mask the
@@ -32,7 +33,7 @@ class KindPlans:
         tree: The tree.
     """
 
-    def __init__(self, planner: GraphPlanner, planning: GraphPlanning, visible: Visible, tree: DecodeTree) -> None:
+    def __init__(self, planner: GraphPlanner, planning: GraphPlanning, visible: Visible, tree: StagedTree) -> None:
         self.planner, self._planning, self._visible, self._tree = planner, planning, visible, tree
         self.nodes = tree.nodes
         self._staged: Staged | None = None
@@ -71,7 +72,7 @@ class KindPlans:
         self.planner.stage(tree)
 
     def upload(self, tree: StepTree) -> None:
-        """Upload a tree and plan it, on the current stream; the :class:`DecodeTree` must hold its nodes already.
+        """Upload a tree and plan it, on the current stream; the :class:`StagedTree` must hold its nodes already.
 
         Raises:
             ValueError: the queries leave out KV that they need.
@@ -136,3 +137,29 @@ class KindPlans:
 
     def _cut(self, tree: StepTree, unseen: Ints) -> StepTree:
         return trimmed(tree, unseen, self._visible.until)
+
+
+def kind_plans(
+    planning: GraphPlanning, tree: StepTree, rows: int, buffers: StagedTree, least: PlanCapacity | None = None
+) -> KindPlans:
+    """Plans of up to ``rows`` query rows over ``buffers``, for trees somewhat larger than ``tree``.
+
+    ``least``: a capacity that the plans have at least.
+    """
+    most = with_slack(planning.capacity_for(tree), rows)
+    if least is not None:
+        most = PlanCapacity(*map(max, most, least))
+    planner = planning.planner(buffers.capacity.nodes, most, buffers.nodes[0].device)
+    return KindPlans(planner, planning, planning.visible, buffers)
+
+
+def more_than(size: int) -> int:
+    """A size for buffers that are to hold somewhat more than ``size``."""
+    return size + size // 4 + 64
+
+
+def with_slack(need: PlanCapacity, rows: int) -> PlanCapacity:
+    """A larger capacity, which also holds the plans of other trees."""
+    sizes = (need.tile_items, need.decode_items, need.segments, need.partials)
+    tile_items, decode_items, segments, partials = (more_than(size * rows // max(1, need.rows)) for size in sizes)
+    return PlanCapacity(tile_items, decode_items, segments, rows, partials, need.paths)

@@ -209,7 +209,7 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
     with prefixkit.patched(model):
         engine = make_engine(model, requests)
         engine.run(requests)
-        captures = engine.runner.captures
+        captures = engine.runner.graphs.captures
         freed: list[torch.Tensor] = []
 
         def move(_: int = 0) -> None:
@@ -223,9 +223,9 @@ def test_graphs_of_other_engines_are_captured_again_once_compiled_layers_have_mo
         else:
             move()
         samples = engine.run(requests)
-        assert engine.runner.captures == 2 * captures > 0
+        assert engine.runner.graphs.captures == 2 * captures > 0
         engine.run(requests)
-        assert engine.runner.captures == 2 * captures
+        assert engine.runner.graphs.captures == 2 * captures
     freed.clear()
     found = [(requests[sample.prompt_index].tokens.tolist(), list(sample.tokens)) for sample in samples]
     assert _sure_and_right(found, model, exact) > TOKENS, "too few sure tokens to say anything"

@@ -64,7 +64,7 @@ def test_steps_replay_graphs_and_a_third_call_captures_none(options, padded, cap
         torch.manual_seed(5)
         out = model.generate(**padded, max_new_tokens=NEW, **ENDS, **options)
         runner = out.past_key_values.steps.runner
-        return runner.captures, runner.graph_steps
+        return runner.graphs.captures, runner.graphs.replays
 
     captures, steps = call()
     assert 1 <= captures <= 3, "a tree that grows may need larger arrays"

@@ -10,7 +10,7 @@ from prefixkit.cuda.launch import CudaError
 from prefixkit.ops import library as ops
 from prefixkit.ops.arguments import BadDevice, BadDtype, BadShape
 from prefixkit.ops.library import NoBackward
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from tests.attention.rotations import bits, check_bound, fresh_rng, nan_pages, random_rows, random_slots
 from tests.attention.slots import OPS, SLOTS, WRONG, Appended, rotations
 from tests.gpu.cases import GPU, head_major, poison
@@ -310,7 +310,7 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
     """To the last pages and past them; rows that pad the batch stand still."""
     rng = np.random.default_rng(page_size)
     _, _, batch = make_batch(rng, page_size, 5)
-    space = DecodeCapacity(200, 128, 2048)
+    space = TreeCapacity(200, 128, 2048)
     here, there = DecodeTree(space, page_size, "cpu"), DecodeTree(space, page_size, GPU)
     here.upload(batch), there.upload(batch)
     for _ in range(8):
@@ -325,7 +325,7 @@ def test_advance_begins_the_steps_that_it_does_on_the_cpu(implementation, page_s
 
 def test_opcheck_of_advance(implementation):
     _, _, batch = make_batch(np.random.default_rng(4), 4, 3)
-    tree = DecodeTree(DecodeCapacity.of(batch), 4, GPU)
+    tree = DecodeTree(TreeCapacity.of(batch), 4, GPU)
     tree.upload(batch)
     tensors = (tree.leaf, *tree.nodes, tree.sampled, tree.tokens, tree.positions, tree.slots)
     args = (*(tensor.clone() for tensor in tensors), batch.queries.num_rows, 4)

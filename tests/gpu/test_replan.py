@@ -16,7 +16,7 @@ from prefixkit.attention.step import build_step
 from prefixkit.attention.visible import ALL
 from prefixkit.backends.cuda.device_planner import CudaPlanner, planner_for
 from prefixkit.checking import checked
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.testing.named_trees import leaf_queries, tree_of
 from prefixkit.tree.radix import PrefixTree
@@ -97,7 +97,7 @@ def test_attention_over_a_deep_tree_is_the_same_bit_by_bit_in_steps_and_in_graph
     assert tree.is_deep
     assert made_on_gpu(ours) and not made_on_gpu(theirs)
     assert (theirs.plans[0].plan.items[:, 4] % KINDS == MaskKind.LIMIT).any()
-    buffers = DecodeTree(DecodeCapacity.of(tree), snapshot.page_size, GPU)
+    buffers = DecodeTree(TreeCapacity.of(tree), snapshot.page_size, GPU)
     nodes = buffers.capacity.nodes
     kind = KindPlans(there.planner(nodes, there.capacity_for(tree), GPU), there, ALL, buffers)
     buffers.upload(tree)

@@ -12,7 +12,7 @@ from prefixkit.attention.reference import visible_tokens
 from prefixkit.attention.variants import CAUSAL, Variant, compose, register, sliding_window, soft_cap, variant
 from prefixkit.backends.cuda.device_planner import CudaPlanner, planner_for
 from prefixkit.backends.cuda.kernels import KERNEL_VARIABLE
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.testing.forests import SHARE_ALL, Case, fill, gpu_plan_of
 from prefixkit.testing.gpu_forests import draw
@@ -112,7 +112,7 @@ def test_deep_trees_in_graphs_buffers_under_windows(dtype: torch.dtype) -> None:
         assert tree.is_deep
         if planner.launch is None:
             pytest.skip("this GPU's kernel has tiles that its planner does not know")
-        buffers = DecodeTree(DecodeCapacity.of(tree), snapshot.page_size, GPU)
+        buffers = DecodeTree(TreeCapacity.of(tree), snapshot.page_size, GPU)
         kind = KindPlans(
             planner.planner(buffers.capacity.nodes, planner.capacity_for(tree), GPU), planner, of.visible, buffers
         )

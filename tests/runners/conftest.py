@@ -17,7 +17,7 @@ def decoding(monkeypatch):
     monkeypatch.setattr(graph_arrays, "BUCKETS", (1, 2, 3, 5, 8, 13, 21, 34))
 
     def make(capturing=None, steps=None, **options):
-        runs = {name: options.pop(name) for name in ("least_rows", "weights", "moves") if name in options}
+        runs = {name: options.pop(name) for name in ("least_rows", "weights", "moves", "short") if name in options}
         made, model = make_engine(**options)
         planning, page_size = Planning(made.runner.planners[0]), made.store.tree.page_size
         capturing = Capturing() if capturing is None else capturing

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from prefixkit.attention.queries import StepTree, decode_tree
-from prefixkit.runners.decode_tree import BatchTooLarge, DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import BatchTooLarge, DecodeTree, TreeCapacity
 from prefixkit.tree.radix import PrefixTree, Sequence
 from tests.seeds import seeds
 
@@ -44,7 +44,7 @@ def test_every_step_is_that_of_the_grown_tree_and_rows_can_leave(seed: int, page
     print("seed", seed)
     rng, most = np.random.default_rng(seed), 9
     _, samples, batch = make_batch(rng, page_size, most)
-    here = DecodeTree(DecodeCapacity(64, 128, 2048), page_size, "cpu")
+    here = DecodeTree(TreeCapacity(64, 128, 2048), page_size, "cpu")
     here.upload(batch)
     for step in range(most):
         batch.check()
@@ -101,7 +101,7 @@ def test_a_kept_batch_is_the_tree_of_the_rows_that_stay(seed: int) -> None:
 
 def test_a_row_without_a_page_for_its_token_stands_still() -> None:
     _, _, batch = make_batch(np.random.default_rng(3), 4, 0)
-    here = DecodeTree(DecodeCapacity.of(batch), 4, "cpu")
+    here = DecodeTree(TreeCapacity.of(batch), 4, "cpu")
     here.upload(batch)
     for _ in range(6):
         here.advance(batch.queries.num_rows)
@@ -120,8 +120,8 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
 
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
     _, _, batch = make_batch(np.random.default_rng(1), 4, 2)
-    need = DecodeCapacity.of(batch)
-    here = DecodeTree(DecodeCapacity(need.rows, need.nodes, need.pages - 1), 4, "cpu")
+    need = TreeCapacity.of(batch)
+    here = DecodeTree(TreeCapacity(need.rows, need.nodes, need.pages - 1), 4, "cpu")
     with pytest.raises(BatchTooLarge, match=f"pages={need.pages}"):
         here.upload(batch)
     assert (here.leaf == -1).all()

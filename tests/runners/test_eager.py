@@ -49,7 +49,7 @@ def test_prompts_compile_layers_where_graphs_of_their_call_would(new, compiles, 
     params = SamplingParams(n=2, max_new_tokens=new, seed=3)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert layers.compiled == compiles == (made.runner.captures > 0)
+    assert layers.compiled == compiles == (made.runner.graphs.captures > 0)
     assert (layers.rows[:1], layers.refused[:1]) == (([9], []) if compiles else ([], [9]))
 
 
@@ -57,7 +57,7 @@ def test_prompts_of_searches_compile_layers_too(compiling):
     made, layers = compiling()
     made.run([Request(0, np.arange(9), BeamParams(3, max_new_tokens=8, stop_token_ids=()))])
     assert layers.rows[0] == 9
-    assert made.runner.captures > 0
+    assert made.runner.graphs.captures > 0
 
 
 def test_what_was_compiled_serves_calls_that_compile_nothing(compiling):

@@ -33,12 +33,12 @@ def test_a_bucket_is_captured_once_and_a_larger_batch_makes_all_anew(decoding):
     made, _ = decoding()
     few, many = SamplingParams(n=2, max_new_tokens=6), SamplingParams(n=9, max_new_tokens=6)
     run(made, [np.arange(9)], few)
-    assert made.runner.captures == 1
+    assert made.runner.graphs.captures == 1
     run(made, [np.arange(9)], few)
-    assert made.runner.captures == 1
+    assert made.runner.graphs.captures == 1
     run(made, [np.arange(9)], many)
     run(made, [np.arange(9)], few)
-    assert made.runner.captures == 3, "nine rows, and two again in the new arrays"
+    assert made.runner.graphs.captures == 3, "nine rows, and two again in the new arrays"
 
 
 @pytest.mark.parametrize(("least", "buckets"), [(1, {8, 5, 2, 1}), (2, {8, 5, 2})])
@@ -50,7 +50,7 @@ def test_fewer_rows_have_graphs_of_their_own_down_to_the_least(least, buckets, d
     for sample, own in zip(samples, params, strict=True):
         assert sample.tokens == alone(np.arange(9), own, 0)
     assert set(model.rows_per_step[1:]) == buckets
-    assert made.runner.captures == len(buckets)
+    assert made.runner.graphs.captures == len(buckets)
 
 
 def test_a_lone_row_runs_in_the_least_bucket(decoding):
@@ -76,7 +76,7 @@ def test_rows_that_cannot_have_a_graph_of_their_own_stay_in_the_one_they_have(de
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
     assert "going on with a graph for more rows: no memory" in caplog.text
-    assert made.runner.captures == 1
+    assert made.runner.graphs.captures == 1
     assert_all_given_back(made)
 
 

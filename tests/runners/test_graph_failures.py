@@ -71,7 +71,7 @@ def test_without_memory_for_a_graph_it_decodes_step_by_step(decoding, caplog):
     assert caplog.messages == [
         "decoding step by step: no memory for CUDA graphs of 2 rows: CUDA out of memory. Tried to allocate 2 GiB."
     ]
-    assert made.runner.captures == made.report.graph_steps == 0
+    assert made.runner.graphs.captures == made.report.graph_steps == 0
     assert_all_given_back(made)
 
 

@@ -19,11 +19,11 @@ def test_graphs_are_captured_again_once_the_weights_have_moved(decoding, caplog)
     with caplog.at_level(logging.INFO, "prefixkit"):
         for captures in (1, 1):
             run(made, [np.arange(9)], params)
-            assert made.runner.captures == captures
+            assert made.runner.graphs.captures == captures
         where[1] = 3
         for captures in (2, 2):
             samples = run(made, [np.arange(9)], params)
-            assert made.runner.captures == captures
+            assert made.runner.graphs.captures == captures
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
     assert caplog.text.count("weights have moved") == 1
 
@@ -43,7 +43,7 @@ def test_weights_that_a_callback_moves_take_the_running_graph_with_them(moved, d
     made, _ = decoding(capturing, weights=lambda: where[0], moves=lambda: moves[0], on_step=move)
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert made.runner.captures == (4 if moved else 1)
+    assert made.runner.graphs.captures == (4 if moved else 1)
 
 
 def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
@@ -59,7 +59,7 @@ def test_weights_that_a_first_step_moves_take_older_graphs_with_them(decoding):
     for params, captures in ((many, 1), (few, 2), (many, 3), (few, 3)):
         samples = run(made, [np.arange(9)], params)
         assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-        assert made.runner.captures == captures
+        assert made.runner.graphs.captures == captures
 
 
 def test_no_run_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(decoding):
@@ -82,7 +82,7 @@ def test_no_run_goes_on_with_a_graph_whose_weights_a_failed_capture_has_moved(de
     params = SamplingParams(n=8, max_new_tokens=14, seed=2, stop_token_ids=tuple(range(6)))
     samples = run(made, [np.arange(9)], params)
     assert [s.tokens for s in samples] == [alone(np.arange(9), params, s.index) for s in samples]
-    assert sizes[0] == 8 and min(sizes) < 8 and made.runner.captures == 2
+    assert sizes[0] == 8 and min(sizes) < 8 and made.runner.graphs.captures == 2
     assert_all_given_back(made)
 
 
@@ -90,9 +90,9 @@ def test_graphs_are_captured_again_once_weights_are_said_to_have_changed(decodin
     made, _ = decoding()
     params, expected = SamplingParams(n=2, max_new_tokens=6), None
     for captures in (1, 1, 2, 2):
-        if captures == 2 and made.runner.captures == 1:
+        if captures == 2 and made.runner.graphs.captures == 1:
             made.runner.drop_graphs()
         samples = run(made, [np.arange(9)], params)
-        assert made.runner.captures == captures
+        assert made.runner.graphs.captures == captures
         assert expected is None or samples == expected
         expected = samples

@@ -17,7 +17,7 @@ from prefixkit.attention.sharing import HeadShape
 from prefixkit.attention.visible import ALL, Visible
 from prefixkit.backends.cuda.device_planner import CudaPlanner
 from prefixkit.backends.cuda.plan_launch import plan_on_gpu
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from prefixkit.runners.kind_plans import KindPlans
 from prefixkit.testing.forests import make_snapshot
 from prefixkit.testing.named_trees import leaf_queries, tree_of
@@ -29,7 +29,7 @@ COST = replace(H200, sharing=replace(H200.sharing, tile_path=0.0))  # that small
 def graph_plans(visible: Visible, tree: StepTree, spare: int = 0) -> tuple[DecodeTree, KindPlans]:
     """The static buffers of a graph for a tree and its like, with ``spare`` pages and items."""
     planner = CudaPlanner(SHAPE, COST, 4, lambda *given: plan_on_gpu(SHAPE, COST, 4, *given), visible)
-    need = DecodeCapacity.of(tree)
+    need = TreeCapacity.of(tree)
     need = need._replace(pages=need.pages + spare)
     nodes = DecodeTree(need, tree.snapshot.page_size, CPU)
     *most, rows, partials, paths = planner.capacity_for(tree)
@@ -161,7 +161,7 @@ def test_a_tree_that_fits_by_paths_alone_is_planned_so() -> None:
 def test_buffers_made_for_other_trees_do_not_hold_a_deep_one() -> None:
     deep, flat = (StepTree(tree, leaf_queries(tree)) for tree in map(tree_of, ("spine p50 d36 t1-2 s1-9", "beam d6")))
     nodes, kind = graph_plans(ALL, flat)
-    assert nodes.capacity.holds(DecodeCapacity.of(deep))
+    assert nodes.capacity.holds(TreeCapacity.of(deep))
     assert not kind.holds(deep)
     with pytest.raises(PlanTooLarge, match="1 paths"):
         kind.stage(deep)

@@ -75,4 +75,4 @@ def test_sampled_steps_and_steps_for_logits_have_graphs_of_their_own(decoding, r
         for sequence in [*sequences, *made.store.tree.root.children[0].sequences.values()]:
             if sequence.tree is not None:
                 made.store.tree.release(sequence)
-    assert made.runner.captures == 2
+    assert made.runner.graphs.captures == 2

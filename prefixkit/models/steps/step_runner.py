@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from prefixkit.attention.planner import Planner
 from prefixkit.kv.kv_pool import KVPool
 from prefixkit.kv.layer_kinds import LayerKind
@@ -22,6 +24,7 @@ from prefixkit.models.weights.state import weights_places
 from prefixkit.ops.backend import GraphPlanning, backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
+from prefixkit.runners.short_steps import most_short_rows
 
 log = logging.getLogger("prefixkit")
 
@@ -65,6 +68,21 @@ def _log_plain(layers: Sequence[LayerKind]) -> None:
     for what, (why, here) in reasons.items():
         if here:
             log.info("attention %s runs in plain torch: %s", what, why)
+
+
+def short_rows(facts: ModelFacts) -> int:
+    """Most query rows of steps other than decode steps that CUDA graphs may run, padded to a bucket; 0: they run none.
+
+    Padding must not enter a state; plans of attention over latents are made for decode steps; and variants of the
+    user's may read sequence numbers, classes of blocks or later tokens, for which these graphs have no buffers.
+    """
+    whole = all(kind.part is None and kind.visible.until is None for kind in facts.plan_kinds)
+    if not whole or facts.spec.states or any(layer.variant is not None for layer in facts.layers):
+        return 0
+    head = facts.inner.get_output_embeddings()  # type: ignore[no-untyped-call]
+    parts = [one for one in facts.state.modules if one is not head and not isinstance(one, nn.Embedding)]
+    weights = sum(weight.numel() for one in parts for weight in one.parameters(recurse=False))
+    return most_short_rows(len(facts.layers), max(1, weights))
 
 
 def runner_of(
@@ -145,4 +163,5 @@ def runner_of(
         weights=partial(weights_places, model),
         moves=moves,
         keep_states=bool(facts.spec.states),
+        short=short_rows(facts),
     )

@@ -17,7 +17,7 @@ from prefixkit.backends.cuda import kv as by_kernel
 from prefixkit.backends.cuda.kernels import ADVANCE
 from prefixkit.backends.torch.plain_kv import advance as by_torch
 from prefixkit.cuda.nvrtc import CSRC
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from tests.emulation.build import write_headers
 from tests.fake_gpu import pretend_to_launch
 from tests.runners.test_decode_tree import make_batch
@@ -64,7 +64,7 @@ def test_steps_are_those_of_torch(seed, page_size, library, monkeypatch):
 
     unit = {ADVANCE.names[0]: SimpleNamespace(name="advance", parameter_bytes=88)}
     pretend_to_launch(monkeypatch, by_kernel, lambda *rest: unit, launch)
-    space = DecodeCapacity(200, 128, 2048)
+    space = TreeCapacity(200, 128, 2048)
     theirs, ours = (DecodeTree(space, page_size, "cpu") for _ in range(2))
     theirs.upload(batch), ours.upload(batch)
     for _ in range(8):  # past the last pages

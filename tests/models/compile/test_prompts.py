@@ -17,7 +17,7 @@ from prefixkit.backends.cuda.plan_launch import GraphPlanner, plan_on_gpu
 from prefixkit.models import ModelRunner
 from prefixkit.models.compile.layers import compile_layer
 from prefixkit.runners.batch import Batch, Outputs
-from prefixkit.runners.decode_tree import DecodeCapacity, DecodeTree
+from prefixkit.runners.decode_tree import DecodeTree, TreeCapacity
 from prefixkit.runners.eager import EagerRunner
 from tests.models.compile.decode import traced
 from tests.models.driver import TreeDriver
@@ -123,7 +123,7 @@ def test_decode_steps_in_the_static_buffers_of_a_graph_have_no_graph_of_their_ow
     snapshot = driver.tree.snapshot()
     tree = decode_tree(snapshot, np.array([sequence.node.index for sequence in sequences], np.int32))
     shape, rows = driver.planners[0].ours.shape, len(tokens)
-    buffers = DecodeTree(DecodeCapacity(8, 9, 50), driver.pool.page_size, "cpu")
+    buffers = DecodeTree(TreeCapacity(8, 9, 50), driver.pool.page_size, "cpu")
     planner = GraphPlanner(shape, 9, capacity_for(tree, shape, 4)._replace(rows=8), "cpu", H200, 4)
     buffers.upload(tree)
     buffers.sampled[:rows] = tokens

@@ -1,0 +1,260 @@
+"""Short steps as CUDA graphs: prompts of few tokens, and whatever else runs few query rows.
+
+Launching a step's kernels one by one takes the host about a millisecond for each layer, and a GPU computes hundreds of
+rows of most models in less, thousands of rows of small ones.  A graph holds the model's part of a step, padded to a
+bucket of rows; the tree, the plan and the tokens are uploaded and planned before each replay, and what is done with the
+logits stays outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefixkit.attention.queries import StepTree
+from prefixkit.attention.step import Step, slots_of
+from prefixkit.ops.backend import GraphPlanning, NotCapturable
+from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, on_gpu
+from prefixkit.runners.capture_errors import first_line, is_out_of_memory
+from prefixkit.runners.decode_tree import StagedTree, TreeCapacity
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph_arrays import CannotCapture
+from prefixkit.runners.kind_plans import KindPlans, kind_plans, more_than
+from prefixkit.runners.waiting import RefuseWaiting
+
+log = logging.getLogger("prefixkit")
+
+# Query rows of graphs, and rows of logits that they return.
+ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+OUTPUTS = (8, 32, 128, 512, 1024, 2048, 4096)
+# A capture takes the host as long as some steps: only a bucket that is used again and again pays for it.
+USES = 4
+# The host's time to launch a layer, and the FLOP/s at which a GPU computes the rows of a step (H200: up to 6e14).
+_LAUNCH_SECONDS, _FLOPS = 0.8e-3, 4e14
+# After a capture that found no memory, the next attempt is this many uses away.
+_USES_LATER = 32
+
+
+def most_short_rows(layers: int, weights: int) -> int:
+    """Most query rows that a GPU computes while the host launches a step's kernels one by one.
+
+    With more rows, a graph would spare nothing, and compute its padding in addition.
+
+    Args:
+        layers: The model's layers.
+        weights: Numbers in all of their weights.
+    """
+    return int(_LAUNCH_SECONDS * layers * _FLOPS / (2 * weights))
+
+
+class ShortTree(StagedTree):
+    """The tree, the tokens and the plans of short steps, in static buffers.
+
+    The buffers hold trees somewhat larger than ``tree``, and what ``least`` holds, the buffers that these replace.
+
+    Attributes:
+        kinds: The plans of each kind of layers.
+        tokens, positions, slots: ``[rows]`` int64, of the step uploaded last; rows beyond its own write nothing.
+        wanted: ``[rows]`` int64 rows whose logits are wanted; the last one is repeated.
+    """
+
+    def __init__(
+        self,
+        tree: StepTree,
+        rows: int,
+        plannings: Sequence[GraphPlanning],
+        device: torch.device,
+        least: ShortTree | None = None,
+    ) -> None:
+        need = TreeCapacity.of(tree)
+        nodes, pages = more_than(need.nodes), more_than(need.pages)
+        if least is not None:
+            nodes, pages = max(nodes, least.capacity.nodes), max(pages, least.capacity.pages)
+        super().__init__(TreeCapacity(rows, nodes, pages), device, [(2 * rows,)] * 4)
+        views = [one.view(torch.int64) for one in self._staged.tensors[5:]]
+        self.tokens, self.positions, self.slots, self.wanted = views
+        before = [None] * len(plannings) if least is None else [kind.planner.capacity for kind in least.kinds]
+        self.kinds: list[KindPlans] = [
+            kind_plans(one, tree, rows, self, size) for one, size in zip(plannings, before, strict=True)
+        ]
+
+    def holds(self, tree: StepTree) -> bool:
+        """Whether a step of this tree fits."""
+        return self.capacity.holds(TreeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
+
+    def upload(self, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]) -> None:
+        """Upload a step's tree, its tokens and the rows whose logits are wanted, and plan it, on the current stream."""
+        count, arrays = len(tokens), self._stage_nodes(tree, tree.length)
+        columns = (tokens, tree.positions, slots_of(tree), wanted)
+        for array, column, unused in zip(arrays, columns, (0, 0, -1, wanted[-1]), strict=True):
+            array.view(np.int64)[: len(column)], array.view(np.int64)[len(column) :] = column, unused
+        assert count <= self.capacity.rows, "it fits"
+        self._staged.upload()
+        for kind in self.kinds:
+            kind.upload(tree)
+
+    def step(self, tree: StepTree, outputs: int, layer_counts: tuple[int, ...]) -> Step:
+        """The step over these buffers, with the lengths of ``tree``, which returns ``outputs`` rows of logits."""
+        return Step(
+            tokens=self.tokens,
+            positions=self.positions,
+            slots=self.slots,
+            logit_rows=self.wanted[:outputs],
+            length=tree.length,
+            plans=tuple(kind.plan_of(tree) for kind in self.kinds),
+            layer_counts=layer_counts,
+        )
+
+
+class Bucket(NamedTuple):
+    """The size of a graph: query rows, and rows of logits."""
+
+    rows: int
+    outputs: int
+
+    @staticmethod
+    def of(rows: int, outputs: int) -> Bucket | None:
+        """The bucket of a step; None for a step without logits, or with too many rows for any graph."""
+        if not 0 < outputs <= rows <= ROWS[-1]:
+            return None
+        of_rows, of_outputs = (sizes[bisect_left(sizes, of)] for sizes, of in ((ROWS, rows), (OUTPUTS, outputs)))
+        return Bucket(of_rows, min(of_rows, of_outputs))
+
+
+class ShortSteps:
+    """Captures short steps of any queries once they come again and again, and replays them.
+
+    Args:
+        eager: Runs the step of a capture, and all that no graph runs.
+        model: Runs a step in a way that can be captured, through compiled layers if there are any.
+        plannings: The planning of captured steps, for the heads of each kind of layers.
+        most_rows: Most query rows of a graph.
+        graphs: Captures graphs.
+        refresh: Drops graphs, by :meth:`drop`, whose weights have moved; called before graphs are used or captured.
+    """
+
+    def __init__(
+        self,
+        eager: EagerRunner,
+        model: Callable[[Step], Tensor],
+        plannings: Sequence[GraphPlanning],
+        most_rows: int,
+        graphs: Graphs,
+        refresh: Callable[[], None],
+    ) -> None:
+        self.eager, self.model, self.plannings = eager, model, tuple(plannings)
+        self.graphs, self._refresh = graphs, refresh
+        self._buffers: dict[int, ShortTree] = {}  # by rows
+        self._captured: dict[Bucket, Captured] = {}
+        self._uses: Counter[Bucket] = Counter()
+        self._most_rows = most_rows
+
+    def drop(self) -> None:
+        """Drop all graphs."""
+        self._captured.clear()
+
+    def __call__(
+        self, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
+    ) -> tuple[Step, Tensor] | None:
+        """Run a step by a graph, or capture one; returns the step and its float32 logits, or None if no graph may.
+
+        Args:
+            tree, tokens, wanted: As :func:`build_step` takes them.
+        """
+        bucket = Bucket.of(len(tokens), len(wanted))
+        numbered = tree.later is not None or tree.queries.sequence is not None  # which the buffers have no room for
+        if bucket is None or bucket.rows > self._most_rows or numbered:
+            return None
+        with on_gpu(self.eager.device), torch.inference_mode():
+            self._refresh()
+            buffers, captured = self._buffers.get(bucket.rows), self._captured.get(bucket)
+            if buffers is not None and captured is not None and buffers.holds(tree):
+                return self._replay(bucket, buffers, captured, tree, tokens, wanted)
+            self._uses[bucket] += 1
+            if self._uses[bucket] < USES:
+                return None
+            return self._run_and_capture(bucket, tree, tokens, wanted)
+
+    def _replay(
+        self,
+        bucket: Bucket,
+        buffers: ShortTree,
+        captured: Captured,
+        tree: StepTree,
+        tokens: NDArray[np.integer],
+        wanted: NDArray[np.integer],
+    ) -> tuple[Step, Tensor]:
+        buffers.upload(tree, tokens, wanted)
+        captured.graph.replay()
+        self.graphs.replays += 1
+        assert captured.logits is not None, "it samples nothing"
+        # A copy: the next replay writes its logits there.
+        logits = captured.logits[: len(wanted)].to(torch.float32, copy=True)
+        return buffers.step(tree, bucket.outputs, self.eager.layer_counts), logits
+
+    def _run_and_capture(
+        self, bucket: Bucket, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
+    ) -> tuple[Step, Tensor] | None:
+        """Run a step over the static buffers, and capture it for later ones; None if it could not run."""
+        began = time.perf_counter()
+        try:
+            buffers = self._buffers_for(bucket.rows, tree)
+            buffers.upload(tree, tokens, wanted)
+            step = buffers.step(tree, bucket.outputs, self.eager.layer_counts)
+            compiled = self.eager.compiled
+            model = self.model if compiled is None or compiled.serves(step, compiling=False) else self.eager.model
+            logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
+        except (NotCapturable, torch.OutOfMemoryError) as error:
+            self._give_up(bucket, error)
+            return None
+        try:
+            self._captured[bucket] = done_by_all(self.eager.agreement, lambda: self._capture(model, step))
+        except RuntimeError as error:
+            if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
+                raise
+            self._give_up(bucket, error)
+        else:
+            took = time.perf_counter() - began
+            self.graphs.count(took)
+            log.info("captured a step of %d rows and %d rows of logits in %.2f s", *bucket, took)
+        return step, logits
+
+    def _buffers_for(self, rows: int, tree: StepTree) -> ShortTree:
+        """The buffers of a number of rows if they hold the tree; else larger ones, for which graphs are made anew."""
+        least = self._buffers.get(rows)
+        if least is None or not least.holds(tree):
+            made = tree, rows, self.plannings, self.eager.device, least
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
+                self._buffers[rows] = done_by_all(self.eager.agreement, lambda: ShortTree(*made))
+            self._captured = {bucket: one for bucket, one in self._captured.items() if bucket.rows != rows}
+        return self._buffers[rows]
+
+    def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
+        with RefuseWaiting():  # type: ignore[no-untyped-call]
+            self.eager.model(step)
+        self._refresh()
+        captured = Captured(step)
+
+        def run() -> None:
+            captured.logits = model(step)
+
+        captured.graph = graph_of(self.graphs, run)
+        return captured
+
+    def _give_up(self, bucket: Bucket, error: RuntimeError) -> None:
+        """After a failure, capture no steps of so many rows, or none of this size for some time without memory."""
+        if is_out_of_memory(error):
+            self._uses[bucket] = -_USES_LATER
+            log.info("no memory for a CUDA graph of a step of %d rows: %s", bucket.rows, first_line(error))
+        else:
+            self._most_rows = bucket.rows - 1
+            log.info("steps of %d rows or more run without CUDA graphs: %s", bucket.rows, first_line(error))

@@ -1,0 +1,162 @@
+"""Steps of few rows by graphs: what they compute is what single steps do, and only repeated sizes are captured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkit.engine.request import BeamParams, Request
+from prefixkit.ops.backend import NotCapturable
+from prefixkit.runners.graph_arrays import CannotCapture
+from prefixkit.runners.short_steps import ROWS, USES, Bucket, most_short_rows
+from prefixkit.sampling.params import SamplingParams
+from prefixkit.testing.expected import alone, assert_all_given_back, run
+from prefixkit.testing.fake_model import make_engine
+from tests.runners.stand_ins import Capturing
+
+HEAD = np.random.default_rng(0).integers(0, 50, 40)
+FIRST = SamplingParams(max_new_tokens=1)
+
+
+def fresh(rng, tokens):
+    """A prompt of the known head and ``tokens`` new ones."""
+    return np.concatenate((HEAD, rng.integers(0, 50, tokens)))
+
+
+def assert_first_tokens(made, prompts, params=FIRST):
+    for sample in run(made, prompts, params):
+        assert sample.tokens == alone(prompts[sample.prompt_index], params, sample.index)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("chunk", [9, 64])
+def test_prompts_of_any_tree_give_what_each_would_give_alone(seed, page_size, chunk, decoding):
+    """Prompts go on from anywhere in earlier ones, and are computed in chunks, beside samples that run."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    made, model = decoding(short=4096, page_size=page_size, prefill_chunk=chunk)
+    known = [HEAD]
+    for call in range(14):
+        before = [known[rng.integers(len(known))] for _ in range(rng.integers(1, 5))]
+        prompts = [np.concatenate((one[: rng.integers(1, len(one) + 1)], rng.integers(0, 50, 9))) for one in before]
+        known += prompts
+        params = SamplingParams(n=int(rng.integers(1, 4)), max_new_tokens=int(rng.integers(1, 7)), seed=call)
+        assert_first_tokens(made, prompts, params)
+    assert made.runner.graphs.replays > 10 and made.runner.graphs.captures > 1
+    assert {16, 32} & set(model.rows_per_step), "steps of whole buckets"
+    assert_all_given_back(made)
+
+
+def test_a_size_is_captured_when_it_has_come_often(decoding):
+    made, model = decoding(short=4096)
+    rng, graphs = np.random.default_rng(1), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for use in range(1, USES + 3):
+        assert_first_tokens(made, [fresh(rng, int(rng.integers(2, 16)))])
+        assert (graphs.captures, graphs.replays) == ((1, use - USES) if use >= USES else (0, 0))
+    assert model.rows_per_step[-3:] == [16, 16, 16]
+    assert_first_tokens(made, [fresh(rng, 30)])
+    assert 20 < model.rows_per_step[-1] <= 30 and graphs.captures == 1, "another bucket, at its first use"
+
+
+def test_a_tree_that_does_not_fit_has_the_size_captured_anew(decoding):
+    made, _ = decoding(short=4096)
+    rng, graphs = np.random.default_rng(2), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for _ in range(USES + 1):
+        assert_first_tokens(made, [fresh(rng, 8)])
+    assert (graphs.captures, graphs.replays) == (1, 1)
+    long = rng.integers(0, 50, 700)
+    assert_first_tokens(made, [long])
+    assert_first_tokens(made, [np.concatenate((long, [1, 2, 3]))])
+    assert (graphs.captures, graphs.replays) == (2, 1), "its pages are more"
+    for _ in range(3):
+        assert_first_tokens(made, [fresh(rng, 8)])
+    assert (graphs.captures, graphs.replays) == (2, 4)
+
+
+def test_longer_steps_than_pay_are_left_alone(decoding):
+    made, _ = decoding(short=63)
+    rng = np.random.default_rng(3)
+    for _ in range(2 * USES):
+        assert_first_tokens(made, [fresh(rng, 40)])
+    assert made.runner.graphs.captures == 0
+    for _ in range(2 * USES):
+        assert_first_tokens(made, [fresh(rng, 30)])
+    assert made.runner.graphs.captures == 1, "of 32 rows, not of 64"
+
+
+def test_beams_begin_with_graphs_as_with_single_steps(decoding):
+    made, _ = decoding(short=4096)
+    plain, _ = make_engine()
+    rng, beams = np.random.default_rng(4), BeamParams(3, 3, max_new_tokens=4, stop_token_ids=(3,))
+    for _ in range(2 * USES):
+        asked = [Request(0, fresh(rng, 7), beams), Request(1, fresh(rng, 5), SamplingParams(n=2, max_new_tokens=3))]
+        assert made.run(asked) == plain.run(asked)
+    assert_all_given_back(made)
+
+
+@pytest.mark.parametrize("error", [CannotCapture("it waits"), NotCapturable("its plan is for the kernels only")])
+def test_what_no_graph_can_hold_runs_step_by_step_and_so_do_more_rows(decoding, caplog, error):
+    """As experts of many rows, which wait for the GPU."""
+
+    def steps(model, step):
+        if step.num_rows > 16 and isinstance(error, NotCapturable):
+            raise error
+        return model(step)
+
+    captured = Capturing(error) if isinstance(error, CannotCapture) else Capturing()
+    made, model = decoding(captured, short=4096, steps=steps)
+    rng = np.random.default_rng(5)
+    caplog.set_level("INFO", "prefixkit")
+    assert_first_tokens(made, [HEAD])
+    for tokens in (25, 60, 9):
+        for _ in range(2 * USES):
+            assert_first_tokens(made, [fresh(rng, tokens)])
+    assert caplog.text.count("steps of 32 rows or more run without CUDA graphs") == 1
+    assert set(model.rows_per_step) - {16} and made.runner.graphs.captures == 1, "of 16 rows"
+    assert_all_given_back(made)
+
+
+def test_without_memory_a_size_is_tried_again_much_later(decoding, caplog):
+    made, _ = decoding(Capturing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")), short=4096)
+    rng, graphs = np.random.default_rng(6), made.runner.graphs
+    caplog.set_level("INFO", "prefixkit")
+    for _ in range(4 * USES):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert graphs.captures == 0 and caplog.text.count("no memory for a CUDA graph of a step of 16 rows") == 1
+    for _ in range(40):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert graphs.captures == 1 and graphs.replays > 0
+    assert_all_given_back(made)
+
+
+def test_graphs_whose_weights_have_moved_are_captured_again(decoding):
+    places = [0]
+    made, _ = decoding(Capturing(where=lambda: places[0]), short=4096, weights=lambda: places[0])
+    rng, graphs = np.random.default_rng(7), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for _ in range(USES + 2):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert (graphs.captures, graphs.replays) == (1, 2)
+    places[0] = 1
+    for _ in range(2):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert graphs.captures == 2 and graphs.replays == 3
+
+
+def test_buckets_hold_their_steps_with_little_to_spare():
+    for rows in range(1, ROWS[-1] + 1, 7):
+        for outputs in {1, min(rows, 9), (rows + 1) // 2, rows}:
+            bucket = Bucket.of(rows, outputs)
+            assert outputs <= bucket.outputs <= bucket.rows and rows <= bucket.rows
+            assert bucket.rows < 2 * rows or bucket.rows == 16
+            assert bucket.outputs <= max(8, 4 * outputs)
+    assert Bucket.of(ROWS[-1] + 1, 1) is None and Bucket.of(20, 0) is None
+
+
+def test_small_models_gain_from_graphs_of_more_rows():
+    assert 512 < most_short_rows(32, 7_000_000_000) < 1024 < most_short_rows(16, 1_000_000_000) < ROWS[-1]
+    assert most_short_rows(30, 100_000_000) > ROWS[-1]
