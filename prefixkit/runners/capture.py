@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from prefixkit.runners.capture_errors import first_line, is_about_capture, is_ou
 from prefixkit.runners.graph_arrays import CannotCapture, GraphArrays
 from prefixkit.runners.sampler import top_tokens
 from prefixkit.runners.waiting import RefuseWaiting
+
+log = logging.getLogger("prefixkit")
 
 # The start of a capture waits for the whole device, which is an error while another thread captures.
 _capturing = threading.Lock()
@@ -86,9 +90,11 @@ class Graphs:
             "graph_steps": self.replays,
         }
 
-    def count(self, seconds: float) -> None:
-        """Count a capture."""
-        self.captures, self.seconds_capturing = self.captures + 1, self.seconds_capturing + seconds
+    def count(self, what: str, began: float) -> None:
+        """Count and log a capture of ``what`` that began at this time of ``time.perf_counter``."""
+        took = time.perf_counter() - began
+        self.captures, self.seconds_capturing = self.captures + 1, self.seconds_capturing + took
+        log.info("captured %s in %.2f s; graphs hold %.0f MiB", what, took, self.bytes / 2**20)
 
     def drop(self) -> None:
         """Drop the memory pool, with the last of its graphs."""

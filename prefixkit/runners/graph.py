@@ -105,8 +105,8 @@ class GraphRunner:
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # results, or index in the ring and number of rows
         self._arrays: GraphArrays | None = None
-        of = eager, model, plannings, short, self.graphs, self._refresh
-        eager.graphs = self._short = ShortSteps(*of) if short else None
+        of = model, eager.model, eager.compiled, plannings, eager.layer_counts, short, self.graphs, eager.agreement
+        eager.graphs = self._short = ShortSteps(*of, self.device) if short else None
 
     @property
     def pace(self) -> Pace:
@@ -150,10 +150,12 @@ class GraphRunner:
             return self._replay()
         # If graphs will run the later steps, compile layers now, before the capture.
         captures = batch.steps > self.fewest_steps and not (self._refused or self._no_memory)
+        self._refresh()
         self.eager.launch(batch, compiling=captures)
 
     def repeat(self, tokens: Tensor | None = None) -> None:
         if self._eagerly:
+            self._refresh()
             return self.eager.repeat(tokens)
         if self._weights.stale(self.eager.agreement):  # a callback has moved them
             self.select_rows(np.arange(self._rows))
@@ -344,7 +346,4 @@ class GraphRunner:
         self._drop_stale_graphs()  # compiled layers move their weights in their first step
         work = self.graphs, self.model, arrays, self._output, step, agreement
         self._graphs[key] = done_by_all(agreement, lambda: capture_step(*work))
-        took = time.perf_counter() - began
-        self.graphs.count(took)
-        held = self.graph_bytes / 2**20
-        log.info("captured a decode step of %d rows in %.2f s; graphs hold %.0f MiB", rows, took, held)
+        self.graphs.count(f"a decode step of {rows} rows", began)

@@ -20,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefixkit.agreement import Agreement
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.step import Step, slots_of
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, on_gpu
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.decode_tree import StagedTree, TreeCapacity
-from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.eager import CompiledModel
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.runners.kind_plans import KindPlans, kind_plans, more_than
 from prefixkit.runners.waiting import RefuseWaiting
@@ -133,26 +134,35 @@ class Bucket(NamedTuple):
 class ShortSteps:
     """Captures short steps of any queries once they come again and again, and replays them.
 
+    It holds neither runner, so that no cycle of references keeps a dropped runner and its pool.
+
     Args:
-        eager: Runs the step of a capture, and all that no graph runs.
         model: Runs a step in a way that can be captured, through compiled layers if there are any.
+        plain: The same without compiled layers.
+        compiled: Says whether layers are compiled for a step; None: there are no compiled layers.
         plannings: The planning of captured steps, for the heads of each kind of layers.
+        layer_counts: Number of layers of each kind.
         most_rows: Most query rows of a graph.
         graphs: Captures graphs.
-        refresh: Drops graphs, by :meth:`drop`, whose weights have moved; called before graphs are used or captured.
+        agreement: Agreement of the processes that share the model.
+        device: The device of the model.
     """
 
     def __init__(
         self,
-        eager: EagerRunner,
         model: Callable[[Step], Tensor],
+        plain: Callable[[Step], Tensor],
+        compiled: CompiledModel | None,
         plannings: Sequence[GraphPlanning],
+        layer_counts: tuple[int, ...],
         most_rows: int,
         graphs: Graphs,
-        refresh: Callable[[], None],
+        agreement: Agreement,
+        device: torch.device,
     ) -> None:
-        self.eager, self.model, self.plannings = eager, model, tuple(plannings)
-        self.graphs, self._refresh = graphs, refresh
+        self.model, self.plain, self.compiled = model, plain, compiled
+        self.plannings, self.layer_counts = tuple(plannings), layer_counts
+        self.graphs, self.agreement, self.device = graphs, agreement, device
         self._buffers: dict[int, ShortTree] = {}  # by rows
         self._captured: dict[Bucket, Captured] = {}
         self._uses: Counter[Bucket] = Counter()
@@ -174,8 +184,7 @@ class ShortSteps:
         numbered = tree.later is not None or tree.queries.sequence is not None  # which the buffers have no room for
         if bucket is None or bucket.rows > self._most_rows or numbered:
             return None
-        with on_gpu(self.eager.device), torch.inference_mode():
-            self._refresh()
+        with on_gpu(self.device), torch.inference_mode():
             buffers, captured = self._buffers.get(bucket.rows), self._captured.get(bucket)
             if buffers is not None and captured is not None and buffers.holds(tree):
                 return self._replay(bucket, buffers, captured, tree, tokens, wanted)
@@ -199,7 +208,7 @@ class ShortSteps:
         assert captured.logits is not None, "it samples nothing"
         # A copy: the next replay writes its logits there.
         logits = captured.logits[: len(wanted)].to(torch.float32, copy=True)
-        return buffers.step(tree, bucket.outputs, self.eager.layer_counts), logits
+        return buffers.step(tree, bucket.outputs, self.layer_counts), logits
 
     def _run_and_capture(
         self, bucket: Bucket, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
@@ -209,39 +218,36 @@ class ShortSteps:
         try:
             buffers = self._buffers_for(bucket.rows, tree)
             buffers.upload(tree, tokens, wanted)
-            step = buffers.step(tree, bucket.outputs, self.eager.layer_counts)
-            compiled = self.eager.compiled
-            model = self.model if compiled is None or compiled.serves(step, compiling=False) else self.eager.model
+            step = buffers.step(tree, bucket.outputs, self.layer_counts)
+            serves = self.compiled is None or self.compiled.serves(step, compiling=False)
+            model = self.model if serves else self.plain
             logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
         except (NotCapturable, torch.OutOfMemoryError) as error:
             self._give_up(bucket, error)
             return None
         try:
-            self._captured[bucket] = done_by_all(self.eager.agreement, lambda: self._capture(model, step))
+            self._captured[bucket] = done_by_all(self.agreement, lambda: self._capture(model, step))
         except RuntimeError as error:
             if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                 raise
             self._give_up(bucket, error)
         else:
-            took = time.perf_counter() - began
-            self.graphs.count(took)
-            log.info("captured a step of %d rows and %d rows of logits in %.2f s", *bucket, took)
+            self.graphs.count(f"a step of {bucket.rows} rows and {bucket.outputs} rows of logits", began)
         return step, logits
 
     def _buffers_for(self, rows: int, tree: StepTree) -> ShortTree:
         """The buffers of a number of rows if they hold the tree; else larger ones, for which graphs are made anew."""
         least = self._buffers.get(rows)
         if least is None or not least.holds(tree):
-            made = tree, rows, self.plannings, self.eager.device, least
+            made = tree, rows, self.plannings, self.device, least
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
-                self._buffers[rows] = done_by_all(self.eager.agreement, lambda: ShortTree(*made))
+                self._buffers[rows] = done_by_all(self.agreement, lambda: ShortTree(*made))
             self._captured = {bucket: one for bucket, one in self._captured.items() if bucket.rows != rows}
         return self._buffers[rows]
 
     def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
         with RefuseWaiting():  # type: ignore[no-untyped-call]
-            self.eager.model(step)
-        self._refresh()
+            self.plain(step)
         captured = Captured(step)
 
         def run() -> None:
