@@ -1,13 +1,14 @@
 """Whole calls of a session on one GPU, random bf16 weights: their time beyond their steps, and steps of beams.
 
-    python -m benchmarks.calls [--shapes Llama-3.2-1B,Qwen2.5-7B] [--parts calls,shrinking,beams] [--turns 5]
+    python -m benchmarks.calls [--shapes Llama-3.2-1B,Qwen2.5-7B] [--parts calls,short,shrinking,beams] [--turns 5]
 
 *calls*: 4 prompts of 64 tokens, 32 samples each; t(16) - 16 x (t(528) - t(16)) / 512, and separately the step over the
-prompts, which gives the first tokens (t(1)).  *shrinking*: whole calls of 128 tokens whose samples end at different
-steps, eager, then compiled, also of other families; everything after the first call counts.  *beams*: a step of 8 beams
-(prompt 2,048) and of 16 x 8 (prompts of 512), compared with a step of as many samples.  *first*: a process's first
-compiled call, compared with eager ones, with the import of Inductor timed separately; *processes*: the same in fresh
-processes, the first of which finds torch's cache on disk empty.
+prompts, which gives the first tokens (t(1)).  *short*: a call for one token, after 2,048 tokens that the session knows
+and some that it does not, with graphs of short steps and without, in turns.  *shrinking*: whole calls of 128 tokens
+whose samples end at different steps, eager, then compiled, also of other families; everything after the first call
+counts.  *beams*: a step of 8 beams (prompt 2,048) and of 16 x 8 (prompts of 512), compared with a step of as many
+samples.  *first*: a process's first compiled call, compared with eager ones, with the import of Inductor timed
+separately; *processes*: the same in fresh processes, the first of which finds torch's cache on disk empty.
 """
 
 import importlib
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,6 +31,9 @@ import prefixkit
 from benchmarks.runner import Row, Run, arguments
 from benchmarks.shapes import FAMILIES, SHAPES
 from prefixkit import Session
+from prefixkit.runners.short_steps import USES, ShortSteps
+
+PARTS = ("first", "calls", "short", "shrinking", "beams", "processes")
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
@@ -64,6 +69,30 @@ def cost_of_a_call(model: Any, compiled: bool, turns: int) -> Row:
         captures = sum(call(16).report.captures for _ in range(100))
         grown = torch.cuda.memory_allocated() - held
     return {"compiled": compiled, **row, "bytes_grown_in_100_calls": grown, "captures_in_100_calls": captures}
+
+
+def short_prompts(model: Any, vocab: int, compiled: bool, turns: int) -> list[Row]:
+    """Milliseconds of calls whose prompt steps run by a graph, and of calls that launch the same steps' kernels."""
+    rng, rows = np.random.default_rng(0), list[Row]()
+    known = rng.integers(0, vocab, 2048).tolist()
+    launched = mock.patch.object(ShortSteps, "__call__", lambda *_: None)
+    with Session(model, kv_budget="8GiB", compiled=compiled) as session:
+
+        def call(own: int, new: int = 1) -> Any:
+            prompt = known + rng.integers(0, vocab, own).tolist()
+            return session.generate([prompt], max_new_tokens=new, stop_token_ids=())
+
+        call(8, 24)  # compiles layers
+        for own in (8, 32, 128, 512, 1024, 2048):
+            first = [round(1e3 * wall(lambda: call(own)), 1) for _ in range(USES + 2)]  # noqa: B023
+            took: dict[str, list[float]] = {"graph_ms": [], "launched_ms": []}
+            for _ in range(turns):
+                took["graph_ms"].append(1e3 * wall(lambda: call(own)))  # noqa: B023
+                with launched:
+                    took["launched_ms"].append(1e3 * wall(lambda: call(own)))  # noqa: B023
+            medians = {name: round(statistics.median(times), 2) for name, times in took.items()}
+            rows.append({"compiled": compiled, "own": own, **medians, "first_ms": first})
+    return rows
 
 
 def shrinking(model: Any, vocab: int, turns: int) -> Row:
@@ -128,7 +157,7 @@ def processes(shape: str, turns: int) -> Row:
 
 
 def main() -> None:
-    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], ["first", "calls", "shrinking", "beams", "processes"]
+    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], list(PARTS)
     options = arguments(__doc__, shapes=names, parts=parts, turns=5, eager=False)
     run = Run(options)
     for name in options.shapes:
@@ -139,6 +168,10 @@ def main() -> None:
         if "calls" in options.parts and name in SHAPES:
             for compiled in (False,) if options.eager else (False, True):
                 run.add("calls", {"shape": name, **cost_of_a_call(model, compiled, options.turns)})
+        if "short" in options.parts:
+            for compiled in (False, True):
+                for row in short_prompts(model, shape.vocab, compiled, options.turns):
+                    run.add("short", {"shape": name, **row})
         if "shrinking" in options.parts:
             run.add("shrinking", {"shape": name, **shrinking(model, shape.vocab, options.turns)})
         if "beams" in options.parts and name in SHAPES:

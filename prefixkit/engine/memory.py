@@ -16,6 +16,7 @@ from prefixkit.kv.held import Held
 from prefixkit.kv.kv_pool import KVSpec
 from prefixkit.kv.limits import call_pages
 from prefixkit.kv.store import KVStore
+from prefixkit.runners.short_steps import ROWS, most_short_rows
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.tree.pages import pages_for
 from prefixkit.tree.tokens import common_prefix
@@ -82,8 +83,10 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
     heads = max(int(layer.num_attention_heads) for layer in _layer_configs(config)) * widest
     size = spec.compute_dtype.itemsize
+    # Graphs of short steps have activations of their own.
+    short = min(prefill_chunk, ROWS[-1], most_short_rows(1, hidden * (4 * heads + 3 * inner)))
     # One layer: residual, norm, queries, keys and values, output; gate, up and their product.
-    activations = (prefill_chunk + samples) * size * (4 * hidden + 4 * heads + 3 * inner)
+    activations = (prefill_chunk + samples + short) * size * (4 * hidden + 4 * heads + 3 * inner)
     # Logits as computed, in float32, and those from which first tokens are sampled; a graph has logits of its own.
     logits = samples * int(config.vocab_size) * (2 * (size + 4) + 4)
     # Partial states of one eager attention call, freed when it returns, and of one in the memory of the graphs.

@@ -323,8 +323,9 @@ class GraphRunner:
 
     def _drop_stale_graphs(self) -> None:
         """Drop graphs that read weights at old addresses: that memory may have been reused."""
-        if self._weights.look(self.eager.agreement) and self.graphs:
-            log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
+        if self._weights.look(self.eager.agreement):
+            if self.graphs:
+                log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()
 
     def _variant_of(self, tree: StepTree) -> Hashable:

@@ -165,12 +165,16 @@ class ShortSteps:
         self.graphs, self.agreement, self.device = graphs, agreement, device
         self._buffers: dict[int, ShortTree] = {}  # by rows
         self._captured: dict[Bucket, Captured] = {}
+        self._plain: set[Bucket] = set()  # captured without compiled layers, which were not compiled yet
         self._uses: Counter[Bucket] = Counter()
         self._most_rows = most_rows
+        self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
     def drop(self) -> None:
-        """Drop all graphs."""
+        """Drop all graphs; those of sizes that come often again are captured again."""
         self._captured.clear()
+        self._uses.clear()
+        self._plain.clear()
 
     def __call__(
         self, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
@@ -187,28 +191,24 @@ class ShortSteps:
         with on_gpu(self.device), torch.inference_mode():
             buffers, captured = self._buffers.get(bucket.rows), self._captured.get(bucket)
             if buffers is not None and captured is not None and buffers.holds(tree):
-                return self._replay(bucket, buffers, captured, tree, tokens, wanted)
+                step = buffers.step(tree, bucket.outputs, self.layer_counts)
+                if bucket not in self._plain or not self._serves(step):
+                    buffers.upload(tree, tokens, wanted)
+                    return step, self._replay(captured, len(wanted))
             self._uses[bucket] += 1
             if self._uses[bucket] < USES:
                 return None
             return self._run_and_capture(bucket, tree, tokens, wanted)
 
-    def _replay(
-        self,
-        bucket: Bucket,
-        buffers: ShortTree,
-        captured: Captured,
-        tree: StepTree,
-        tokens: NDArray[np.integer],
-        wanted: NDArray[np.integer],
-    ) -> tuple[Step, Tensor]:
-        buffers.upload(tree, tokens, wanted)
+    def _replay(self, captured: Captured, outputs: int) -> Tensor:
         captured.graph.replay()
         self.graphs.replays += 1
         assert captured.logits is not None, "it samples nothing"
-        # A copy: the next replay writes its logits there.
-        logits = captured.logits[: len(wanted)].to(torch.float32, copy=True)
-        return buffers.step(tree, bucket.outputs, self.layer_counts), logits
+        return captured.logits[:outputs].to(torch.float32, copy=True)  # the next replay writes its logits there
+
+    def _serves(self, step: Step) -> bool:
+        """Whether compiled layers run a step."""
+        return self.compiled is not None and self.compiled.serves(step, compiling=False)
 
     def _run_and_capture(
         self, bucket: Bucket, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
@@ -219,14 +219,15 @@ class ShortSteps:
             buffers = self._buffers_for(bucket.rows, tree)
             buffers.upload(tree, tokens, wanted)
             step = buffers.step(tree, bucket.outputs, self.layer_counts)
-            serves = self.compiled is None or self.compiled.serves(step, compiling=False)
-            model = self.model if serves else self.plain
+            plain = self.compiled is not None and not self._serves(step)
+            model = self.plain if plain else self.model
             logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
         except (NotCapturable, torch.OutOfMemoryError) as error:
             self._give_up(bucket, error)
             return None
         try:
             self._captured[bucket] = done_by_all(self.agreement, lambda: self._capture(model, step))
+            (self._plain.add if plain else self._plain.discard)(bucket)
         except RuntimeError as error:
             if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                 raise
@@ -246,8 +247,10 @@ class ShortSteps:
         return self._buffers[rows]
 
     def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
-        with RefuseWaiting():  # type: ignore[no-untyped-call]
-            self.plain(step)
+        if step.num_rows > self._most_checked:
+            with RefuseWaiting():  # type: ignore[no-untyped-call]
+                self.plain(step)
+            self._most_checked = step.num_rows
         captured = Captured(step)
 
         def run() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.ops.backend import NotCapturable
+from prefixkit.runners.eager import EagerRunner
+from prefixkit.runners.graph import GraphRunner
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.runners.short_steps import ROWS, USES, Bucket, most_short_rows
 from prefixkit.sampling.params import SamplingParams
@@ -133,7 +138,8 @@ def test_without_memory_a_size_is_tried_again_much_later(decoding, caplog):
     assert_all_given_back(made)
 
 
-def test_graphs_whose_weights_have_moved_are_captured_again(decoding):
+def test_graphs_whose_weights_have_moved_are_dropped_and_captured_once_they_pay_again(decoding):
+    """So weights that move at each call, as adapters that alternate, cost no captures."""
     places = [0]
     made, _ = decoding(Capturing(where=lambda: places[0]), short=4096, weights=lambda: places[0])
     rng, graphs = np.random.default_rng(7), made.runner.graphs
@@ -141,10 +147,60 @@ def test_graphs_whose_weights_have_moved_are_captured_again(decoding):
     for _ in range(USES + 2):
         assert_first_tokens(made, [fresh(rng, 9)])
     assert (graphs.captures, graphs.replays) == (1, 2)
-    places[0] = 1
-    for _ in range(2):
+    for _ in range(2 * USES):
+        places[0] += 1
         assert_first_tokens(made, [fresh(rng, 9)])
-    assert graphs.captures == 2 and graphs.replays == 3
+    assert (graphs.captures, graphs.replays) == (1, 2)
+    for _ in range(USES):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert (graphs.captures, graphs.replays) == (2, 3)
+
+
+class Layers:
+    """Compiled layers that some call of a user has compiled."""
+
+    compiled = False
+
+    def __init__(self, model):
+        self.model, self.steps = model, 0
+
+    def __call__(self, step):
+        self.steps += 1
+        return self.model(step)
+
+    def serves(self, step, compiling):
+        return self.compiled
+
+
+def test_graphs_are_captured_again_once_layers_are_compiled(decoding):
+    made, model = decoding()
+    layers, planning = Layers(model), made.runner.plannings[0]
+    eager = EagerRunner(model, made.runner.eager.planners, compiled=layers)
+    made.runner = GraphRunner(eager, layers, [planning], 4, short=4096, capture=Capturing)
+    rng, graphs = np.random.default_rng(8), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for _ in range(USES + 1):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert (graphs.captures, graphs.replays, layers.steps) == (1, 1, 0)
+    layers.compiled = True
+    for _ in range(3):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    assert (graphs.captures, graphs.replays) == (2, 3) and layers.steps >= 3
+
+
+def test_a_dropped_runner_is_freed_at_once_with_its_graphs(decoding):
+    """Else its pool would stay until Python looks for cycles."""
+    made, _ = decoding(short=4096)
+    rng = np.random.default_rng(9)
+    for _ in range(2 * USES):
+        assert_first_tokens(made, [fresh(rng, 9)])
+    dropped = [weakref.ref(one) for one in (made.runner, made.runner.eager, made.runner.eager.graphs)]
+    enabled = gc.isenabled()
+    gc.disable()
+    made.runner = made.last = None
+    left = [one() for one in dropped]
+    (gc.enable if enabled else gc.disable)()
+    assert left == [None] * 3
 
 
 def test_buckets_hold_their_steps_with_little_to_spare():

@@ -1,0 +1,40 @@
+"""Which models' short steps run by CUDA graphs, and up to how many rows."""
+
+from __future__ import annotations
+
+import pytest
+
+import prefixkit
+from prefixkit import variants
+from prefixkit.models.facts import facts_of
+from prefixkit.models.steps.step_runner import short_rows
+from prefixkit.testing.tiny import tiny_llama
+from tests.models.tiny_families import make_model
+
+
+def test_graphs_take_as_many_rows_as_a_gpu_computes_while_the_host_launches_a_step():
+    few, many = (facts_of(tiny_llama(num_hidden_layers=layers)) for layers in (2, 6))
+    assert 0 < short_rows(few) == pytest.approx(short_rows(many), rel=0.01), "both times grow with layers"
+    wide = facts_of(tiny_llama(intermediate_size=4096))
+    assert short_rows(wide) < short_rows(few) / 4
+
+
+def test_the_head_and_embeddings_do_not_count():
+    few, many = (facts_of(tiny_llama(vocab_size=size)) for size in (300, 30000))
+    assert short_rows(few) == short_rows(many)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
+def test_layers_with_windows_run_by_graphs(model_type):
+    assert short_rows(facts_of(make_model(model_type))) > 0
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next"])
+def test_padding_never_enters_a_state(model_type):
+    assert short_rows(facts_of(make_model(model_type))) == 0
+
+
+def test_variants_of_the_user_run_without_these_graphs():
+    model = tiny_llama()
+    with prefixkit.patched(model, variant=variants.soft_cap(30.0)):
+        assert short_rows(facts_of(model)) == 0
