@@ -64,6 +64,23 @@ def whole_calls(data: Any) -> Table:
     return rows
 
 
+def short_prompts(data: Any) -> Table:
+    """Calls for one token by new tokens of the prompt: graphs of short steps, and their kernels launched one by one."""
+    head = ["shape", "layers", "new tokens", "by a graph, ms", "launched one by one, ms", "ratio"]
+    rows = [
+        [
+            row["shape"],
+            "compiled" if row["compiled"] else "as they are",
+            f"{row['own']:,}",
+            f"{row['graph_ms']:.1f}",
+            f"{row['launched_ms']:.1f}",
+            f"{row['graph_ms'] / row['launched_ms']:.2f}",
+        ]
+        for row in data["short"]
+    ]
+    return head, rows
+
+
 def engine(data: Any) -> Table:
     rows: Table = [
         ("rows", "layers", "sampling", "step, ms", "its graph alone, ms", "GPU idle", "tokens/s with prefill")

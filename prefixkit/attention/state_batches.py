@@ -70,15 +70,25 @@ class HostBatch:
         """The arrays to upload, in the order in which :meth:`on_device` takes them."""
         return [self.rows, self.source, self.target, self.writes]
 
+    @property
+    def kind(self) -> tuple[int, int, int, bool, bool]:
+        """What batches that run the same work have in common: all but the numbers of rows and slots."""
+        return self.length, len(self.source), len(self.writes), self._is_whole, self._starts
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self.rows) == self.num_rows and bool((np.diff(self.rows) == 1).all())
+
+    @property
+    def _starts(self) -> bool:
+        return int(self.source[0]) < 0
+
     def on_device(self, uploaded: Iterator[Tensor]) -> StateBatch:
         """The batch on the device; takes its four tensors from ``uploaded``."""
         rows, source, target, writes = islice(uploaded, 4)
-        whole = len(self.rows) == self.num_rows and bool((np.diff(self.rows) == 1).all())
         every = len(self.writes) == len(self.source)
-        starts = int(self.source[0]) < 0
-        return StateBatch(
-            self.length, None if whole else rows, None if starts else source, target, None if every else writes
-        )
+        read = None if self._starts else source
+        return StateBatch(self.length, None if self._is_whole else rows, read, target, None if every else writes)
 
 
 def state_batches(pieces: Sequence[Piece], num_rows: int) -> list[HostBatch]:

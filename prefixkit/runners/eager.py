@@ -38,9 +38,17 @@ class CompiledModel(Protocol):
         """Whether compiled layers serve a step; with ``compiling``, layers may be compiled for such steps first."""
 
 
-# Runs a step by a CUDA graph: from a tree, tokens and the rows whose logits are wanted, as ``build_step`` takes them,
-# to the step and its logits; None if no graph runs it.
-Graphed = Callable[[StepTree, NDArray[np.integer], NDArray[np.integer]], tuple[Step, Tensor] | None]
+class ShortSteps(Protocol):
+    """Runs short steps by CUDA graphs, as :class:`EagerRunner` takes it."""
+
+    def __call__(
+        self,
+        tree: StepTree,
+        tokens: NDArray[np.integer],
+        wanted: NDArray[np.integer],
+        states: StateMoves | None,
+    ) -> tuple[Step, Tensor] | None:
+        """The step and its logits, from what ``build_step`` takes; None if no graph runs it."""
 
 
 class EagerRunner:
@@ -81,7 +89,7 @@ class EagerRunner:
         self.model, self.layer_counts, self.device, self.pace = model, layer_counts, torch.device(device), pace
         self.hidden, self.compiled, self.agreement = hidden, compiled, agreement
         self.plan_devices = plan_devices
-        self.graphs: Graphed | None = None
+        self.graphs: ShortSteps | None = None
         self._sampler: Sampler | None = None
         self._states: StateMoves | None = None  # of the step launched last
         self._last: NDArray[np.int64] = np.empty(0, np.int64)  # the tokens that the last step sampled
@@ -167,8 +175,9 @@ class EagerRunner:
         hidden: bool = False,
     ) -> Tensor:
         """Run a step; returns the logits of the ``wanted`` rows, or with ``hidden`` their last hidden states."""
-        if self.graphs is not None and not hidden and (ran := self.graphs(self._tree, tokens, wanted)) is not None:
-            self._step, logits = ran
+        by_graph = None if self.graphs is None or hidden else self.graphs(self._tree, tokens, wanted, self._states)
+        if by_graph is not None:
+            self._step, logits = by_graph
             return logits
         layers = self.planners, self.device, self.layer_counts
         step = self._step = build_step(self._tree, tokens, wanted, *layers, self._states, self.plan_devices)

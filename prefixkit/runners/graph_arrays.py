@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefixkit.attention.gpu.staging import upload
+from prefixkit.attention.gpu.staging import Staged, upload
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
-from prefixkit.attention.state_batches import StateBatch
+from prefixkit.attention.state_batches import HostBatch, StateBatch
 from prefixkit.ops.backend import GraphPlanning, StaticPlans
 from prefixkit.ops.sampling_records import MOST_VOCAB
 from prefixkit.runners.batch import Results
@@ -106,6 +107,26 @@ class Ring:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             tokens = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu)
             return tokens, torch.zeros(shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
+
+
+class StaticBatches:
+    """The batches of captured steps, in static buffers: those of all steps whose batches are of the same kinds.
+
+    Attributes:
+        batches: On the device.
+    """
+
+    def __init__(self, batches: Sequence[HostBatch], device: torch.device) -> None:
+        self._staged = Staged([(2 * len(array),) for batch in batches for array in batch.arrays], device)
+        uploaded = iter([one.view(torch.int64) for one in self._staged.tensors])
+        self.batches = tuple(batch.on_device(uploaded) for batch in batches)
+
+    def upload(self, batches: Sequence[HostBatch]) -> None:
+        """Upload a step's rows and slots, on the current stream."""
+        arrays = chain.from_iterable(batch.arrays for batch in batches)
+        for staged, array in zip(self._staged.writable(), arrays, strict=True):
+            staged.view(np.int64)[:] = array
+        self._staged.upload()
 
 
 class GraphArrays:

@@ -2,8 +2,8 @@
 
 Launching a step's kernels one by one takes the host about a millisecond for each layer, and a GPU computes hundreds of
 rows of most models in less, thousands of rows of small ones.  A graph holds the model's part of a step, padded to a
-bucket of rows; the tree, the plan and the tokens are uploaded and planned before each replay, and what is done with the
-logits stays outside.
+bucket of rows; with layers that keep a state, which padding must not enter, it holds a step of as many rows.  The tree,
+the plan and the tokens are uploaded and planned before each replay, and what is done with the logits stays outside.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +23,17 @@ from torch import Tensor
 
 from prefixkit.agreement import Agreement
 from prefixkit.attention.queries import StepTree
+from prefixkit.attention.state_batches import HostBatch, state_batches
 from prefixkit.attention.step import Step, slots_of
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, on_gpu
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.decode_tree import StagedTree, TreeCapacity
 from prefixkit.runners.eager import CompiledModel
-from prefixkit.runners.graph_arrays import CannotCapture
+from prefixkit.runners.graph_arrays import CannotCapture, StaticBatches
 from prefixkit.runners.kind_plans import KindPlans, kind_plans, more_than
 from prefixkit.runners.waiting import RefuseWaiting
+from prefixkit.tree.state_slots import StateMoves
 
 log = logging.getLogger("prefixkit")
 
@@ -41,6 +44,8 @@ OUTPUTS = (8, 32, 128, 512, 1024, 2048, 4096)
 USES = 4
 # The host's time to launch a layer, and the FLOP/s at which a GPU computes the rows of a step (H200: up to 6e14).
 _LAUNCH_SECONDS, _FLOPS = 0.8e-3, 4e14
+# Most numbers of rows with graphs: with layers that keep a state, each number of rows has graphs of its own.
+MOST_SIZES = 32
 # After a capture that found no memory, the next attempt is this many uses away.
 _USES_LATER = 32
 
@@ -103,7 +108,9 @@ class ShortTree(StagedTree):
         for kind in self.kinds:
             kind.upload(tree)
 
-    def step(self, tree: StepTree, outputs: int, layer_counts: tuple[int, ...]) -> Step:
+    def step(
+        self, tree: StepTree, outputs: int, layer_counts: tuple[int, ...], states: StaticBatches | None = None
+    ) -> Step:
         """The step over these buffers, with the lengths of ``tree``, which returns ``outputs`` rows of logits."""
         return Step(
             tokens=self.tokens,
@@ -113,22 +120,49 @@ class ShortTree(StagedTree):
             length=tree.length,
             plans=tuple(kind.plan_of(tree) for kind in self.kinds),
             layer_counts=layer_counts,
+            states=() if states is None else states.batches,
         )
 
 
 class Bucket(NamedTuple):
-    """The size of a graph: query rows, and rows of logits."""
+    """What steps of one graph have in common.
+
+    Attributes:
+        rows: Query rows.
+        outputs: Rows of logits.
+        states: The kinds of the batches in which layers that keep a state run the rows; empty without such layers.
+    """
 
     rows: int
     outputs: int
+    states: tuple[Hashable, ...] = ()
 
     @staticmethod
-    def of(rows: int, outputs: int) -> Bucket | None:
-        """The bucket of a step; None for a step without logits, or with too many rows for any graph."""
+    def of(rows: int, outputs: int, batches: Sequence[HostBatch] = ()) -> Bucket | None:
+        """The bucket of a step; None for a step without logits, or with too many rows for any graph.
+
+        Padding must not enter a state: with states, ``rows`` are those of the step.
+        """
         if not 0 < outputs <= rows <= ROWS[-1]:
             return None
-        of_rows, of_outputs = (sizes[bisect_left(sizes, of)] for sizes, of in ((ROWS, rows), (OUTPUTS, outputs)))
-        return Bucket(of_rows, min(of_rows, of_outputs))
+        of_rows = rows if batches else ROWS[bisect_left(ROWS, rows)]
+        of_outputs = OUTPUTS[bisect_left(OUTPUTS, outputs)]
+        return Bucket(of_rows, min(of_rows, of_outputs), tuple(batch.kind for batch in batches))
+
+
+@dataclass(eq=False)
+class ShortGraph:
+    """A captured step.
+
+    Attributes:
+        captured: The graph.
+        states: The static buffers of its states.
+        plain: Whether it runs layers without torch.compile, though others are to be compiled.
+    """
+
+    captured: Captured
+    states: StaticBatches | None
+    plain: bool
 
 
 class ShortSteps:
@@ -163,42 +197,48 @@ class ShortSteps:
         self.model, self.plain, self.compiled = model, plain, compiled
         self.plannings, self.layer_counts = tuple(plannings), layer_counts
         self.graphs, self.agreement, self.device = graphs, agreement, device
-        self._buffers: dict[int, ShortTree] = {}  # by rows
-        self._captured: dict[Bucket, Captured] = {}
-        self._plain: set[Bucket] = set()  # captured without compiled layers, which were not compiled yet
+        self._buffers: OrderedDict[int, ShortTree] = OrderedDict()  # by rows, those used last at the end
+        self._graphs: dict[Bucket, ShortGraph] = {}
         self._uses: Counter[Bucket] = Counter()
         self._most_rows = most_rows
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
     def drop(self) -> None:
         """Drop all graphs; those of sizes that come often again are captured again."""
-        self._captured.clear()
+        self._graphs.clear()
         self._uses.clear()
-        self._plain.clear()
 
     def __call__(
-        self, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
+        self,
+        tree: StepTree,
+        tokens: NDArray[np.integer],
+        wanted: NDArray[np.integer],
+        states: StateMoves | None = None,
     ) -> tuple[Step, Tensor] | None:
         """Run a step by a graph, or capture one; returns the step and its float32 logits, or None if no graph may.
 
         Args:
-            tree, tokens, wanted: As :func:`build_step` takes them.
+            tree, tokens, wanted, states: As :func:`build_step` takes them.
         """
-        bucket = Bucket.of(len(tokens), len(wanted))
+        batches = [] if states is None else state_batches(states.pieces, len(tokens))
+        bucket = Bucket.of(len(tokens), len(wanted), batches)
         numbered = tree.later is not None or tree.queries.sequence is not None  # which the buffers have no room for
         if bucket is None or bucket.rows > self._most_rows or numbered:
             return None
         with on_gpu(self.device), torch.inference_mode():
-            buffers, captured = self._buffers.get(bucket.rows), self._captured.get(bucket)
-            if buffers is not None and captured is not None and buffers.holds(tree):
-                step = buffers.step(tree, bucket.outputs, self.layer_counts)
-                if bucket not in self._plain or not self._serves(step):
+            buffers, graph = self._buffers.get(bucket.rows), self._graphs.get(bucket)
+            if buffers is not None and graph is not None and buffers.holds(tree):
+                step = buffers.step(tree, bucket.outputs, self.layer_counts, graph.states)
+                if not (graph.plain and self._serves(step)):
+                    self._buffers.move_to_end(bucket.rows)
                     buffers.upload(tree, tokens, wanted)
-                    return step, self._replay(captured, len(wanted))
+                    if graph.states is not None:
+                        graph.states.upload(batches)
+                    return step, self._replay(graph.captured, len(wanted))
             self._uses[bucket] += 1
             if self._uses[bucket] < USES:
                 return None
-            return self._run_and_capture(bucket, tree, tokens, wanted)
+            return self._run_and_capture(bucket, tree, tokens, wanted, batches)
 
     def _replay(self, captured: Captured, outputs: int) -> Tensor:
         captured.graph.replay()
@@ -211,14 +251,23 @@ class ShortSteps:
         return self.compiled is not None and self.compiled.serves(step, compiling=False)
 
     def _run_and_capture(
-        self, bucket: Bucket, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]
+        self,
+        bucket: Bucket,
+        tree: StepTree,
+        tokens: NDArray[np.integer],
+        wanted: NDArray[np.integer],
+        batches: Sequence[HostBatch],
     ) -> tuple[Step, Tensor] | None:
         """Run a step over the static buffers, and capture it for later ones; None if it could not run."""
         began = time.perf_counter()
         try:
-            buffers = self._buffers_for(bucket.rows, tree)
+            buffers, states = self._buffers_for(bucket.rows, tree), None
             buffers.upload(tree, tokens, wanted)
-            step = buffers.step(tree, bucket.outputs, self.layer_counts)
+            if batches:
+                with torch.inference_mode(False):
+                    states = StaticBatches(batches, self.device)
+                states.upload(batches)
+            step = buffers.step(tree, bucket.outputs, self.layer_counts, states)
             plain = self.compiled is not None and not self._serves(step)
             model = self.plain if plain else self.model
             logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
@@ -226,13 +275,13 @@ class ShortSteps:
             self._give_up(bucket, error)
             return None
         try:
-            self._captured[bucket] = done_by_all(self.agreement, lambda: self._capture(model, step))
-            (self._plain.add if plain else self._plain.discard)(bucket)
+            captured = done_by_all(self.agreement, lambda: self._capture(model, step))
         except RuntimeError as error:
             if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
                 raise
             self._give_up(bucket, error)
         else:
+            self._graphs[bucket] = ShortGraph(captured, states, plain)
             self.graphs.count(f"a step of {bucket.rows} rows and {bucket.outputs} rows of logits", began)
         return step, logits
 
@@ -242,15 +291,18 @@ class ShortSteps:
         if least is None or not least.holds(tree):
             made = tree, rows, self.plannings, self.device, least
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
-                self._buffers[rows] = done_by_all(self.agreement, lambda: ShortTree(*made))
-            self._captured = {bucket: one for bucket, one in self._captured.items() if bucket.rows != rows}
+                buffers = done_by_all(self.agreement, lambda: ShortTree(*made))
+            unused = rows if least is not None or len(self._buffers) < MOST_SIZES else next(iter(self._buffers))
+            self._graphs = {bucket: one for bucket, one in self._graphs.items() if bucket.rows != unused}
+            self._buffers.pop(unused, None)
+            self._buffers[rows] = buffers
         return self._buffers[rows]
 
     def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
-        if step.num_rows > self._most_checked:
+        if step.states or step.num_rows > self._most_checked:
             with RefuseWaiting():  # type: ignore[no-untyped-call]
                 self.plain(step)
-            self._most_checked = step.num_rows
+            self._most_checked = max(self._most_checked, step.num_rows)
         captured = Captured(step)
 
         def run() -> None:

@@ -71,18 +71,18 @@ def _log_plain(layers: Sequence[LayerKind]) -> None:
 
 
 def short_rows(facts: ModelFacts) -> int:
-    """Most query rows of steps other than decode steps that CUDA graphs may run, padded to a bucket; 0: they run none.
+    """Most query rows of steps other than decode steps that CUDA graphs may run; 0: they run none.
 
-    Padding must not enter a state; plans of attention over latents are made for decode steps; and variants of the
-    user's may read sequence numbers, classes of blocks or later tokens, for which these graphs have no buffers.
+    Plans of attention over latents are made for decode steps, and variants of the user's may read sequence numbers,
+    classes of blocks or later tokens, for which these graphs have no buffers.
     """
     whole = all(kind.part is None and kind.visible.until is None for kind in facts.plan_kinds)
-    if not whole or facts.spec.states or any(layer.variant is not None for layer in facts.layers):
+    if not whole or any(layer.variant is not None for layer in facts.layers):
         return 0
     head = facts.inner.get_output_embeddings()  # type: ignore[no-untyped-call]
     parts = [one for one in facts.state.modules if one is not head and not isinstance(one, nn.Embedding)]
     weights = sum(weight.numel() for one in parts for weight in one.parameters(recurse=False))
-    return most_short_rows(len(facts.layers), max(1, weights))
+    return most_short_rows(len(facts.layers) + len(facts.mixers), max(1, weights))
 
 
 def runner_of(

@@ -15,8 +15,10 @@ import prefixkit
 from prefixkit import MemoryPolicy, SamplingParams, Session
 from prefixkit.models import facts_of
 from prefixkit.models.requirements import CACHE
+from prefixkit.runners import short_steps
 from prefixkit.runners.batch import Pace
 from prefixkit.runners.graph import GraphRunner
+from prefixkit.runners.short_steps import USES
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
 from tests.runners.stand_ins import Capturing, Planning
 
@@ -42,6 +44,11 @@ def rng() -> random.Random:
 
 def text(rng: random.Random, least: int, most: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randint(least, most))]
+
+
+def fresh_tokens(rng: random.Random) -> Iterator[int]:
+    """Each token once: what begins with another one than earlier texts shares nothing with them."""
+    return iter(rng.sample(range(3, VOCAB), VOCAB - 3))
 
 
 def calls(session: Session, model: Any, rng: random.Random, turns: int = 2) -> None:
@@ -112,29 +119,71 @@ def test_scores_are_those_of_one_forward_pass(model, rng):
                 assert abs(score.total - want) <= 1e-3
 
 
-def test_captured_steps_go_on_from_the_right_states(rng, monkeypatch):
-    """Rows that have ended run on for some steps; buckets have rows that are none.  Nothing attends, as stand-ins of
-    captures plan nothing.
-    """
+@pytest.fixture
+def by_graphs(monkeypatch) -> None:
+    """Sessions whose steps run by graphs that a stand-in captures.  Nothing attends, as these plan nothing."""
+    make, made = prefixkit.session.assembly.engine_of, dict[Any, GraphRunner]()
+
+    def runner_of(eager: Any, page_size: int) -> GraphRunner:
+        capturing, planning = Capturing(), [Planning(planner) for planner in eager.planners]
+        pace, fixed = Pace(ahead=2, slack=2, waited_for=8), {"fewest_steps": 1, "keep_states": True, "short": 4096}
+        return GraphRunner(eager, eager.model, planning, page_size, pace=pace, capture=lambda: capturing, **fixed)
+
+    def engine_of(*args: Any, **kwargs: Any) -> Any:
+        engine = make(*args, **kwargs)
+        eager = engine.runner
+        if eager not in made:
+            made[eager] = runner_of(eager, engine.store.tree.page_size)
+        engine.runner = made[eager]
+        return engine
+
+    monkeypatch.setattr("prefixkit.session.session_memory.engine_of", engine_of)
+
+
+def test_captured_steps_go_on_from_the_right_states(rng, by_graphs):
+    """Rows that have ended run on for some steps; buckets have rows that are none."""
     model = prefixkit.patch(make_hybrid("mamba"))
     with Session(model, most_running=5) as session:
-        store, make = session.store, prefixkit.session.assembly.engine_of
-
-        def by_graphs(*args: Any, **kwargs: Any) -> Any:
-            engine = make(*args, **kwargs)
-            if not isinstance(engine.runner, GraphRunner):
-                eager, capturing = engine.runner, Capturing()
-                planning = [Planning(planner) for planner in eager.planners]
-                pace = Pace(ahead=2, slack=2, waited_for=8)
-                engine.runner = GraphRunner(
-                    eager, eager.model, planning, store.tree.page_size, pace=pace, fewest_steps=1, keep_states=True,
-                    capture=lambda: capturing,
-                )  # fmt: skip
-            return engine
-
-        monkeypatch.setattr("prefixkit.session.session_memory.engine_of", by_graphs)
         calls(session, model, rng, turns=3)
         assert session.report.graph_steps > 0
+
+
+@pytest.mark.parametrize("own", [1, 6, 70])
+def test_prompts_of_one_length_are_captured_without_padding(own, rng, by_graphs):
+    """Padding would enter states; longer prompts store another state on their way."""
+    model = prefixkit.patch(make_hybrid("mamba"))
+    head, fresh = text(rng, 40, 40), fresh_tokens(rng)
+    with Session(model) as session:
+        session.generate([head], max_new_tokens=1)
+        replays = list[int]()
+        for turn in range(USES + 3):
+            prompts = [[*head, next(fresh), *text(rng, own - 1, own - 1)]]
+            found = session.generate(prompts, max_new_tokens=3, n=2, seed=turn, stop_token_ids=())
+            assert_logprobs(model, prompts, found)
+            replays.append(found.report.graph_steps)
+        assert replays[-1] == replays[0] + 1, "the step over the prompt"
+
+
+def test_only_as_many_lengths_stay_captured_as_memory_should_hold(rng, by_graphs, monkeypatch):
+    monkeypatch.setattr(short_steps, "MOST_SIZES", 2)
+    model = prefixkit.patch(make_hybrid("mamba"))
+    head, fresh = text(rng, 40, 40), fresh_tokens(rng)
+    with Session(model) as session:
+        session.generate([head], max_new_tokens=1)
+
+        def captures(own: int, times: int = 1) -> int:
+            """In calls with ``own`` tokens of their own."""
+            count = 0
+            for turn in range(times):
+                prompts = [[*head, next(fresh), *text(rng, own - 1, own - 1)]]
+                found = session.generate(prompts, max_new_tokens=1, seed=turn)
+                assert_logprobs(model, prompts, found)
+                count += found.report.captures
+            return count
+
+        assert [captures(3, USES), captures(5, USES), captures(3), captures(5), captures(3)] == [1, 1, 0, 0, 0]
+        assert captures(7, USES) == 1, "in place of 5, which was used before 3"
+        assert [captures(3), captures(7), captures(5)] == [0, 0, 1]
 
 
 @pytest.mark.drawn(1)

@@ -24,17 +24,11 @@ def test_the_head_and_embeddings_do_not_count():
     assert short_rows(few) == short_rows(many)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
-def test_layers_with_windows_run_by_graphs(model_type):
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "mamba", "qwen3_next"])
+def test_layers_with_windows_or_states_run_by_graphs(model_type):
     assert short_rows(facts_of(make_model(model_type))) > 0
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next"])
-def test_padding_never_enters_a_state(model_type):
-    assert short_rows(facts_of(make_model(model_type))) == 0
-
-
 def test_variants_of_the_user_run_without_these_graphs():
-    model = tiny_llama()
-    with prefixkit.patched(model, variant=variants.soft_cap(30.0)):
-        assert short_rows(facts_of(model)) == 0
+    model = prefixkit.patch(tiny_llama(), variant=variants.soft_cap(30.0))
+    assert short_rows(facts_of(model)) == 0
