@@ -8,7 +8,7 @@ part before it wrote.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import numpy as np
@@ -69,6 +69,10 @@ class HostBatch:
     def arrays(self) -> list[Longs]:
         """The arrays to upload, in the order in which :meth:`on_device` takes them."""
         return [self.rows, self.source, self.target, self.writes]
+
+    def unused(self) -> HostBatch:
+        """The same rows over slot 0, which holds no state."""
+        return replace(self, source=np.minimum(self.source, 0), target=np.zeros_like(self.target))
 
     @property
     def kind(self) -> tuple[int, int, int, bool, bool]:

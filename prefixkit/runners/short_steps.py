@@ -258,7 +258,10 @@ class ShortSteps:
         wanted: NDArray[np.integer],
         batches: Sequence[HostBatch],
     ) -> tuple[Step, Tensor] | None:
-        """Run a step over the static buffers, and capture it for later ones; None if it could not run."""
+        """Run a step over the static buffers, and capture it for later ones; None if it has not run.
+
+        The step itself runs last before the capture, which runs nothing: states are advanced once.
+        """
         began = time.perf_counter()
         try:
             buffers, states = self._buffers_for(bucket.rows, tree), None
@@ -266,12 +269,17 @@ class ShortSteps:
             if batches:
                 with torch.inference_mode(False):
                     states = StaticBatches(batches, self.device)
-                states.upload(batches)
             step = buffers.step(tree, bucket.outputs, self.layer_counts, states)
+            if batches or bucket.rows > self._most_checked:
+                done_by_all(self.agreement, lambda: self._check(step, states, batches))
+            if states is not None:
+                states.upload(batches)
             plain = self.compiled is not None and not self._serves(step)
             model = self.plain if plain else self.model
             logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
-        except (NotCapturable, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
+            if not (isinstance(error, CannotCapture | NotCapturable) or is_out_of_memory(error)):
+                raise
             self._give_up(bucket, error)
             return None
         try:
@@ -298,11 +306,22 @@ class ShortSteps:
             self._buffers[rows] = buffers
         return self._buffers[rows]
 
-    def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
-        if step.states or step.num_rows > self._most_checked:
+    def _check(self, step: Step, states: StaticBatches | None, batches: Sequence[HostBatch]) -> None:
+        """Run a step that advances no state; its KV is written again when the step runs.
+
+        Raises:
+            CannotCapture: the step waits for the GPU, or its attention runs in no graph.
+        """
+        if states is not None:
+            states.upload([batch.unused() for batch in batches])
+        try:
             with RefuseWaiting():  # type: ignore[no-untyped-call]
                 self.plain(step)
-            self._most_checked = max(self._most_checked, step.num_rows)
+        except NotCapturable as error:
+            raise CannotCapture(str(error)) from error
+        self._most_checked = max(self._most_checked, step.num_rows)
+
+    def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
         captured = Captured(step)
 
         def run() -> None:

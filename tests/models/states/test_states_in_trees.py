@@ -120,14 +120,17 @@ def test_scores_are_those_of_one_forward_pass(model, rng):
 
 
 @pytest.fixture
-def by_graphs(monkeypatch) -> None:
-    """Sessions whose steps run by graphs that a stand-in captures.  Nothing attends, as these plan nothing."""
+def by_graphs(monkeypatch) -> dict[str, Any]:
+    """Sessions whose steps run by graphs that a stand-in captures, with the settings returned.  Nothing attends, as
+    these plan nothing.
+    """
     make, made = prefixkit.session.assembly.engine_of, dict[Any, GraphRunner]()
+    settings: dict[str, Any] = {"fewest_steps": 1, "keep_states": True, "short": 4096}
 
     def runner_of(eager: Any, page_size: int) -> GraphRunner:
         capturing, planning = Capturing(), [Planning(planner) for planner in eager.planners]
-        pace, fixed = Pace(ahead=2, slack=2, waited_for=8), {"fewest_steps": 1, "keep_states": True, "short": 4096}
-        return GraphRunner(eager, eager.model, planning, page_size, pace=pace, capture=lambda: capturing, **fixed)
+        pace = Pace(ahead=2, slack=2, waited_for=8)
+        return GraphRunner(eager, eager.model, planning, page_size, pace=pace, capture=lambda: capturing, **settings)
 
     def engine_of(*args: Any, **kwargs: Any) -> Any:
         engine = make(*args, **kwargs)
@@ -138,6 +141,7 @@ def by_graphs(monkeypatch) -> None:
         return engine
 
     monkeypatch.setattr("prefixkit.session.session_memory.engine_of", engine_of)
+    return settings
 
 
 def test_captured_steps_go_on_from_the_right_states(rng, by_graphs):
@@ -162,6 +166,17 @@ def test_prompts_of_one_length_are_captured_without_padding(own, rng, by_graphs)
             assert_logprobs(model, prompts, found)
             replays.append(found.report.graph_steps)
         assert replays[-1] == replays[0] + 1, "the step over the prompt"
+
+
+def test_a_captured_step_advances_states_once(rng, by_graphs):
+    """Steps of few samples update states in their slots: one that ran before its capture too would do so twice."""
+    by_graphs["fewest_steps"] = 1000
+    model = prefixkit.patch(make_hybrid("mamba"))
+    with Session(model) as session:
+        prompts = [text(rng, 20, 20)]
+        found = session.generate(prompts, max_new_tokens=3 * USES, n=2, stop_token_ids=())
+        assert found.report.captures == 1 and found.report.graph_steps > USES
+        assert_logprobs(model, prompts, found)
 
 
 def test_only_as_many_lengths_stay_captured_as_memory_should_hold(rng, by_graphs, monkeypatch):
