@@ -11,17 +11,14 @@ import torch
 
 import prefixkit
 from prefixkit.engine.request import BeamParams, Request, Sample
-from prefixkit.runners.short_steps import USES
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.engines import make_engine
 from prefixkit.testing.integrity import check_tree
 from tests.gpu.test_layer_kinds import WINDOWS, model_of
 from tests.gpu.test_model import model_of as llama_of
-from tests.models.states.hybrids import HYBRIDS, make_hybrid
 from tests.models.tiny_families import VOCAB
 
 ROUNDS = 24
-CAPTURED = ("lfm2", "mamba", "nemotron_h")  # experts of others may make the host wait for the GPU in prompts
 MODELS: dict[str, Any] = {
     "llama 64": lambda dtype: llama_of(64, dtype),
     "llama 128": lambda dtype: llama_of(128, dtype),
@@ -104,26 +101,6 @@ def test_prompts_in_chunks_run_beside_samples(page_size: int, compiled: bool) ->
         check_tree(engine.store.tree)
         engine.store.cache.clear()
         assert engine.store.tree.allocator.free == engine.store.tree.allocator.num_pages
-    assert_err_no_more(model, found)
-
-
-@pytest.mark.parametrize("own", [1, 9, 70])
-@pytest.mark.parametrize("model_type", HYBRIDS)
-def test_prompts_of_layers_that_keep_a_state_run_without_padding(model_type: str, own: int) -> None:
-    """Padding would enter states; prompts of more than 64 tokens store another state on their way."""
-    model = make_hybrid(model_type, head_dim=64).to("cuda", torch.bfloat16)
-    rng, found = np.random.default_rng(own), list[Text]()
-    head = rng.integers(3, VOCAB, 120)
-    with prefixkit.patched(model), prefixkit.Session(model) as session:
-        session.generate([head.tolist()], max_new_tokens=1)
-        first = rng.permutation(np.arange(3, VOCAB))  # so that no text shares more than the head with another
-        steps = list[int]()
-        for turn in range(USES + 4):
-            prompt = np.concatenate((head, first[turn : turn + 1], rng.integers(3, VOCAB, own - 1)))
-            result = session.generate([prompt.tolist()], n=2, max_new_tokens=6, seed=turn, stop_token_ids=())
-            found += [(prompt, np.array(one.tokens), np.array(one.logprobs)) for one in result]
-            steps.append(result.report.graph_steps)
-        assert steps[-1] == steps[1] + 1 or model_type not in CAPTURED, "the step over the prompt"
     assert_err_no_more(model, found)
 
 
