@@ -1,6 +1,7 @@
 """Whole calls of models whose layers mostly keep states, random bf16 weights, against transformers: seconds of a call.
 
     python -m benchmarks.hybrids [--shapes Qwen3-Next-80B-A3B] [--samples 64] [--prompt 2048] [--new 128] [--turns 3]
+    python -m benchmarks.hybrids --only cold,known --turns 14
 
 One prompt of random tokens, another at each call, top-p 0.95.  *tree*: a session's call; *prefill once + expand*: one
 forward pass over the prompt, its cache repeated for each sample, and a loop of forward passes and torch's sampling;
@@ -84,7 +85,8 @@ def timed(call: Call, prompts: list[list[int]], samples: int, new: int) -> Row:
 
 
 def main() -> None:
-    options = arguments(__doc__, shapes=list(HYBRIDS), samples=64, prompt=2048, new=128, turns=3)
+    only = ["stock", "expand", "tree", "cold", "known"]
+    options = arguments(__doc__, shapes=list(HYBRIDS), only=only, samples=64, prompt=2048, new=128, turns=3)
     run, rng = Run(options), np.random.default_rng(0)
     for name in options.shapes:
         shape = HYBRIDS[name]
@@ -95,6 +97,8 @@ def main() -> None:
 
         size = options.samples, options.new
         for who, call, turns in (("stock", stock(model), 2), ("expand", expand(model), options.turns + 1)):
+            if who not in options.only:
+                continue
             try:
                 row = timed(call, prompts(options.prompt)[:turns], *size)
             except torch.OutOfMemoryError as error:  # Nemotron-H: torch's scan holds a tensor of 1 TiB for 64 prompts.
@@ -103,16 +107,18 @@ def main() -> None:
             free_memory()
         with prefixkit.Session(prefixkit.patch(model)) as session:
             call = on_tree(session)
-            row = {"shape": name, "who": "tree", **timed(call, prompts(options.prompt), *size)}
-            report, pool = session.report, session.store.pool
-            row |= {"kv_bytes_peak": report.kv_bytes_held_peak, "graph_steps": report.graph_steps}
-            row |= {"state_bytes": pool.states.bytes, "bytes_per_state": pool.spec.bytes_per_state}
-            run.add("calls", row)
-            cold = timed(call, prompts(FEW_SHOT + OWN), 1, 1)
+            if "tree" in options.only:
+                row = {"shape": name, "who": "tree", **timed(call, prompts(options.prompt), *size)}
+                report, pool = session.report, session.store.pool
+                row |= {"kv_bytes_peak": report.kv_bytes_held_peak, "graph_steps": report.graph_steps}
+                row |= {"state_bytes": pool.states.bytes, "bytes_per_state": pool.spec.bytes_per_state}
+                run.add("calls", row)
             (head,) = prompts(FEW_SHOT, 1)
-            known = timed(call, [head + own for own in prompts(OWN, options.turns + 2)][:], 1, 1)
-            run.add("calls", {"shape": name, "who": "cold", **cold})
-            run.add("calls", {"shape": name, "who": "known", **known})
+            asked = {"cold": prompts(FEW_SHOT + OWN)}
+            asked["known"] = [head + own for own in prompts(OWN, options.turns + 2)]
+            for who in asked:
+                if who in options.only:
+                    run.add("calls", {"shape": name, "who": who, **timed(call, asked[who], 1, 1)})
         prefixkit.unpatch(model)
         del model, session, call
         free_memory()
