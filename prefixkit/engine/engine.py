@@ -33,10 +33,13 @@ class Engine:
         runner: Runs steps, and samples from logits.
         store: Holds the KV; no other call may use it during a call of the engine.
         settings: How calls run; None: the defaults of :class:`EngineSettings`.
+        state: What the model computes with, read just before the first call; None: the runner reads it.
     """
 
-    def __init__(self, runner: Runner, store: KVStore, settings: EngineSettings | None = None) -> None:
-        self.runner, self.store = runner, store
+    def __init__(
+        self, runner: Runner, store: KVStore, settings: EngineSettings | None = None, state: object = None
+    ) -> None:
+        self.runner, self.store, self._state = runner, store, state
         self.settings = EngineSettings() if settings is None else settings
 
     def run(self, requests: Iterable[Request], call: Call) -> list[Sample]:
@@ -68,7 +71,8 @@ class Engine:
             loop.end()
 
     def loop(self, call: Call) -> Loop:
-        """The loop of a call; it has not started."""
+        """The loop of a call; it has not started, but the runner has."""
+        self.runner.start_call(self._take_state())
         scheduler = Scheduler(self.store, call, self.settings)
         return Loop(self.runner, self.store, scheduler, call)
 
@@ -88,11 +92,16 @@ class Engine:
         with self._contexts(report) as run:
             return values(run, texts, head)
 
+    def _take_state(self) -> object:
+        """What the model computes with, for the first call; later ones read it anew."""
+        state, self._state = self._state, None
+        return state
+
     @contextmanager
     def _contexts(self, report: Report) -> Iterator[ContextRun]:
         """Start and end a call without a loop; after an interrupt the store has a new tree."""
         began, cache = time.perf_counter(), self.store.cache
-        self.runner.start_call()
+        self.runner.start_call(self._take_state())
         report.start(lambda: {**self.runner.counters(), **counters_of_cache(cache)})
         try:
             chunk = self.settings.chunk_for(self.store.pool.spec.device)

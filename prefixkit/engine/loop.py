@@ -26,7 +26,6 @@ class Loop:
 
     def start(self, requests: list[Request]) -> None:
         """Start the call with requests that :func:`check_fits` has passed."""
-        self.runner.start_call()
         self.call.report.start(self._counters)
         self.scheduler.submit(requests)
         self.call.report.prompts += len(requests)

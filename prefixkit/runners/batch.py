@@ -201,8 +201,11 @@ class Runner(Protocol):
     def drop_graphs(self) -> None:
         """Drop graphs: they read the model's weights at the addresses of the capture."""
 
-    def start_call(self) -> None:
-        """Start a call: the tensors that the model's steps read may have moved since the call before."""
+    def start_call(self, state: object = None) -> None:
+        """Start a call: the tensors that the model's steps read may have moved since the call before.
+
+        ``state``: what the model computes with, if the caller has just read it.
+        """
 
     def launch(self, batch: Batch) -> None:
         """Start the first step of a batch; it replaces the last batch, whose unread steps are discarded."""

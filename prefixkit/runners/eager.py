@@ -111,7 +111,7 @@ class EagerRunner:
     def drop_graphs(self) -> None:
         """Do nothing: each step reads the present weights, and there are no graphs."""
 
-    def start_call(self) -> None:
+    def start_call(self, state: object = None) -> None:
         """Do nothing, for the same reason."""
 
     def launch(self, batch: Batch, compiling: bool = False) -> None:

@@ -66,8 +66,8 @@ class GraphRunner:
         pace: How far the host runs ahead.
         fewest_steps: A batch that runs for fewer steps captures no graph.
         least_rows: Fewest rows of a graph.
-        weights: Returns the addresses of the tensors that the model reads, and its modules' modes, such as adapters;
-            called at the start of a call and of a capture.  Graphs are captured again once the result differs.
+        weights: Returns the addresses of the tensors that the model reads, and its modules' modes, such as adapters,
+            from the state of :meth:`start_call` if there is one.  Graphs are captured again once the result differs.
         moves: Counts events that may have moved these tensors; called before each step: a new count calls ``weights``.
         keep_states: Whether layers of the model keep a state.
         short: Most query rows of other steps that graphs run too (see :class:`ShortSteps`); 0: they run none.
@@ -88,7 +88,7 @@ class GraphRunner:
         pace: Pace = PACE,
         fewest_steps: int = FEWEST_STEPS,
         least_rows: int = 1,
-        weights: Callable[[], Hashable] = lambda: None,
+        weights: Callable[..., Hashable] = lambda: None,
         moves: Callable[[], int] = lambda: 0,
         keep_states: bool = False,
         short: int = 0,
@@ -138,10 +138,10 @@ class GraphRunner:
             self._short.drop()
         self.graphs.drop()
 
-    def start_call(self) -> None:
+    def start_call(self, state: object = None) -> None:
         self._no_memory = False  # memory may have been freed since
         with on_gpu(self.device):
-            self._drop_stale_graphs()
+            self._drop_stale_graphs(state)
 
     def launch(self, batch: Batch) -> None:
         self._unread.clear()
@@ -321,9 +321,9 @@ class GraphRunner:
         if self._weights.stale(self.eager.agreement):
             self._drop_stale_graphs()
 
-    def _drop_stale_graphs(self) -> None:
+    def _drop_stale_graphs(self, state: object = None) -> None:
         """Drop graphs that read weights at old addresses: that memory may have been reused."""
-        if self._weights.look(self.eager.agreement):
+        if self._weights.look(self.eager.agreement, state):
             if self.graphs:
                 log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
             self.drop_graphs()

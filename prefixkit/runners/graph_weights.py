@@ -11,11 +11,11 @@ class GraphWeights:
     """Detects that a model's weights have moved since graphs were captured.
 
     Args:
-        places: Returns the addresses of the tensors that the model reads.
+        places: Returns the addresses of the tensors that the model reads, from its state if it is given one.
         moves: Counts events that may have moved these tensors or those of another model.
     """
 
-    def __init__(self, places: Callable[[], Hashable], moves: Callable[[], int]) -> None:
+    def __init__(self, places: Callable[..., Hashable], moves: Callable[[], int]) -> None:
         self._places, self._moves = places, moves
         self._known: Hashable = None
         self._count = 0
@@ -26,9 +26,12 @@ class GraphWeights:
             return False
         return not everywhere(agreement, self._places() == self._known)  # if equal, another model's weights have moved
 
-    def look(self, agreement: Agreement) -> bool:
-        """Whether the weights have moved, in some process, since the last call of this method."""
-        places = self._places()
+    def look(self, agreement: Agreement, state: object = None) -> bool:
+        """Whether the weights have moved, in some process, since the last call of this method.
+
+        ``state``: the model's state, if it has just been read, which takes a millisecond.
+        """
+        places = self._places() if state is None else self._places(state)
         moved, self._known = places != self._known, places
         self.skip_moves()
         return not everywhere(agreement, not moved)

@@ -14,7 +14,7 @@ from prefixkit.kv.limits import bytes_for_workspace, left_for_states
 from prefixkit.kv.store import KVStore
 from prefixkit.models import ModelFacts
 from prefixkit.models.model_stores import kind_of, stores_of
-from prefixkit.models.steps.step_runner import runner_of
+from prefixkit.models.steps.step_runner import runner_of, state_for_runner
 from prefixkit.models.tensor_parallel import refuse_sharded
 
 
@@ -56,4 +56,4 @@ def engine_of(
     key = "runner of calls", facts.model, graphs, compiled
     if key not in store.runners:
         store.runners[key] = runner_of(facts, store.pool, graphs=graphs, compiled=compiled)
-    return Engine(store.runners[key], store, settings)
+    return Engine(store.runners[key], store, settings, state_for_runner(facts))

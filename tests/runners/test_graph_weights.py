@@ -7,6 +7,9 @@ import logging
 import numpy as np
 import pytest
 
+from prefixkit.engine.call import Call
+from prefixkit.engine.engine import Engine
+from prefixkit.engine.request import Request
 from prefixkit.runners.graph_arrays import CannotCapture
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back, run
@@ -96,3 +99,18 @@ def test_graphs_are_captured_again_once_weights_are_said_to_have_changed(decodin
         assert made.runner.graphs.captures == captures
         assert expected is None or samples == expected
         expected = samples
+
+
+def test_a_state_that_was_just_read_is_not_read_again(decoding):
+    seen = []
+
+    def weights(state=None):
+        seen.append(state)
+        return "the same"
+
+    made, _ = decoding(weights=weights)
+    made = Engine(made.runner, made.store, state="just read")
+    for _ in range(2):
+        made.run([Request(0, np.arange(9), SamplingParams(n=2, max_new_tokens=6))], Call())
+    looks = [state for state in seen if state is not None]
+    assert looks == ["just read"] and len(seen) >= 3, "by the first call; the second one reads it"

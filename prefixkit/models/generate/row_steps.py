@@ -24,7 +24,7 @@ from prefixkit.models.generate.unplaced import example_of, ignores_padding, keep
 from prefixkit.models.indexing.index_copies import index_dtypes
 from prefixkit.models.model_stores import kind_of, stores_of
 from prefixkit.models.probe.passes import ignores_zeros
-from prefixkit.models.steps.step_runner import runner_of
+from prefixkit.models.steps.step_runner import runner_of, state_for_runner
 from prefixkit.models.variants.layer_variants import LAYER_VARIANT, refuse_changed, variants_text
 from prefixkit.models.weights.content import kv_version
 from prefixkit.runners.batch import Batch, Outputs, Runner, launch_step
@@ -98,7 +98,7 @@ class RowSteps:
         try:
             if _RUNNER not in self.store.runners:
                 self._attach_runner(facts)
-            self.runner.start_call()
+            self.runner.start_call(state_for_runner(facts))
             found = partial(self.store.tree.longest_match, prompts)
             epoch = self._stores.epoch
             self._version: int | None = kv_version(self.model, found, facts.state)

@@ -20,7 +20,7 @@ from prefixkit.models.states.fused_step import log_fused
 from prefixkit.models.states.norms import log_norms
 from prefixkit.models.steps.runner import ModelRunner
 from prefixkit.models.tensor_parallel import agreement_of
-from prefixkit.models.weights.state import weights_places
+from prefixkit.models.weights.state import ModelState, weights_places
 from prefixkit.ops.backend import GraphPlanning, backend_for, graph_plannings, part_backend, plain_torch
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
@@ -83,6 +83,13 @@ def short_rows(facts: ModelFacts) -> int:
     parts = [one for one in facts.state.modules if one is not head and not isinstance(one, nn.Embedding)]
     weights = sum(weight.numel() for one in parts for weight in one.parameters(recurse=False))
     return most_short_rows(len(facts.layers) + len(facts.mixers), max(1, weights))
+
+
+def state_for_runner(facts: ModelFacts) -> ModelState | None:
+    """What the model computes with, as ``Runner.start_call`` takes it; None for a model within others, such as one with
+    adapters, of which a runner looks at all modules.
+    """
+    return facts.state if facts.model is facts.inner else None
 
 
 def runner_of(

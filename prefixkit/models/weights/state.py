@@ -55,14 +55,18 @@ class ModelState:
     modules: list[nn.Module]
 
 
-def weights_places(model: nn.Module) -> Hashable:
+def weights_places(model: nn.Module, state: ModelState | None = None) -> Hashable:
     """Addresses of the model's tensors, how modules use them, and weak references to the functions that do.
 
     CUDA graphs of the model are stale if it changes.
 
     Unlike the version, it changes when weights are packed, and stays when weights are written in place.
+
+    Args:
+        model: The model.
+        state: What it computes with, if that has just been read; None: it is read here.
     """
-    state = state_of(model)
+    state = state_of(model) if state is None else state
     functions = map(weakref.ref, (*state.forwards, *state.of_classes))
     tensors = [*state.tensors, *state.plain]
     if not WITH_MEMORY.issuperset(map(type, tensors)):

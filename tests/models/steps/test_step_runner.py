@@ -7,7 +7,8 @@ import pytest
 import prefixkit
 from prefixkit import variants
 from prefixkit.models.facts import facts_of
-from prefixkit.models.steps.step_runner import short_rows
+from prefixkit.models.steps.step_runner import short_rows, state_for_runner
+from prefixkit.models.weights.state import weights_places
 from prefixkit.testing.tiny import tiny_llama
 from tests.models.tiny_families import make_model
 
@@ -32,3 +33,17 @@ def test_layers_with_windows_or_states_run_by_graphs(model_type):
 def test_variants_of_the_user_run_without_these_graphs():
     model = prefixkit.patch(tiny_llama(), variant=variants.soft_cap(30.0))
     assert short_rows(facts_of(model)) == 0
+
+
+def test_a_state_that_was_read_says_where_weights_lie():
+    model = tiny_llama()
+    state = state_for_runner(facts_of(model))
+    assert weights_places(model, state) == weights_places(model)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert weights_places(model, state_for_runner(facts_of(model))) == weights_places(model)
+
+
+def test_a_runner_of_a_model_within_another_looks_at_both():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    assert state_for_runner(facts_of(model)) is None
