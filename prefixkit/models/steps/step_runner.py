@@ -170,5 +170,5 @@ def runner_of(
         weights=partial(weights_places, model),
         moves=moves,
         keep_states=bool(facts.spec.states),
-        short=short_rows(facts),
+        short=short_rows(facts) if agreement.processes == 1 else 0,
     )
