@@ -24,14 +24,13 @@ from torch import Tensor
 from prefixkit.agreement import Agreement
 from prefixkit.attention.queries import StepTree
 from prefixkit.attention.state_batches import HostBatch, state_batches
-from prefixkit.attention.step import Step, slots_of
+from prefixkit.attention.step import Step
 from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, on_gpu
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
-from prefixkit.runners.decode_tree import StagedTree, TreeCapacity
 from prefixkit.runners.eager import CompiledModel
 from prefixkit.runners.graph_arrays import CannotCapture, StaticBatches
-from prefixkit.runners.kind_plans import KindPlans, kind_plans, more_than
+from prefixkit.runners.short_tree import ShortTree
 from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 
@@ -60,68 +59,6 @@ def most_short_rows(layers: int, weights: int) -> int:
         weights: Numbers in all of their weights.
     """
     return int(_LAUNCH_SECONDS * layers * _FLOPS / (2 * weights))
-
-
-class ShortTree(StagedTree):
-    """The tree, the tokens and the plans of short steps, in static buffers.
-
-    The buffers hold trees somewhat larger than ``tree``, and what ``least`` holds, the buffers that these replace.
-
-    Attributes:
-        kinds: The plans of each kind of layers.
-        tokens, positions, slots: ``[rows]`` int64, of the step uploaded last; rows beyond its own write nothing.
-        wanted: ``[rows]`` int64 rows whose logits are wanted; the last one is repeated.
-    """
-
-    def __init__(
-        self,
-        tree: StepTree,
-        rows: int,
-        plannings: Sequence[GraphPlanning],
-        device: torch.device,
-        least: ShortTree | None = None,
-    ) -> None:
-        need = TreeCapacity.of(tree)
-        nodes, pages = more_than(need.nodes), more_than(need.pages)
-        if least is not None:
-            nodes, pages = max(nodes, least.capacity.nodes), max(pages, least.capacity.pages)
-        super().__init__(TreeCapacity(rows, nodes, pages), device, [(2 * rows,)] * 4)
-        views = [one.view(torch.int64) for one in self._staged.tensors[5:]]
-        self.tokens, self.positions, self.slots, self.wanted = views
-        before = [None] * len(plannings) if least is None else [kind.planner.capacity for kind in least.kinds]
-        self.kinds: list[KindPlans] = [
-            kind_plans(one, tree, rows, self, size) for one, size in zip(plannings, before, strict=True)
-        ]
-
-    def holds(self, tree: StepTree) -> bool:
-        """Whether a step of this tree fits."""
-        return self.capacity.holds(TreeCapacity.of(tree)) and all(kind.holds(tree) for kind in self.kinds)
-
-    def upload(self, tree: StepTree, tokens: NDArray[np.integer], wanted: NDArray[np.integer]) -> None:
-        """Upload a step's tree, its tokens and the rows whose logits are wanted, and plan it, on the current stream."""
-        count, arrays = len(tokens), self._stage_nodes(tree, tree.length)
-        columns = (tokens, tree.positions, slots_of(tree), wanted)
-        for array, column, unused in zip(arrays, columns, (0, 0, -1, wanted[-1]), strict=True):
-            array.view(np.int64)[: len(column)], array.view(np.int64)[len(column) :] = column, unused
-        assert count <= self.capacity.rows, "it fits"
-        self._staged.upload()
-        for kind in self.kinds:
-            kind.upload(tree)
-
-    def step(
-        self, tree: StepTree, outputs: int, layer_counts: tuple[int, ...], states: StaticBatches | None = None
-    ) -> Step:
-        """The step over these buffers, with the lengths of ``tree``, which returns ``outputs`` rows of logits."""
-        return Step(
-            tokens=self.tokens,
-            positions=self.positions,
-            slots=self.slots,
-            logit_rows=self.wanted[:outputs],
-            length=tree.length,
-            plans=tuple(kind.plan_of(tree) for kind in self.kinds),
-            layer_counts=layer_counts,
-            states=() if states is None else states.batches,
-        )
 
 
 class Bucket(NamedTuple):
@@ -204,9 +141,12 @@ class ShortSteps:
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
     def drop(self) -> None:
-        """Drop all graphs; those of sizes that come often again are captured again."""
+        """Drop all graphs; those of sizes that come often again are captured again, after a check: other weights or
+        modes may wait for the GPU.
+        """
         self._graphs.clear()
         self._uses.clear()
+        self._most_checked = 0
 
     def __call__(
         self,
@@ -263,35 +203,38 @@ class ShortSteps:
         The step itself runs last before the capture, which runs nothing: states are advanced once.
         """
         began = time.perf_counter()
+        advances = False
         try:
-            buffers, states = self._buffers_for(bucket.rows, tree), None
+            buffers = self._buffers_for(bucket.rows, tree)
+            states = done_by_all(self.agreement, lambda: self._static(batches)) if batches else None
             buffers.upload(tree, tokens, wanted)
-            if batches:
-                with torch.inference_mode(False):
-                    states = StaticBatches(batches, self.device)
             step = buffers.step(tree, bucket.outputs, self.layer_counts, states)
             if batches or bucket.rows > self._most_checked:
                 done_by_all(self.agreement, lambda: self._check(step, states, batches))
+                self._most_checked = max(self._most_checked, bucket.rows)  # in all processes, or in none
             if states is not None:
                 states.upload(batches)
             plain = self.compiled is not None and not self._serves(step)
-            model = self.plain if plain else self.model
-            logits = model(step)[: len(wanted)].to(torch.float32, copy=True)
+            model, advances = self.plain if plain else self.model, bool(batches)
+            logits = done_by_all(self.agreement, lambda: _run(model, step)[: len(wanted)].to(torch.float32, copy=True))
         except RuntimeError as error:
-            if not (isinstance(error, CannotCapture | NotCapturable) or is_out_of_memory(error)):
+            # Layers may have advanced their states in place: then the step cannot run again.
+            if advances or not self._give_up(bucket, error):
                 raise
-            self._give_up(bucket, error)
             return None
         try:
             captured = done_by_all(self.agreement, lambda: self._capture(model, step))
         except RuntimeError as error:
-            if not (isinstance(error, CannotCapture) or is_out_of_memory(error)):
+            if not self._give_up(bucket, error):
                 raise
-            self._give_up(bucket, error)
         else:
             self._graphs[bucket] = ShortGraph(captured, states, plain)
             self.graphs.count(f"a step of {bucket.rows} rows and {bucket.outputs} rows of logits", began)
         return step, logits
+
+    def _static(self, batches: Sequence[HostBatch]) -> StaticBatches:
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
+            return StaticBatches(batches, self.device)
 
     def _buffers_for(self, rows: int, tree: StepTree) -> ShortTree:
         """The buffers of a number of rows if they hold the tree; else larger ones, for which graphs are made anew."""
@@ -314,12 +257,8 @@ class ShortSteps:
         """
         if states is not None:
             states.upload([batch.unused() for batch in batches])
-        try:
-            with RefuseWaiting():  # type: ignore[no-untyped-call]
-                self.plain(step)
-        except NotCapturable as error:
-            raise CannotCapture(str(error)) from error
-        self._most_checked = max(self._most_checked, step.num_rows)
+        with RefuseWaiting():  # type: ignore[no-untyped-call]
+            _run(self.plain, step)
 
     def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
         captured = Captured(step)
@@ -330,11 +269,24 @@ class ShortSteps:
         captured.graph = graph_of(self.graphs, run)
         return captured
 
-    def _give_up(self, bucket: Bucket, error: RuntimeError) -> None:
-        """After a failure, capture no steps of so many rows, or none of this size for some time without memory."""
+    def _give_up(self, bucket: Bucket, error: RuntimeError) -> bool:
+        """After a failure, capture no steps of so many rows, or none of this size for some time without memory; False
+        for an error of another kind.
+        """
         if is_out_of_memory(error):
             self._uses[bucket] = -_USES_LATER
             log.info("no memory for a CUDA graph of a step of %d rows: %s", bucket.rows, first_line(error))
-        else:
+        elif isinstance(error, CannotCapture):
             self._most_rows = bucket.rows - 1
             log.info("steps of %d rows or more run without CUDA graphs: %s", bucket.rows, first_line(error))
+        else:
+            return False
+        return True
+
+
+def _run(model: Callable[[Step], Tensor], step: Step) -> Tensor:
+    """The logits of a step; CannotCapture if its attention runs in no graph."""
+    try:
+        return model(step)
+    except NotCapturable as error:
+        raise CannotCapture(str(error)) from error

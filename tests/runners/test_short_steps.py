@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from prefixkit.agreement import Alone
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners.eager import EagerRunner
@@ -216,3 +219,74 @@ def test_buckets_hold_their_steps_with_little_to_spare():
 def test_small_models_gain_from_graphs_of_more_rows():
     assert 512 < most_short_rows(32, 7_000_000_000) < 1024 < most_short_rows(16, 1_000_000_000) < ROWS[-1]
     assert most_short_rows(30, 100_000_000) > ROWS[-1]
+
+
+class OneOfTwo(Alone):
+    """The agreement of one of two processes, which are threads here; without an answer from the other one it raises."""
+
+    processes = 2
+
+    def __init__(self, rank, barrier, numbers):
+        self.rank, self.barrier, self.numbers = rank, barrier, numbers
+
+    def least(self, number):
+        self.numbers[self.rank] = number
+        self.barrier.wait()
+        least = min(self.numbers)
+        self.barrier.wait()
+        return least
+
+
+class OutOfMemoryOnce:
+    """Calls a function, but not at first."""
+
+    def __init__(self, function):
+        self.function, self.called = function, False
+
+    def __call__(self, *args):
+        if not self.called:
+            self.called = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("where", ["buffers", "check", "step", "capture"])
+def test_processes_of_one_model_go_on_alike_where_one_of_them_has_no_memory(where, decoding):
+    """A process that alone gave up, or alone left out a check, would wait for an answer of the other for ever."""
+    barrier, numbers = threading.Barrier(2, timeout=10), [0, 0]
+    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    captured = Capturing(no_memory if where == "capture" else None)
+    pair = [decoding(short=4096)[0], decoding(captured, short=4096)[0]]
+    short, planning = pair[1].runner.eager.graphs, pair[1].runner.plannings[0]
+    places = {"buffers": (planning, "planner"), "check": (short, "plain"), "step": (short, "model")}
+    if where in places:
+        owner, name = places[where]
+        setattr(owner, name, OutOfMemoryOnce(getattr(owner, name)))
+
+    def calls(rank):
+        made, rng = pair[rank], np.random.default_rng(10)
+        made.runner.eager.graphs.agreement = OneOfTwo(rank, barrier, numbers)
+        assert_first_tokens(made, [HEAD])
+        counts = []
+        for _ in range(18 * USES):
+            assert_first_tokens(made, [fresh(rng, 9)])
+            counts.append((made.runner.graphs.captures, made.runner.graphs.replays))
+        return counts
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(calls, range(2))
+    assert first == second
+    assert first[USES] == (0, 0) and first[-1] >= (1, 1), "without a graph at first, with one later"
+
+
+def test_other_weights_are_checked_before_their_first_capture(decoding):
+    """Some wait for the GPU, as adapters may."""
+    places = [0]
+    made, model = decoding(short=4096, weights=lambda: places[0])
+    rng = np.random.default_rng(11)
+    assert_first_tokens(made, [HEAD])
+    for _ in range(2):
+        for _ in range(USES):
+            assert_first_tokens(made, [fresh(rng, 9)])
+        assert model.rows_per_step[-2:] == [16, 16], "the check, and the step"
+        places[0] += 1

@@ -179,6 +179,33 @@ def test_a_captured_step_advances_states_once(rng, by_graphs):
         assert_logprobs(model, prompts, found)
 
 
+@pytest.mark.parametrize("mid", ["the check", "the step"])
+def test_a_step_that_fails_before_its_capture_is_not_run_twice_over_its_states(mid, rng, by_graphs):
+    """Its first layers have advanced their states in place."""
+    by_graphs["fewest_steps"] = 1000
+    model = prefixkit.patch(make_hybrid("mamba"))
+    runs, fails = [0], USES + (mid == "the step")
+    params = {"max_new_tokens": 3 * USES, "n": 2, "stop_token_ids": ()}
+
+    def run_out(module: Any, args: Any) -> None:
+        runs[0] += args[0].shape[-2] == 2  # the rows of a step of both samples
+        if runs[0] == fails:
+            runs[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with Session(model) as session:
+        prompts = [text(rng, 20, 20)]
+        hook = model.get_output_embeddings().register_forward_pre_hook(run_out)
+        if mid == "the step":
+            with pytest.raises(torch.OutOfMemoryError):
+                session.generate(prompts, **params)
+        else:
+            assert_logprobs(model, prompts, session.generate(prompts, **params))
+        assert runs[0] > fails
+        hook.remove()
+        assert_logprobs(model, prompts, session.generate(prompts, **params))
+
+
 def test_only_as_many_lengths_stay_captured_as_memory_should_hold(rng, by_graphs, monkeypatch):
     monkeypatch.setattr(short_steps, "MOST_SIZES", 2)
     model = prefixkit.patch(make_hybrid("mamba"))
