@@ -111,4 +111,5 @@ class Engine:
             raise
         finally:
             report.seconds += time.perf_counter() - began
+            report.graph_bytes = self.runner.graph_bytes
             report.end()
