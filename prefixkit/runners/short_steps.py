@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,8 +43,12 @@ OUTPUTS = (8, 32, 128, 512, 1024, 2048, 4096)
 USES = 4
 # The host's time to launch a layer, and the FLOP/s at which a GPU computes the rows of a step (H200: up to 6e14).
 _LAUNCH_SECONDS, _FLOPS = 0.8e-3, 4e14
-# Most numbers of rows with graphs: with layers that keep a state, each number of rows has graphs of its own.
-MOST_SIZES = 32
+# Most numbers of rows with graphs, most graphs, and most kinds of steps whose uses are counted.  Only with layers that
+# keep a state are there more: each number of rows then has graphs of its own, for each way to run it in batches.
+MOST_SIZES, MOST_GRAPHS, MOST_COUNTED = 32, 128, 1024
+# A graph takes the place of others once graphs have run this many steps since the last one did: where more kinds of
+# steps come in turn than there may be graphs, captures would otherwise take longer than graphs spare.
+REPLAYS = 8
 # After a capture that found no memory, the next attempt is this many uses away.
 _USES_LATER = 32
 
@@ -135,9 +139,10 @@ class ShortSteps:
         self.plannings, self.layer_counts = tuple(plannings), layer_counts
         self.graphs, self.agreement, self.device = graphs, agreement, device
         self._buffers: OrderedDict[int, ShortTree] = OrderedDict()  # by rows, those used last at the end
-        self._graphs: dict[Bucket, ShortGraph] = {}
-        self._uses: Counter[Bucket] = Counter()
+        self._graphs: dict[Bucket, ShortGraph] = {}  # those used last at the end
+        self._uses: dict[Bucket, int] = {}  # likewise
         self._most_rows = most_rows
+        self._replays = 0  # since a graph last took the place of others
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
     def drop(self) -> None:
@@ -171,20 +176,46 @@ class ShortSteps:
                 step = buffers.step(tree, bucket.outputs, self.layer_counts, graph.states)
                 if not (graph.plain and self._serves(step)):
                     self._buffers.move_to_end(bucket.rows)
+                    self._graphs[bucket] = self._graphs.pop(bucket)
                     buffers.upload(tree, tokens, wanted)
                     if graph.states is not None:
                         graph.states.upload(batches)
                     return step, self._replay(graph.captured, len(wanted))
-            self._uses[bucket] += 1
-            if self._uses[bucket] < USES:
+            if self._count(bucket) < USES or not self._makes_room(bucket):
                 return None
             return self._run_and_capture(bucket, tree, tokens, wanted, batches)
 
     def _replay(self, captured: Captured, outputs: int) -> Tensor:
         captured.graph.replay()
-        self.graphs.replays += 1
+        self.graphs.replays, self._replays = self.graphs.replays + 1, self._replays + 1
         assert captured.logits is not None, "it samples nothing"
         return captured.logits[:outputs].to(torch.float32, copy=True)  # the next replay writes its logits there
+
+    def _count(self, bucket: Bucket) -> int:
+        """Count a use; returns how often steps of this kind have come.  Kinds that came longest ago are forgotten."""
+        uses = self._uses[bucket] = self._uses.pop(bucket, 0) + 1
+        if len(self._uses) > MOST_COUNTED:
+            del self._uses[next(iter(self._uses))]
+        return uses
+
+    def _makes_room(self, bucket: Bucket) -> bool:
+        """Whether there is room for a graph, maybe because those used longest ago have just been dropped."""
+        more_rows = bucket.rows not in self._buffers and len(self._buffers) >= MOST_SIZES
+        if not more_rows and (bucket in self._graphs or len(self._graphs) < MOST_GRAPHS):
+            return True
+        if self._replays < REPLAYS:
+            return False
+        self._replays = 0
+        if more_rows:
+            self._drop_rows(next(iter(self._buffers)))
+        else:
+            del self._graphs[next(iter(self._graphs))]
+        return True
+
+    def _drop_rows(self, rows: int) -> None:
+        """Drop the buffers of a number of rows, and the graphs that read them."""
+        self._graphs = {bucket: one for bucket, one in self._graphs.items() if bucket.rows != rows}
+        self._buffers.pop(rows, None)
 
     def _serves(self, step: Step) -> bool:
         """Whether compiled layers run a step."""
@@ -243,9 +274,7 @@ class ShortSteps:
             made = tree, rows, self.plannings, self.device, least
             with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
                 buffers = done_by_all(self.agreement, lambda: ShortTree(*made))
-            unused = rows if least is not None or len(self._buffers) < MOST_SIZES else next(iter(self._buffers))
-            self._graphs = {bucket: one for bucket, one in self._graphs.items() if bucket.rows != unused}
-            self._buffers.pop(unused, None)
+            self._drop_rows(rows)
             self._buffers[rows] = buffers
         return self._buffers[rows]
 

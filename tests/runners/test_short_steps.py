@@ -14,13 +14,14 @@ import torch
 from prefixkit.agreement import Alone
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.ops.backend import NotCapturable
+from prefixkit.runners import short_steps
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 from prefixkit.runners.graph_arrays import CannotCapture
-from prefixkit.runners.short_steps import ROWS, USES, Bucket, most_short_rows
+from prefixkit.runners.short_steps import REPLAYS, ROWS, USES, Bucket, most_short_rows
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back, run
-from prefixkit.testing.fake_model import make_engine
+from prefixkit.testing.fake_model import VOCAB, make_engine
 from tests.runners.stand_ins import Capturing
 
 HEAD = np.random.default_rng(0).integers(0, 50, 40)
@@ -157,6 +158,27 @@ def test_graphs_whose_weights_have_moved_are_dropped_and_captured_once_they_pay_
     for _ in range(USES):
         assert_first_tokens(made, [fresh(rng, 9)])
     assert (graphs.captures, graphs.replays) == (2, 3)
+
+
+def test_more_sizes_in_turn_than_may_have_graphs_cost_few_captures(decoding, monkeypatch):
+    monkeypatch.setattr(short_steps, "MOST_SIZES", 2)
+    made, _ = decoding(short=4096)
+    rng, graphs = np.random.default_rng(12), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for _ in range(6 * USES):
+        for tokens in (9, 25, 50):
+            assert_first_tokens(made, [fresh(rng, tokens)])
+    assert graphs.captures <= 2 + graphs.replays // REPLAYS and graphs.replays > 3 * USES
+
+
+def test_scores_report_the_memory_of_their_graphs(decoding):
+    captured = Capturing()
+    captured.bytes = 123
+    made, _ = decoding(captured, short=4096)
+    rng = np.random.default_rng(13)
+    for _ in range(1 + USES):
+        made.score([HEAD], [[rng.integers(0, 50, 5)]], VOCAB)
+    assert made.report.captures == 1 and made.report.graph_bytes == 123
 
 
 class Layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from prefixkit.models.requirements import CACHE
 from prefixkit.runners import short_steps
 from prefixkit.runners.batch import Pace
 from prefixkit.runners.graph import GraphRunner
-from prefixkit.runners.short_steps import USES
+from prefixkit.runners.short_steps import REPLAYS, USES, Bucket, ShortGraph
 from tests.models.states.hybrids import HYBRIDS, VOCAB, assert_logprobs, make_hybrid
 from tests.runners.stand_ins import Capturing, Planning
 
@@ -223,9 +224,33 @@ def test_only_as_many_lengths_stay_captured_as_memory_should_hold(rng, by_graphs
                 count += found.report.captures
             return count
 
-        assert [captures(3, USES), captures(5, USES), captures(3), captures(5), captures(3)] == [1, 1, 0, 0, 0]
+        assert [captures(3, USES), captures(5, USES), captures(5), captures(3, REPLAYS - 1)] == [1, 1, 0, 0]
         assert captures(7, USES) == 1, "in place of 5, which was used before 3"
-        assert [captures(3), captures(7), captures(5)] == [0, 0, 1]
+        assert [captures(3), captures(7), captures(5)] == [0, 0, 0], "captures would take longer than graphs spare"
+        assert [captures(7), captures(3, REPLAYS - 3), captures(5)] == [0, 0, 1], "in place of 7"
+
+
+def test_ever_other_steps_leave_nothing_behind(rng, by_graphs, monkeypatch):
+    """Each way to run some rows in batches is a kind of steps of its own."""
+    monkeypatch.setattr(short_steps, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(short_steps, "MOST_COUNTED", 2)
+    model = prefixkit.patch(make_hybrid("mamba"))
+    fresh, replays = fresh_tokens(rng), 0
+    with Session(model) as session:
+
+        def replays_of(*lengths: int) -> int:
+            prompts = [[next(fresh), *text(rng, own - 1, own - 1)] for own in lengths]
+            found = session.generate(prompts, max_new_tokens=1)
+            assert_logprobs(model, prompts, found)
+            return found.report.graph_steps
+
+        for way in [(6,), (3, 3), (2, 4), (1, 5)]:
+            for _ in range(USES + REPLAYS):
+                replays += replays_of(*way)
+            gc.collect()
+            assert sum(isinstance(one, ShortGraph) for one in gc.get_objects()) <= 2
+        assert replays >= REPLAYS
+        assert sum(isinstance(one, Bucket) for one in gc.get_objects()) <= 2 + 2
 
 
 @pytest.mark.drawn(1)
