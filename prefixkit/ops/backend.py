@@ -124,12 +124,16 @@ class GraphPlanning(Protocol):
     Attributes:
         visible: The range of keys that queries see.
         trims: Whether plans leave out the first tokens of nodes, see :meth:`unseen`.
+        partial_bytes: Bytes of a partial state, of which attention allocates as many as a plan may have.
     """
 
     visible: Visible
 
     @property
     def trims(self) -> bool: ...
+
+    @property
+    def partial_bytes(self) -> int: ...
 
     def unseen(self, tree: StepTree) -> Ints:
         """``[nodes]`` tokens at the beginning of each node that these layers do not read."""
@@ -140,11 +144,15 @@ class GraphPlanning(Protocol):
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> StaticPlans | None:
         """Plans of up to ``rows`` rows over ``nodes`` nodes in their own buffers; None: :meth:`planner` makes plans."""
 
-    def capacity_for(self, tree: StepTree) -> PlanCapacity:
-        """Capacity for any plan of this tree, however long its nodes become."""
+    def capacity_for(self, tree: StepTree, *, now: bool = False) -> PlanCapacity:
+        """Capacity for any plan of this tree, however long its nodes become; ``now``: where nothing is trimmed, only
+        for their present lengths, which may need much less.
+        """
 
-    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
-        """A planner for trees of up to ``nodes`` nodes and plans of up to ``capacity``."""
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device, *, now: bool = False) -> GraphPlanner:
+        """A planner for trees of up to ``nodes`` nodes and plans of up to ``capacity``; ``now``: which holds trees
+        whose plans fit at the present lengths of their nodes.
+        """
 
     def step_plan(self, work: list[Tensor], nodes: list[Tensor], tree: StepTree, *, paths: bool = False) -> StepPlan:
         """The plan that ``work`` holds, or will hold, over the tree in ``nodes``; ``paths``: by heavy paths."""

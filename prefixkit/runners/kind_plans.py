@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkit.attention.gpu.capacity import PlanCapacity
+from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES, PlanCapacity
 from prefixkit.attention.gpu.staging import Staged
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.queries import StepTree
@@ -140,16 +140,30 @@ class KindPlans:
 
 
 def kind_plans(
-    planning: GraphPlanning, tree: StepTree, rows: int, buffers: StagedTree, least: PlanCapacity | None = None
+    planning: GraphPlanning,
+    tree: StepTree,
+    rows: int,
+    buffers: StagedTree,
+    least: PlanCapacity | None = None,
+    *,
+    now: bool = False,
 ) -> KindPlans:
     """Plans of up to ``rows`` query rows over ``buffers``, for trees somewhat larger than ``tree``.
 
-    ``least``: a capacity that the plans have at least.
+    Args:
+        planning, tree, rows, buffers: As above.
+        least: A capacity that the plans have at least.
+        now: Trees do not grow while their plans are in use.
+
+    Raises:
+        OutOfMemoryError: ``now``, and partial states would take more memory than is left for those of a graph.
     """
-    most = with_slack(planning.capacity_for(tree), rows)
+    most = with_slack(planning.capacity_for(tree, now=now), rows)
+    if now and (need := most.partials * planning.partial_bytes) > MOST_PARTIAL_BYTES:
+        raise torch.OutOfMemoryError(f"partial states of attention may take {need / 2**20:.0f} MiB")
     if least is not None:
         most = PlanCapacity(*map(max, most, least))
-    planner = planning.planner(buffers.capacity.nodes, most, buffers.nodes[0].device)
+    planner = planning.planner(buffers.capacity.nodes, most, buffers.nodes[0].device, now=now)
     return KindPlans(planner, planning, planning.visible, buffers)
 
 

@@ -44,7 +44,7 @@ class ShortTree(StagedTree):
         self.tokens, self.positions, self.slots, self.wanted = views
         before = [None] * len(plannings) if least is None else [kind.planner.capacity for kind in least.kinds]
         self.kinds: list[KindPlans] = [
-            kind_plans(one, tree, rows, self, size) for one, size in zip(plannings, before, strict=True)
+            kind_plans(one, tree, rows, self, size, now=True) for one, size in zip(plannings, before, strict=True)
         ]
 
     def holds(self, tree: StepTree) -> bool:

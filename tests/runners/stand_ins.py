@@ -50,7 +50,7 @@ class Planner:
 class Planning:
     """How steps in such graphs are planned; every row is one item."""
 
-    visible, trims = ALL, False
+    visible, trims, partial_bytes = ALL, False, 8
 
     def variant(self, tree):
         return None
@@ -61,10 +61,10 @@ class Planning:
     def __init__(self, planner):
         self._planner, self.planners = planner, []
 
-    def capacity_for(self, tree):
+    def capacity_for(self, tree, *, now=False):
         return PlanCapacity(99, 9, 999, tree.queries.num_rows, 999)
 
-    def planner(self, nodes, capacity, device):
+    def planner(self, nodes, capacity, device, *, now=False):
         self.planners.append(Planner(self._planner, nodes, capacity))
         return self.planners[-1]
 

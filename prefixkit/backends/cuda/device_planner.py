@@ -94,16 +94,20 @@ class CudaPlanner(Planner):
     def static_plans(self, tree: StepTree, rows: int, nodes: int, device: torch.device) -> None:
         """None: the GPU plans into static buffers."""
 
-    def capacity_for(self, tree: StepTree) -> PlanCapacity:
-        """Capacity for any plan of this tree, however long its nodes become."""
-        return capacity_for(
-            tree, self.shape, self.num_sms, self.gpu, paths=self._paths_in_graphs and self.by_paths(tree)
-        )
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a partial state."""
+        return self.shape.partial_bytes
 
-    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
+    def capacity_for(self, tree: StepTree, *, now: bool = False) -> PlanCapacity:
+        """Capacity for any plan of this tree, however long its nodes become; ``now``: for their present lengths."""
+        paths, now = self._paths_in_graphs and self.by_paths(tree), now and not self.trims
+        return capacity_for(tree, self.shape, self.num_sms, self.gpu, now=now, paths=paths)
+
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device, *, now: bool = False) -> GraphPlanner:
         """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
-        cost, paths = (self.gpu, self.num_sms), self._paths_in_graphs
-        return GraphPlanner(self.shape, nodes, capacity, device, *cost, paths=paths, visible=self.visible)
+        of = self.shape, nodes, capacity, device, self.gpu, self.num_sms
+        return GraphPlanner(*of, paths=self._paths_in_graphs, visible=self.visible, now=now and not self.trims)
 
     @property
     def _paths_in_graphs(self) -> bool:

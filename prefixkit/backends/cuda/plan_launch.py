@@ -135,6 +135,8 @@ class GraphPlanner:
         paths: Plan deep trees by heavy paths; the tree that attention reads then has the runs after its nodes.
         visible: The range of keys that queries see: tiles of paths start at the first key that a query of theirs sees;
             other items are read whole.
+        now: A tree fits if its plan at the present lengths of its nodes does; else if any does, whatever the lengths
+            become.
 
     Attributes:
         capacity: The most that a plan may hold.
@@ -159,8 +161,9 @@ class GraphPlanner:
         *,
         paths: bool = False,
         visible: Visible = ALL,
+        now: bool = False,
     ) -> None:
-        self.paths = paths
+        self.paths, self._now = paths, now
         self.shape, self.nodes, self.capacity, self.gpu = shape, nodes, capacity, gpu
         self._latest: tuple[StepTree, bool, PlanCapacity] | None = None
         target = torch.device(device)
@@ -206,9 +209,9 @@ class GraphPlanner:
         if self._latest is None or self._latest[0] is not tree:
             of = tree, self.shape, self.num_sms, self.gpu
             paths = self.paths and tree.is_deep
-            need = capacity_for(*of, paths=paths)
+            need = capacity_for(*of, paths=paths, now=self._now)
             if self.paths and self.capacity.paths and not (paths or self.capacity.holds(need)):
-                paths, need = True, capacity_for(*of, paths=True)
+                paths, need = True, capacity_for(*of, paths=True, now=self._now)
             self._latest = tree, paths, need
         return self._latest[1:]
 

@@ -119,11 +119,16 @@ class LatentPlanner(Planner):
             return None
         return StaticExpanded(self, tree, rows, nodes, device)
 
-    def capacity_for(self, tree: StepTree) -> PlanCapacity:
-        """Capacity for any plan of the absorbed part of this tree."""
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a partial state."""
+        return self.shape.partial_bytes
+
+    def capacity_for(self, tree: StepTree, *, now: bool = False) -> PlanCapacity:
+        """Capacity for any plan of the absorbed part of this tree, whose nodes are trimmed."""
         return capacity_for(tree, self.shape, self.num_sms, self.gpu)
 
-    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device) -> GraphPlanner:
+    def planner(self, nodes: int, capacity: PlanCapacity, device: torch.device, *, now: bool = False) -> GraphPlanner:
         """The planner of a captured graph, for trees of ``nodes`` nodes and plans of this capacity."""
         return GraphPlanner(self.shape, nodes, capacity, device, self.gpu, self.num_sms)
 
