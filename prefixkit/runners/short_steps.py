@@ -142,6 +142,7 @@ class ShortSteps:
         self._graphs: dict[Bucket, ShortGraph] = {}  # those used last at the end
         self._uses: dict[Bucket, int] = {}  # likewise
         self._most_rows = most_rows
+        self._logits: Tensor | None = None  # which graphs write, one after another
         self._replays = 0  # since a graph last took the place of others
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
@@ -151,7 +152,7 @@ class ShortSteps:
         """
         self._graphs.clear()
         self._uses.clear()
-        self._most_checked = 0
+        self._most_checked, self._logits = 0, None
 
     def __call__(
         self,
@@ -189,7 +190,7 @@ class ShortSteps:
         captured.graph.replay()
         self.graphs.replays, self._replays = self.graphs.replays + 1, self._replays + 1
         assert captured.logits is not None, "it samples nothing"
-        return captured.logits[:outputs].to(torch.float32, copy=True)  # the next replay writes its logits there
+        return _with_copy(captured.logits, outputs)[1]  # the next replay writes its logits there
 
     def _count(self, bucket: Bucket) -> int:
         """Count a use; returns how often steps of this kind have come.  Kinds that came longest ago are forgotten."""
@@ -247,14 +248,14 @@ class ShortSteps:
                 states.upload(batches)
             plain = self.compiled is not None and not self._serves(step)
             model, advances = self.plain if plain else self.model, bool(batches)
-            logits = done_by_all(self.agreement, lambda: _run(model, step)[: len(wanted)].to(torch.float32, copy=True))
+            made, logits = done_by_all(self.agreement, lambda: _with_copy(_run(model, step), len(wanted)))
         except RuntimeError as error:
             # Layers may have advanced their states in place: then the step cannot run again.
             if advances or not self._give_up(bucket, error):
                 raise
             return None
         try:
-            captured = done_by_all(self.agreement, lambda: self._capture(model, step))
+            captured = done_by_all(self.agreement, lambda: self._capture(model, step, made))
         except RuntimeError as error:
             if not self._give_up(bucket, error):
                 raise
@@ -289,13 +290,17 @@ class ShortSteps:
         with RefuseWaiting():  # type: ignore[no-untyped-call]
             _run(self.plain, step)
 
-    def _capture(self, model: Callable[[Step], Tensor], step: Step) -> Captured:
-        captured = Captured(step)
+    def _capture(self, model: Callable[[Step], Tensor], step: Step, made: Tensor) -> Captured:
+        """Capture a step, which makes logits like ``made``.
 
-        def run() -> None:
-            captured.logits = model(step)
-
-        captured.graph = graph_of(self.graphs, run)
+        Graphs write their logits to one buffer: with one for each, scores in steps of many sizes would take gigabytes.
+        """
+        if self._logits is None or len(self._logits) < len(made):
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
+                self._logits = torch.empty(made.shape, dtype=made.dtype, device=made.device)
+        logits = self._logits[: len(made)]
+        captured = Captured(step, logits=logits)
+        captured.graph = graph_of(self.graphs, lambda: _write(model(step), logits))
         return captured
 
     def _give_up(self, bucket: Bucket, error: RuntimeError) -> bool:
@@ -319,3 +324,12 @@ def _run(model: Callable[[Step], Tensor], step: Step) -> Tensor:
         return model(step)
     except NotCapturable as error:
         raise CannotCapture(str(error)) from error
+
+
+def _with_copy(logits: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Logits, and a float32 copy of their first rows."""
+    return logits, logits[:rows].to(torch.float32, copy=True)
+
+
+def _write(made: Tensor, target: Tensor) -> None:
+    target.copy_(made)

@@ -25,7 +25,7 @@ from prefixkit.runners import short_steps
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
 from prefixkit.runners.graph_arrays import CannotCapture
-from prefixkit.runners.short_steps import REPLAYS, ROWS, USES, Bucket, most_short_rows
+from prefixkit.runners.short_steps import REPLAYS, ROWS, USES, Bucket, ShortGraph, most_short_rows
 from prefixkit.runners.short_tree import ShortTree
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back, run
@@ -45,6 +45,12 @@ def fresh(rng, tokens):
 def assert_first_tokens(made, prompts, params=FIRST):
     for sample in run(made, prompts, params):
         assert sample.tokens == alone(prompts[sample.prompt_index], params, sample.index)
+
+
+def living(kind):
+    """The objects of a class that something holds."""
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, kind)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -178,6 +184,18 @@ def test_more_sizes_in_turn_than_may_have_graphs_cost_few_captures(decoding, mon
         for tokens in (9, 25, 50):
             assert_first_tokens(made, [fresh(rng, tokens)])
     assert graphs.captures <= 2 + graphs.replays // REPLAYS and graphs.replays > 3 * USES
+
+
+def test_graphs_write_their_logits_to_one_buffer(decoding):
+    """With one for each size, scores in steps of many sizes would take gigabytes."""
+    made, _ = decoding(short=4096)
+    rng, others = np.random.default_rng(15), living(ShortGraph)
+    assert_first_tokens(made, [HEAD])
+    for _ in range(USES + 1):
+        for tokens in (9, 25, 50):
+            assert_first_tokens(made, [fresh(rng, tokens)])
+    graphs = [one for one in living(ShortGraph) if one not in others]
+    assert len(graphs) == 3 and len({one.captured.logits.untyped_storage().data_ptr() for one in graphs}) == 1
 
 
 def test_scores_report_the_memory_of_their_graphs(decoding):
