@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -83,8 +84,10 @@ def step_bytes(config: Any, spec: KVSpec, requests: Sequence[Request], prefill_c
     widest = max(tensor.head_dim for cached in spec.layers for tensor in cached)
     heads = max(int(layer.num_attention_heads) for layer in _layer_configs(config)) * widest
     size = spec.compute_dtype.itemsize
-    # Graphs of short steps have activations of their own.
-    short = min(prefill_chunk, ROWS[-1], most_short_rows(1, hidden * (4 * heads + 3 * inner)))
+    # Graphs of short steps have activations of their own, for a bucket of rows.  Layers with few weights run more rows:
+    # these have at least the weights of queries and outputs, and two of the MLP.
+    bucket = ROWS[min(bisect_left(ROWS, prefill_chunk + samples), len(ROWS) - 1)]
+    short = min(bucket, most_short_rows(1, hidden * 2 * (heads + inner)))
     # One layer: residual, norm, queries, keys and values, output; gate, up and their product.
     activations = (prefill_chunk + samples + short) * size * (4 * hidden + 4 * heads + 3 * inner)
     # Logits as computed, in float32, and those from which first tokens are sampled; a graph has logits of its own.

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkit.attention.gpu.capacity import MOST_PARTIAL_BYTES
 from prefixkit.engine import memory as sizing
 from prefixkit.engine.request import BeamParams, Request
 from prefixkit.engine.request_state import admission_order
+from prefixkit.runners.short_steps import ROWS, most_short_rows
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.kv_specs import spec_of_alike
 from prefixkit.tree.radix import PrefixTree
@@ -63,3 +65,17 @@ def test_steps_take_more_for_more_samples_up_to_as_many_as_run():
     assert most == sizing.step_bytes(CONFIG, SPEC, requests(n=9 * sizing.MOST_RUNNING), 1024)
     beams = [Request(0, np.arange(5), BeamParams(num_beams=6))]
     assert sizing.step_bytes(CONFIG, SPEC, beams, 1024) == sizing.step_bytes(CONFIG, SPEC, requests(n=3), 1024)
+
+
+def test_graphs_of_short_steps_have_room_for_the_rows_of_their_bucket():
+    """Of layers with few heads of K and V, which have fewer weights than others; and of rows padded beyond a chunk."""
+    hidden, inner, layers, chunk = 2048, 11008, 36, 1700
+    config = types.SimpleNamespace(
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=16, num_key_value_heads=2, vocab_size=1
+    )
+    spec = spec_of_alike(layers, 2, 128, torch.bfloat16)
+    weights = layers * hidden * (2 * 2048 + 2 * 256 + 3 * inner)
+    rows = max(bucket for bucket in ROWS if bucket <= most_short_rows(layers, weights))
+    assert rows == 2048 == min(bucket for bucket in ROWS if bucket >= chunk)
+    of_a_row = 2 * (4 * hidden + 4 * 2048 + 3 * inner)
+    assert sizing.step_bytes(config, spec, (), chunk) >= (chunk + rows) * of_a_row + 2 * MOST_PARTIAL_BYTES
