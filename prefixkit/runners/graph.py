@@ -88,7 +88,7 @@ class GraphRunner:
         pace: Pace = PACE,
         fewest_steps: int = FEWEST_STEPS,
         least_rows: int = 1,
-        weights: Callable[..., Hashable] = lambda: None,
+        weights: Callable[..., Hashable] = lambda *_: None,
         moves: Callable[[], int] = lambda: 0,
         keep_states: bool = False,
         short: int = 0,
