@@ -29,8 +29,7 @@ from prefixkit.ops.backend import GraphPlanning, NotCapturable
 from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, on_gpu
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.eager import CompiledModel
-from prefixkit.runners.graph_arrays import CannotCapture, StaticBatches
-from prefixkit.runners.short_tree import ShortTree
+from prefixkit.runners.graph_arrays import CannotCapture, ShortTree, StaticBatches
 from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 

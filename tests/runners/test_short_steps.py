@@ -24,9 +24,8 @@ from prefixkit.ops.backend import NotCapturable
 from prefixkit.runners import short_steps
 from prefixkit.runners.eager import EagerRunner
 from prefixkit.runners.graph import GraphRunner
-from prefixkit.runners.graph_arrays import CannotCapture
+from prefixkit.runners.graph_arrays import CannotCapture, ShortTree
 from prefixkit.runners.short_steps import REPLAYS, ROWS, USES, Bucket, ShortGraph, most_short_rows
-from prefixkit.runners.short_tree import ShortTree
 from prefixkit.sampling.params import SamplingParams
 from prefixkit.testing.expected import alone, assert_all_given_back, run
 from prefixkit.testing.fake_model import VOCAB, make_engine
