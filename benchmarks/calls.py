@@ -157,7 +157,7 @@ def processes(shape: str, turns: int) -> Row:
 
 
 def main() -> None:
-    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", *FAMILIES], list(PARTS)
+    names, parts = ["Llama-3.2-1B", "SmolLM2-135M", "Llama-3.1-8B", *FAMILIES], list(PARTS)
     options = arguments(__doc__, shapes=names, parts=parts, turns=5, eager=False)
     run = Run(options)
     for name in options.shapes:
