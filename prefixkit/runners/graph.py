@@ -105,8 +105,8 @@ class GraphRunner:
         self._variant: Hashable = None
         self._unread: deque[Results | tuple[int, int]] = deque()  # results, or index in the ring and number of rows
         self._arrays: GraphArrays | None = None
-        of = model, eager.model, eager.compiled, plannings, eager.layer_counts, short, self.graphs, eager.agreement
-        eager.graphs = self._short = ShortSteps(*of, self.device) if short else None
+        of = model, eager.model, eager.compiled, plannings, eager.layer_counts, short, self.graphs, self._weights
+        eager.graphs = self._short = ShortSteps(*of, eager.agreement, self.device) if short else None
 
     @property
     def pace(self) -> Pace:

@@ -13,7 +13,12 @@ class GraphWeights:
     Args:
         places: Returns the addresses of the tensors that the model reads, from its state if it is given one.
         moves: Counts events that may have moved these tensors or those of another model.
+
+    Attributes:
+        hooked: Whether the model had hooks at the last look, by the attribute ``hooked`` of what ``places`` returns.
     """
+
+    hooked = False
 
     def __init__(self, places: Callable[..., Hashable], moves: Callable[[], int]) -> None:
         self._places, self._moves = places, moves
@@ -33,6 +38,7 @@ class GraphWeights:
         """
         places = self._places() if state is None else self._places(state)
         moved, self._known = places != self._known, places
+        self.hooked = getattr(places, "hooked", False)
         self.skip_moves()
         return not everywhere(agreement, not moved)
 

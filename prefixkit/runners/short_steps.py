@@ -30,6 +30,7 @@ from prefixkit.runners.capture import Captured, Graphs, done_by_all, graph_of, o
 from prefixkit.runners.capture_errors import first_line, is_out_of_memory
 from prefixkit.runners.eager import CompiledModel
 from prefixkit.runners.graph_arrays import CannotCapture, ShortTree, StaticBatches
+from prefixkit.runners.graph_weights import GraphWeights
 from prefixkit.runners.waiting import RefuseWaiting
 from prefixkit.tree.state_slots import StateMoves
 
@@ -118,6 +119,7 @@ class ShortSteps:
         layer_counts: Number of layers of each kind.
         most_rows: Most query rows of a graph.
         graphs: Captures graphs.
+        weights: Says whether the model has hooks: these run with each prompt, so that no graph may run it.
         agreement: Agreement of the processes that share the model.
         device: The device of the model.
     """
@@ -131,12 +133,13 @@ class ShortSteps:
         layer_counts: tuple[int, ...],
         most_rows: int,
         graphs: Graphs,
+        weights: GraphWeights,
         agreement: Agreement,
         device: torch.device,
     ) -> None:
         self.model, self.plain, self.compiled = model, plain, compiled
         self.plannings, self.layer_counts = tuple(plannings), layer_counts
-        self.graphs, self.agreement, self.device = graphs, agreement, device
+        self.graphs, self._weights, self.agreement, self.device = graphs, weights, agreement, device
         self._buffers: OrderedDict[int, ShortTree] = OrderedDict()  # by rows, those used last at the end
         self._graphs: dict[Bucket, ShortGraph] = {}  # those used last at the end
         self._uses: dict[Bucket, int] = {}  # likewise
@@ -168,7 +171,7 @@ class ShortSteps:
         batches = [] if states is None else state_batches(states.pieces, len(tokens))
         bucket = Bucket.of(len(tokens), len(wanted), batches)
         numbered = tree.later is not None or tree.queries.sequence is not None  # which the buffers have no room for
-        if bucket is None or bucket.rows > self._most_rows or numbered:
+        if bucket is None or bucket.rows > self._most_rows or numbered or self._weights.hooked:
             return None
         with on_gpu(self.device), torch.inference_mode():
             buffers, graph = self._buffers.get(bucket.rows), self._graphs.get(bucket)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -252,6 +253,26 @@ def test_a_dropped_runner_is_freed_at_once_with_its_graphs(decoding):
     left = [one() for one in dropped]
     (gc.enable if enabled else gc.disable)()
     assert left == [None] * 3
+
+
+class Places(NamedTuple):
+    """What a runner is told of weights."""
+
+    values: int
+    hooked: bool
+
+
+def test_a_model_with_hooks_runs_without_graphs_until_they_are_removed(decoding):
+    """Python code of hooks runs with each prompt, as users expect who read or steer hidden states."""
+    places = [Places(1, False)]
+    made, _ = decoding(short=4096, weights=lambda: places[0])
+    rng, graphs = np.random.default_rng(10), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for hooked, replays in ((False, 2), (True, 2), (False, 4)):
+        places[0] = Places(places[0].values + 1, hooked)
+        for _ in range(USES + 2):
+            assert_first_tokens(made, [fresh(rng, 9)])
+        assert graphs.replays == replays
 
 
 def test_buckets_hold_their_steps_with_little_to_spare():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,8 +82,16 @@ def short_rows(facts: ModelFacts) -> int:
         return 0
     head = facts.inner.get_output_embeddings()  # type: ignore[no-untyped-call]
     parts = [one for one in facts.state.modules if one is not head and not isinstance(one, nn.Embedding)]
-    weights = sum(weight.numel() for one in parts for weight in one.parameters(recurse=False))
+    weights = sum(map(_products, parts))
     return most_short_rows(len(facts.layers) + len(facts.mixers), max(1, weights))
+
+
+def _products(module: nn.Module) -> int:
+    """The numbers by which a module multiplies each row; weights of 4 bits may be packed, or lie in buffers."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if all(isinstance(size, int) for size in sizes):
+        return math.prod(sizes)  # type: ignore[arg-type]
+    return sum(weight.numel() for weight in module.parameters(recurse=False))
 
 
 def state_for_runner(facts: ModelFacts) -> ModelState | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import itemgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ _CONTAINERS = frozenset({list, tuple, dict})
 _COMMON = frozenset(nn.Module().__dict__)
 # What a call of a model stores for its next call: a new tensor each time, which steps with given positions do not read.
 _OF_CALLS = frozenset({"rope_deltas"})
+# The module of transformers whose hooks record outputs; they stay once a caller has asked for some.
+_RECORDS = "transformers.utils.output_capturing"
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 # By class and number of attributes (modules of one class mostly have the same attributes): the function that reads a
 # module's attributes, the name of the class, and whether the class is an adapter's.
@@ -45,6 +47,8 @@ class ModelState:
         of_classes: The ``forward`` of each class of modules, without the patch.
         plain: Tensors that modules store as plain attributes, without those of a call for the next.
         modules: The modules; a module that is in two places is listed twice.
+        hooked: Whether some module has hooks of its forward pass, apart from those of transformers that record outputs
+            where a caller has asked for them.
     """
 
     tensors: list[Tensor]
@@ -53,9 +57,22 @@ class ModelState:
     of_classes: list[Callable[..., Any]]
     plain: list[Tensor]
     modules: list[nn.Module]
+    hooked: bool
 
 
-def weights_places(model: nn.Module, state: ModelState | None = None) -> Hashable:
+class WeightsPlaces(NamedTuple):
+    """What :func:`weights_places` returns.
+
+    Attributes:
+        values: What graphs of the model depend on.
+        hooked: Whether some module has hooks: their Python code runs when a graph is captured, not when it is replayed.
+    """
+
+    values: tuple[Hashable, ...]
+    hooked: bool
+
+
+def weights_places(model: nn.Module, state: ModelState | None = None) -> WeightsPlaces:
     """Addresses of the model's tensors, how modules use them, and weak references to the functions that do.
 
     CUDA graphs of the model are stale if it changes.
@@ -71,7 +88,7 @@ def weights_places(model: nn.Module, state: ModelState | None = None) -> Hashabl
     tensors = [*state.tensors, *state.plain]
     if not WITH_MEMORY.issuperset(map(type, tensors)):
         tensors = [part for tensor in tensors for part in parts_of(tensor)]
-    return *state.modes, *functions, *map(_address, tensors)
+    return WeightsPlaces((*state.modes, *functions, *map(_address, tensors)), state.hooked)
 
 
 def adapter_states(model: nn.Module) -> dict[str, Hashable]:
@@ -91,6 +108,7 @@ def state_of(model: nn.Module) -> ModelState:
     configs: dict[int, Any] = {}
     variants: dict[int, Variant] = {}
     left: list[nn.Module | None] = [model]
+    hooked = False
     while left:  # five times as fast as model.parameters(), and nothing is cached
         if (module := left.pop()) is not None:
             getter, name, adapts = _readers.get((type(module), len(module.__dict__))) or _reader(module)
@@ -108,6 +126,7 @@ def state_of(model: nn.Module) -> ModelState:
             if children:
                 left += children.values()
             if hooks or pre_hooks:
+                hooked = hooked or any(map(_acts, (*hooks.values(), *pre_hooks.values())))
                 modes.append((*hooks, None, *pre_hooks))  # numbers, never reused
             if _NUMBERS.issuperset(map(type, values)):  # including whether the module is in training mode
                 modes += values
@@ -141,7 +160,12 @@ def state_of(model: nn.Module) -> ModelState:
     of_classes = [getattr(cls.__dict__.get(ORIGINAL, cls), "forward", None) for cls in classes]
     own: list[Callable[..., Any]]
     own = [forward for forward in of_classes if isinstance(forward, FunctionType)]  # a scripted module's class has none
-    return ModelState([tensor for tensor in found if tensor is not None], modes, forwards, own, plain, modules)
+    tensors = [tensor for tensor in found if tensor is not None]
+    return ModelState(tensors, modes, forwards, own, plain, modules, hooked)
+
+
+def _acts(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", None) != _RECORDS
 
 
 def plain_numbers(owner: Any) -> list[Hashable]:

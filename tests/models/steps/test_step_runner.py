@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import prefixkit
 from prefixkit import variants
@@ -18,6 +19,19 @@ def test_graphs_take_as_many_rows_as_a_gpu_computes_while_the_host_launches_a_st
     assert 0 < short_rows(few) == pytest.approx(short_rows(many), rel=0.01), "both times grow with layers"
     wide = facts_of(tiny_llama(intermediate_size=4096))
     assert short_rows(wide) < short_rows(few) / 4
+
+
+def test_packed_weights_count_as_those_that_they_stand_for():
+    """As those of 4 bits, which are bytes of two numbers each, or words in a buffer."""
+    model = tiny_llama()
+    facts = facts_of(model)
+    rows = short_rows(facts)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
+            words = torch.zeros(module.weight.numel() // 8, dtype=torch.int32)
+            del module.weight
+            module.register_buffer("weight", words)
+    assert short_rows(facts) == rows
 
 
 def test_the_head_and_embeddings_do_not_count():
@@ -47,3 +61,14 @@ def test_a_runner_of_a_model_within_another_looks_at_both():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
     assert state_for_runner(facts_of(model)) is None
+
+
+def test_hooks_of_a_user_are_seen_and_those_that_record_outputs_for_transformers_are_not():
+    model, seen = tiny_llama(), []
+    assert not weights_places(model).hooked
+    model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert not weights_places(model).hooked
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    assert weights_places(model).hooked
+    handle.remove()
+    assert not weights_places(model).hooked
