@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import resource
 import subprocess
 import time
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 from compatibility_page import COLUMNS, RESULTS, write
-from families import FIRST_WORD, GIBIBYTES, NEEDS, SECONDS, VOCAB
+from families import FIRST_WORD, NEEDS, SECONDS, VOCAB, quietly
 from tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -165,10 +163,7 @@ def measure(model_type: str) -> dict[str, str]:
 
 
 def child(model_type: str, to: Connection) -> None:
-    for descriptor in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (GIBIBYTES << 30, GIBIBYTES << 30))
+    quietly()
     to.send(measure(model_type))
 
 

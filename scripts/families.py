@@ -249,12 +249,18 @@ def survey(kind: str, model_type: str) -> Found:
     return result
 
 
-def child(kind: str, model_type: str, to: Connection) -> None:
-    """Survey a model_type in a process of its own, silently."""
+def quietly() -> None:
+    """Make this forked process silent, and limit the memory that it takes beside what it has of its parent."""
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (GIBIBYTES << 30, GIBIBYTES << 30))
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (has + (GIBIBYTES << 30),) * 2)
+
+
+def child(kind: str, model_type: str, to: Connection) -> None:
+    """Survey a model_type in a process of its own, silently."""
+    quietly()
     to.send(survey(kind, model_type))
 
 
