@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("prefixkit.testing")
 DRAWN_BY = "PREFIXKIT_DRAWN_BY"  # the environment variable that says by which number cases are drawn
 # The tests that take more than a second, and how long they took when ``--write-slow`` wrote the file.  Of these a run
 # draws as many as take so many seconds, added up over all workers.
-SLOW, SECONDS_OF_SLOW = Path(__file__).with_name("slow.txt"), 320.0
+SLOW, SECONDS_OF_SLOW = Path(__file__).with_name("slow.txt"), 300.0
 
 # Imports and collection leave no garbage to speak of, and looking for it takes a second of each worker.
 gc.disable()
