@@ -306,7 +306,7 @@ class ShortSteps:
         return captured
 
     def _give_up(self, bucket: Bucket, error: RuntimeError) -> bool:
-        """After a failure, capture no steps of so many rows, or none of this size for some time without memory; False
+        """After a failure, capture no steps of as many rows; without memory, none of this size for some time; False
         for an error of another kind.
         """
         if is_out_of_memory(error):
