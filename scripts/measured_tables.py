@@ -64,6 +64,17 @@ def whole_calls(data: Any) -> Table:
     return rows
 
 
+def short_prompts(data: Any) -> Table:
+    """Calls for one token, by new tokens of the prompt: by graphs of short steps, and by launching their kernels."""
+    rows: Table = [("shape", "layers", "new tokens", "by a graph, ms", "launched, ms", "ratio")]
+    for row in data["short"]:
+        times = row["graph_ms"], row["launched_ms"]
+        layers = "compiled" if row["compiled"] else "as they are"
+        ratio = f"{times[0] / times[1]:.2f}"
+        rows.append((row["shape"], layers, f"{row['own']:,}", *(f"{time:.1f}" for time in times), ratio))
+    return rows
+
+
 def engine(data: Any) -> Table:
     rows: Table = [
         ("rows", "layers", "sampling", "step, ms", "its graph alone, ms", "GPU idle", "tokens/s with prefill")
@@ -137,6 +148,17 @@ def hybrids(data: Any) -> Table:
         (shape, *(seconds(found[who]) for who in ("stock", "expand", "tree", "cold", "known")))
         for shape, found in by_shape.items()
     ]
+    return rows
+
+
+def known(data: Any) -> Table:
+    """Calls after a known prefix: the first ones, which launch each kernel, and the later ones, by a graph."""
+    found = {(call["shape"], call["who"]): call for call in data["calls"]}
+    rows: Table = [("shape", "nothing known, ms", "4,096 tokens known, ms", "its first three calls, ms")]
+    for shape in dict.fromkeys(call["shape"] for call in data["calls"]):
+        call = found[shape, "known"]
+        first = ", ".join(f"{1e3 * each:.0f}" for each in call["each_s"][:3])
+        rows.append((shape, f"{1e3 * found[shape, 'cold']['s']:.0f}", f"{1e3 * call['s']:.1f}", first))
     return rows
 
 

@@ -132,10 +132,10 @@ class GraphRunner:
 
     # -- Runner --------------------------------------------------------------------------------------------------------
 
-    def drop_graphs(self) -> None:
+    def drop_graphs(self, *, moved: bool = False) -> None:  # moved: the weights have
         self._graphs.clear()
         if self._short is not None:
-            self._short.drop()
+            self._short.drop(moved)
         self.graphs.drop()
 
     def start_call(self, state: object = None) -> None:
@@ -326,7 +326,7 @@ class GraphRunner:
         if self._weights.look(self.eager.agreement, state):
             if self.graphs:
                 log.info("the model's weights have moved, or its modes have changed: CUDA graphs are captured again")
-            self.drop_graphs()
+            self.drop_graphs(moved=True)
 
     def _variant_of(self, tree: StepTree) -> Hashable:
         """The part of a graph's key that depends on the tree: graphs of other variants cannot run its steps."""

@@ -148,13 +148,16 @@ class ShortSteps:
         self._replays = 0  # since a graph last took the place of others
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
 
-    def drop(self) -> None:
-        """Drop all graphs; those of sizes that come often again are captured again, after a check: other weights or
-        modes may wait for the GPU.
+    def drop(self, moved: bool = False) -> None:
+        """Drop all graphs; those of sizes that come again are captured again, after a check: other weights or modes may
+        wait for the GPU.
+
+        ``moved``: forget how often each size has come too, so that weights that move at each call cost no captures.
         """
         self._graphs.clear()
-        self._uses.clear()
         self._most_checked, self._logits = 0, None
+        if moved:
+            self._uses.clear()
 
     def __call__(
         self,

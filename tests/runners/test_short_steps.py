@@ -164,6 +164,20 @@ def test_graphs_whose_weights_have_moved_are_dropped_and_captured_once_they_pay_
     assert (graphs.captures, graphs.replays) == (2, 3)
 
 
+def test_graphs_that_are_dropped_for_other_reasons_are_captured_again_at_once(decoding):
+    """As where the pool of states has grown, which other graphs read at its old address."""
+    made, _ = decoding(short=4096)
+    rng, graphs = np.random.default_rng(17), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for captures in (1, 2, 3):
+        for _ in range(USES if captures == 1 else 1):
+            assert_first_tokens(made, [fresh(rng, 9)])
+        assert graphs.captures == captures
+        assert_first_tokens(made, [fresh(rng, 9)])
+        assert (graphs.captures, graphs.replays) == (captures, captures)
+        made.runner.drop_graphs()
+
+
 def test_more_sizes_in_turn_than_may_have_graphs_cost_few_captures(decoding, monkeypatch):
     monkeypatch.setattr(short_steps, "MOST_SIZES", 2)
     made, _ = decoding(short=4096)
