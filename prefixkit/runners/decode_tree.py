@@ -120,9 +120,8 @@ class DecodeTree(StagedTree):
 
     def stage(self, step: StepTree) -> None:
         """The host's part of :meth:`upload`."""
-        leaves, before = step.queries.node, step.snapshot.computed.copy()  # tokens with KV before the step
-        before[leaves] = step.queries.begin
-        (leaf,) = self._stage_nodes(step, before)
+        # Of a full leaf the last token has KV too: its row has ended, and must not write there again.
+        leaves, (leaf,) = step.queries.node, self._stage_nodes(step, step.snapshot.computed)
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
 
     def advance(self, rows: int) -> None:

@@ -118,6 +118,21 @@ def test_a_row_without_a_page_for_its_token_stands_still() -> None:
     assert (here.positions.numpy() == (batch.snapshot.start[batch.queries.node] + capacity - 1)).all()
 
 
+@pytest.mark.parametrize("ahead", range(1, 7))
+def test_a_row_without_a_page_writes_nothing_after_its_tree_is_uploaded_again(ahead: int) -> None:
+    """At the slot of its last token, which has KV, it would write the KV of the token after it."""
+    _, _, batch = make_batch(np.random.default_rng(3), 4, 3)
+    one, other = (DecodeTree(TreeCapacity.of(batch), 4, "cpu") for _ in range(2))
+    one.upload(batch)
+    for _ in range(ahead):
+        one.advance(batch.queries.num_rows)
+    other.upload(batch.grown(ahead))
+    for here in (one, other):
+        here.advance(batch.queries.num_rows)
+    assert one.slots.tolist() == other.slots.tolist() and one.positions.tolist() == other.positions.tolist()
+    assert one.nodes[1].tolist() == other.nodes[1].tolist()
+
+
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
     _, _, batch = make_batch(np.random.default_rng(1), 4, 2)
     need = TreeCapacity.of(batch)

@@ -53,6 +53,20 @@ def test_fewer_rows_have_graphs_of_their_own_down_to_the_least(least, buckets, d
     assert made.runner.graphs.captures == len(buckets)
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_a_row_that_has_filled_its_last_page_leaves_the_kv_of_its_last_token_as_it_is(page_size, decoding):
+    """Two rows end, and the host compacts the batch once the third has run its last step too, and before it knows."""
+    for most in range(4, 8):
+        made, _ = decoding(page_size=page_size, retain_samples=True)
+        params = [SamplingParams(max_new_tokens=one, seed=i) for i, one in enumerate((most, most, most + 1, 30))]
+        samples = made.run(Request(index, np.arange(9), own) for index, own in enumerate(params))
+        then = SamplingParams(max_new_tokens=3, temperature=0)
+        for sample in samples:
+            text = np.concatenate((np.arange(9), sample.tokens))
+            assert run(made, [text], then)[0].tokens == alone(text, then, 0), (most, sample.index)
+        assert_all_given_back(made)
+
+
 def test_a_lone_row_runs_in_the_least_bucket(decoding):
     made, model = decoding(least_rows=2)
     (sample,) = run(made, [np.arange(9)], SamplingParams(max_new_tokens=9, seed=4))
