@@ -63,12 +63,15 @@ class StepTree:
         later: ``[rows]`` how many later tokens of its node each row may see, under variants that look ahead; None: all
             with KV.
         last: The highest position that query rows attend from (:class:`Visible`); None: each row's own.
+        full: ``[rows]`` of a decode step that has :meth:`grown`, whether a leaf's pages have no slot for the row's
+            token: the row, whose sample has ended, stays at the token before, and writes nothing.  None: all have one.
     """
 
     snapshot: TreeSnapshot
     queries: Queries
     later: Ints | None = None
     last: int | None = None
+    full: NDArray[np.bool_] | None = None
 
     @cached_property
     def own_rows(self) -> Ints:
@@ -166,9 +169,10 @@ class StepTree:
         tree, leaf = self.snapshot, self.queries.node
         capacity = np.diff(tree.page_indptr)[leaf] * tree.page_size - tree.first_slot[leaf]
         length, computed = tree.length.copy(), tree.computed.copy()
+        full = length[leaf] + steps > capacity
         length[leaf] = np.minimum(length[leaf] + steps, capacity)
         computed[leaf] = np.minimum(computed[leaf] + steps, capacity)
-        return decode_tree(replace(tree, length=length, computed=computed), leaf, self.queries.sequence)
+        return decode_tree(replace(tree, length=length, computed=computed), leaf, self.queries.sequence, full)
 
     def select_rows(self, rows: NDArray[np.intp]) -> StepTree:
         """The decode step of only these rows, ascending, without the other leaves.  Its snapshot has no sequences."""
@@ -193,8 +197,8 @@ class StepTree:
             sequence_node=old.sequence_node[:0],
             sequence_id=old.sequence_id[:0],
         )
-        sequence = self.queries.sequence
-        return decode_tree(snapshot, before[leaf[rows]], None if sequence is None else sequence[rows])
+        sequence, full = self.queries.sequence, None if self.full is None else self.full[rows]
+        return decode_tree(snapshot, before[leaf[rows]], None if sequence is None else sequence[rows], full)
 
     def check(self) -> None:
         """Raise ValueError unless the runs are in order, lie inside their nodes, and miss no KV before them."""
@@ -228,7 +232,9 @@ def _many(above: NDArray[np.integer], queries: Queries) -> bool:
     return bool(above.max(initial=0) > DEEP) and int(above @ (queries.end - queries.begin)) > MANY
 
 
-def decode_tree(snapshot: TreeSnapshot, leaf: Ints, sequence: Ints | None = None) -> StepTree:
-    """A tree whose query rows are the last tokens of these leaves, ascending."""
+def decode_tree(
+    snapshot: TreeSnapshot, leaf: Ints, sequence: Ints | None = None, full: NDArray[np.bool_] | None = None
+) -> StepTree:
+    """A tree whose query rows are the last tokens of these leaves, ascending; ``full`` as in :class:`StepTree`."""
     end = snapshot.length[leaf]
-    return StepTree(snapshot, Queries(leaf, end - 1, end, sequence))
+    return StepTree(snapshot, Queries(leaf, end - 1, end, sequence), full=full)

@@ -120,8 +120,9 @@ class DecodeTree(StagedTree):
 
     def stage(self, step: StepTree) -> None:
         """The host's part of :meth:`upload`."""
-        # Of a full leaf the last token has KV too: its row has ended, and must not write there again.
-        leaves, (leaf,) = step.queries.node, self._stage_nodes(step, step.snapshot.computed)
+        leaves, before = step.queries.node, step.snapshot.computed.copy()  # tokens with KV before the step
+        before[leaves] = step.queries.begin if step.full is None else step.queries.begin + step.full
+        (leaf,) = self._stage_nodes(step, before)
         leaf[: len(leaves)], leaf[len(leaves) :] = leaves, -1
 
     def advance(self, rows: int) -> None:

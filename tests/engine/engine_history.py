@@ -28,6 +28,7 @@ from prefixkit.testing.expected import alone, beams_alone
 from prefixkit.testing.fake_model import make_engine
 from prefixkit.tree.eviction import POLICIES
 from tests.engine.integrity import check_engine, check_idle
+from tests.runners.stand_ins import RoomyPlanning, graph_runner
 from tests.tree.model import assert_snapshot_is_fresh, fingerprint
 
 PICK = st.integers(0, 10**6)
@@ -87,6 +88,7 @@ class EngineHistory(RuleBasedStateMachine):
         most_running=st.sampled_from([1, 3, 1000]),
         retain_samples=st.booleans(),
         computing=st.sampled_from([1e-9, 1.0]),
+        short=st.sampled_from([None, 0, 4096]),
     )
     def begin(
         self,
@@ -97,7 +99,9 @@ class EngineHistory(RuleBasedStateMachine):
         most_running: int,
         retain_samples: bool,
         computing: float,
+        short: int | None,
     ) -> None:
+        """``short``: graphs of stand-ins run decode steps, and other steps of so many rows; None: there are none."""
         num_pages += 40 // self.page_size  # most requests fit
         self.engine, self.model = make_engine(
             num_pages,
@@ -112,6 +116,9 @@ class EngineHistory(RuleBasedStateMachine):
             1e15, computing * 1e15
         )  # "auto" recomputes, or swaps, always
         self.engine.runner.model = self.run_model
+        if short is not None:
+            options = {"planning": RoomyPlanning, "pace": pace, "short": short}
+            self.engine.runner = graph_runner(self.engine, self.run_model, **options)
         self.known: list[tuple[int, ...]] = [()]
         self.pins: list[Any] = []  # sequences of the tree
         self.stream: Iterator[Sample] | None = None

@@ -6,9 +6,8 @@ import pytest
 
 from prefixkit.runners import graph_arrays
 from prefixkit.runners.batch import Pace
-from prefixkit.runners.graph import GraphRunner
 from prefixkit.testing.fake_model import make_engine
-from tests.runners.stand_ins import Capturing, Planning
+from tests.runners.stand_ins import Capturing, graph_runner
 
 
 @pytest.fixture
@@ -19,18 +18,9 @@ def decoding(monkeypatch):
     def make(capturing=None, steps=None, **options):
         runs = {name: options.pop(name) for name in ("least_rows", "weights", "moves", "short") if name in options}
         made, model = make_engine(**options)
-        planning, page_size = Planning(made.runner.planners[0]), made.store.tree.page_size
+        run = model if steps is None else lambda step: steps(model, step)
         capturing = Capturing() if capturing is None else capturing
-        made.runner = GraphRunner(
-            made.runner,
-            model if steps is None else lambda step: steps(model, step),
-            [planning],
-            page_size,
-            pace=Pace(ahead=2, slack=2, waited_for=8),
-            fewest_steps=1,
-            capture=lambda: capturing,
-            **runs,
-        )
+        made.runner = graph_runner(made, run, capturing, pace=Pace(ahead=2, slack=2, waited_for=8), **runs)
         return made, model
 
     return make

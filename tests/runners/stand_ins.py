@@ -9,6 +9,7 @@ from prefixkit.attention.gpu.capacity import PlanCapacity
 from prefixkit.attention.plan import make_plan
 from prefixkit.attention.planner import StepPlan
 from prefixkit.attention.visible import ALL
+from prefixkit.runners.graph import GraphRunner
 
 
 def specified(planner, tree):
@@ -71,6 +72,23 @@ class Planning:
     def step_plan(self, work, nodes, tree, *, paths=False):
         own = torch.arange(len(nodes))  # which nobody else holds, as the plan of attention over latents has one
         return StepPlan([*work, *nodes, own], tree, lambda: specified(self._planner, tree))
+
+
+class RoomyPlanning(Planning):
+    """For trees of any size."""
+
+    def capacity_for(self, tree, *, now=False):
+        nodes, rows = tree.snapshot.num_nodes, tree.queries.num_rows
+        return PlanCapacity(2 * nodes, 2, 2 * nodes * nodes, rows, nodes * rows)
+
+
+def graph_runner(engine, model, capturing=None, planning=Planning, **options):
+    """A runner that replays the steps of an engine's model by stand-ins; its own runner launches the others."""
+    planning = planning(engine.runner.planners[0])
+    capture = Capturing if capturing is None else lambda: capturing
+    return GraphRunner(
+        engine.runner, model, [planning], engine.store.tree.page_size, capture=capture, **{"fewest_steps": 1} | options
+    )
 
 
 class Capturing:
