@@ -143,7 +143,7 @@ class ShortSteps:
         self._buffers: OrderedDict[int, ShortTree] = OrderedDict()  # by rows, those used last at the end
         self._graphs: dict[Bucket, ShortGraph] = {}  # those used last at the end
         self._uses: dict[Bucket, int] = {}  # likewise
-        self._most_rows = most_rows
+        self._most_rows = self._limit = most_rows
         self._logits: Tensor | None = None  # which graphs write, one after another
         self._replays = 0  # since a graph last took the place of others
         self._most_checked = 0  # rows of the longest step that has run without waiting for the GPU
@@ -152,12 +152,14 @@ class ShortSteps:
         """Drop all graphs; those of sizes that come again are captured again, after a check: other weights or modes may
         wait for the GPU.
 
-        ``moved``: forget how often each size has come too, so that weights that move at each call cost no captures.
+        ``moved``: forget how often each size has come too, so that weights that move at each call cost no captures,
+        and which sizes could not be captured, as others may be with another adapter.
         """
         self._graphs.clear()
         self._most_checked, self._logits = 0, None
         if moved:
             self._uses.clear()
+            self._most_rows = self._limit
 
     def __call__(
         self,

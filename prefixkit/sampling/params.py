@@ -189,7 +189,7 @@ def _check_grammar(given: object) -> None:
         ) from error
 
 
-def as_integer(name: str, value: object, least: int, remedy: str, most: float = math.inf) -> int:
+def as_integer(name: str, value: object, least: int, remedy: str, most: int = 2**63 - 1) -> int:
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError

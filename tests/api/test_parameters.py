@@ -78,6 +78,8 @@ def test_a_model_that_is_not_patched():
         ({"seed": [1, 2]}, "seed"),
         ({"seed": np.array([1, 2])}, "seed must be one integer or one per prompt, got 2 for 1 prompt"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"top_k": 10**400}, r"top_k must be at most 9223372036854775807, got 10"),
+        ({"max_new_tokens": 2**63}, "max_new_tokens must be at most 9223372036854775807"),
         ({"stop_token_ids": [2**70]}, r"stop_token_ids must be at most .*; token ids are 0 to 2\*\*31 - 1"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids must be at least 0, got -1"),
         ({"stop_token_ids": [3, 260]}, "stop_token_ids: token 260 is outside the model's vocabulary of 260"),

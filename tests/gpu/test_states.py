@@ -180,9 +180,13 @@ def model(exact: Any) -> Iterator[Any]:
     prefixkit.unpatch(model)
 
 
-def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any, model: Any) -> None:
-    """Requests refill, rows end at different steps, and later calls go on from samples of earlier ones."""
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
+@pytest.mark.parametrize("seed", [None, 614688463])
+def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any, model: Any, seed: int | None) -> None:
+    """Requests refill, rows end at different steps, and later calls go on from samples of earlier ones.
+
+    With the given seed a row of lfm2 fills its last page just before its batch is compacted (one H200).
+    """
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     print("seed", seed)
     rng = np.random.default_rng(seed)
     head = rng.integers(3, VOCAB, 60).tolist()

@@ -133,6 +133,19 @@ def test_what_no_graph_can_hold_runs_step_by_step_and_so_do_more_rows(decoding, 
     assert_all_given_back(made)
 
 
+def test_a_size_that_no_graph_could_hold_is_tried_again_once_weights_have_moved(decoding):
+    """With another adapter a step may not wait for the GPU."""
+    places = [0]
+    made, _ = decoding(Capturing(CannotCapture("it waits")), short=4096, weights=lambda: places[0])
+    rng, graphs = np.random.default_rng(18), made.runner.graphs
+    assert_first_tokens(made, [HEAD])
+    for captures in (0, 1):
+        for _ in range(2 * USES):
+            assert_first_tokens(made, [fresh(rng, 9)])
+        assert graphs.captures == captures
+        places[0] += 1
+
+
 def test_without_memory_a_size_is_tried_again_much_later(decoding, caplog):
     made, _ = decoding(Capturing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")), short=4096)
     rng, graphs = np.random.default_rng(6), made.runner.graphs
