@@ -65,7 +65,10 @@ class Dialogues:
         if self.rng.random() < 0.1:
             return BeamParams(num_beams=self.one_of(1, 3), max_new_tokens=self.one_of(2, 9), stop_token_ids=stop)
         most, given = int(self.rng.integers(1, 20)), SamplingParams(seed=self.one_of(*range(50)), stop_token_ids=stop)
-        return replace(given, n=self.one_of(1, 2, 4), max_new_tokens=most)
+        given = replace(given, n=self.one_of(1, 2, 4), max_new_tokens=most)
+        if self.rng.random() < 0.1:
+            given = replace(given, logits_processors=lambda: unchanged)
+        return replace(given, stop=(goes_on,)) if self.rng.random() < 0.1 else given
 
     def call(self) -> None:
         """A call of some requests, during which weights may move, as a callback does it."""
@@ -76,6 +79,7 @@ class Dialogues:
             self.places += bool(moves and self.rng.random() < 0.2)
 
         self.made.options["on_step"] = step
+        self.made.options["on_token"] = (lambda event: None) if self.rng.random() < 0.2 else None
         try:
             samples = self.made.run(requests)
         except KVBudgetTooSmall:
@@ -86,6 +90,14 @@ class Dialogues:
             assert list(sample.tokens) == expected(asked, sample.index), (asked, sample.index)
             self.known.append((*asked.tokens.tolist(), *sample.tokens))
         self.known = self.known[-12:]
+
+
+def unchanged(tokens: Any, logits: Any) -> Any:
+    return logits
+
+
+def goes_on(tokens: list[int], text: str) -> bool:
+    return False
 
 
 def expected(request: Request, index: int) -> list[int]:
