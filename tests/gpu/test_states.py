@@ -194,7 +194,8 @@ def test_samples_in_graphs_have_the_probabilities_of_one_forward_pass(exact: Any
     with Session(model, most_running=16) as session:
         for turn in range(2):
             found = session.generate(prompts, SamplingParams(n=4, max_new_tokens=16, seed=turn, stop_token_ids=(5, 9)))
-            assert_logprobs(model, prompts, [*found][::5], exact)
+            # All samples: with these weights some errors are a hundred times others, and few tokens say little.
+            assert_logprobs(model, prompts, found, exact)
             assert session.report.graph_steps > 0
             prompts = [prompts[one.prompt_index] + list(one.tokens) for one in found][::6]
             prompts = [one[: 2 * len(one) // 3] if i % 2 else one for i, one in enumerate(prompts)]
