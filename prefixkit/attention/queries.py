@@ -63,7 +63,7 @@ class StepTree:
         later: ``[rows]`` how many later tokens of its node each row may see, under variants that look ahead; None: all
             with KV.
         last: The highest position that query rows attend from (:class:`Visible`); None: each row's own.
-        full: ``[rows]`` of a decode step that has :meth:`grown`, whether a leaf's pages have no slot for the row's
+        full: ``[rows]`` of a decode step made by :meth:`grown`, whether the leaf's pages have no slot for the row's
             token: the row, whose sample has ended, stays at the token before, and writes nothing.  None: all have one.
     """
 
